@@ -29,7 +29,7 @@ from benchmarks.timing import median, ratio
 from megaresume.batches.cold import ColdPages
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.corpora.layout import bin_path
+from megaresume.data.layout import bin_path
 from megaresume.stream.batches import BatchSchedule
 
 SEQ_LENGTH = tokens.SEQ_LENGTH

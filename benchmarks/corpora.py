@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.corpora.layout import IndexHeader, bin_path, idx_path
+from megaresume.data.layout import IndexHeader, bin_path, idx_path
 from megaresume.stream.config import StreamConfig
 
 #: Tokens a sample.

@@ -21,12 +21,12 @@ from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio, wall
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.corpora.base import Key
-from megaresume.shards.prepare import prepare_shards
-from megaresume.shards.source import ShardSource
-from megaresume.shards.tar import parse_record
+from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.shard_source import ShardSource
+from megaresume.data.source import Key
+from megaresume.data.tar import parse_record
 from megaresume.stream.batches import BatchSchedule
-from tests.shards.far import serve
+from tests.data.far import serve
 
 #: seconds before every answer.
 LATENCY = 0.03

@@ -8,7 +8,7 @@ from benchmarks.corpora import document_lengths, write_corpus
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import median, wall
-from megaresume.corpora.indexed import IndexedSource
+from megaresume.data.indexed_source import IndexedSource
 
 MOST_SECONDS = 0.05
 

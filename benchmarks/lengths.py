@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.corpora import WEIGHTS, document_lengths
-from megaresume.corpora.files import FileIdentity
-from megaresume.corpora.sidecar import kept_list
+from megaresume.data.files import FileIdentity
+from megaresume.data.sidecar import kept_list
 from megaresume.stream.documents.pieces import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
 

@@ -22,10 +22,10 @@ from PIL import Image
 from benchmarks.timing import cpu
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.corpora.base import Key, Record
+from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.source import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.images.processors.pixels import Backend
-from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule
 
 SEQ_LENGTH = 8192

@@ -86,8 +86,8 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 def _while_training(text: Path, directory: Path, prepared: float) -> Row:
     """Tokens a second of a corpus without a .bin, a document at a time in a shuffled order, beside `prepare`."""
-    from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
-    from megaresume.rows import RowSource
+    from megaresume.data.prepare.corpus import PrepareOptions, prepare
+    from megaresume.data.row_source import RowSource
 
     prepare([text], directory / "rows", PrepareOptions(tokenizer=directory / "model", index_only=True))
     source = RowSource(directory / "rows")

@@ -29,9 +29,9 @@ from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio, wall
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.shards.prepare import prepare_shards
-from megaresume.shards.source import ShardSource
-from megaresume.shards.tar import parse_record
+from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.shard_source import ShardSource
+from megaresume.data.tar import parse_record
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.planning.kernel import DOCUMENT
 

@@ -25,7 +25,7 @@ from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, median, ratio
 from megaresume.batches.loader import StreamLoader
-from megaresume.corpora.layout import bin_path
+from megaresume.data.layout import bin_path
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.stream import Stream

@@ -24,11 +24,9 @@ session/       one training process and the protocol, whatever trains
 trace/         the stream of a run planned again
 batches/       samples to batches
 patching/      scripts adapted by a codemod
-sources/       what a data config names, opened
-rows/          documents of text that stay in their raw files
-shards/        image-text records in tar shards
+data/          documents and records, and what a data config names, opened
 images/        records to tokens and pixels
-corpora/       documents of text
+text/          text and conversations to tokens
 runs/          a run, as its checkpoint directory tells it
 checkpoint/    the protocol on a directory: save, choose, lock, keep
 render.py, shipped.py, testing.py  tables and pages; files of a checkout; a check for your own sources

@@ -1,6 +1,6 @@
 """`ReadAhead`: has what the next batches of one process will need read before, by the plan, which knows it.
 
-    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.shards.ahead.Ahead`
+    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.data.ahead.Ahead`
 
 It follows the reader: what is planned is dropped if other samples are read. So it can make a loader faster, and change
 nothing. Of a loader that is not ours nobody says which samples come: then they are guessed from those that came.
@@ -22,8 +22,8 @@ from megaresume.stream.planning.kernel import DOCUMENT, SOURCE
 from megaresume.stream.stream import Stream
 
 if TYPE_CHECKING:
-    from megaresume.shards.ahead import Ahead
-    from megaresume.shards.files import Place
+    from megaresume.data.ahead import Ahead
+    from megaresume.data.shard_files import Place
 
 #: MiB of records that are held, and requests to a store at a time, unless more or fewer are asked for.
 MEMORY, REQUESTS = 64, 32
@@ -84,7 +84,7 @@ def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, g
         )
     shards: list[Any] = [source for source in sources if hasattr(source, "places")]
     if shards:
-        from megaresume.shards.disk import DiskCache
+        from megaresume.data.disk_cache import DiskCache
 
         cache = DiskCache(Path(directory), int(gib * (1 << 30)))
         for source in shards:
@@ -120,7 +120,7 @@ class ReadAhead:
         self._segments = 0
         self._ahead: Ahead | None = None
         if self._sources and memory:
-            from megaresume.shards.ahead import Ahead
+            from megaresume.data.ahead import Ahead
 
             self._ahead = Ahead(requests)
 

@@ -24,8 +24,8 @@ from megaresume.batches.arrays import (
 )
 from megaresume.batches.cold import ColdPages
 from megaresume.batches.documents import DocumentReader, Images
-from megaresume.corpora.base import Source, TokenSource, is_document_source
-from megaresume.corpora.spans import Spans, has_pairs, has_spans, spans_of
+from megaresume.data.source import Source, TokenSource, is_document_source
+from megaresume.data.spans import Spans, has_pairs, has_spans, spans_of
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET
 from megaresume.stream.planning.plan import Plan

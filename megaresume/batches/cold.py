@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.batches.ahead import Guess
-from megaresume.corpora.base import TokenSource
+from megaresume.data.source import TokenSource
 from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan

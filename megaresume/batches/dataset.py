@@ -31,7 +31,7 @@ from megaresume.batches.arrays import FIELDS, PAIRS, Field, check_fields
 from megaresume.batches.assemble import Assembler
 from megaresume.batches.batch import Batch, make_batch, make_batches
 from megaresume.batches.cold import ColdPages
-from megaresume.corpora.base import Source
+from megaresume.data.source import Source
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.stream.source import AbsentSource

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.batches.arrays import Arrays, Layout
-from megaresume.corpora.base import DocumentSource, EncodedDocument, Key
+from megaresume.data.source import DocumentSource, EncodedDocument, Key
 from megaresume.images.processors.pixels import Levels, Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.kernel import LENGTH, SOURCE

@@ -1,7 +1,7 @@
 """From a data.yaml, a mapping or a Megatron ``--data-path`` to a `Stream` whose samples can be read.
 
 `open_validation` opens sets that stay put: the same samples of the same documents, whatever becomes of the training.
-How sets are declared: `megaresume.sources.data_config`. What a set does not say itself (seq_length, packing, blend,
+How sets are declared: `megaresume.data.data_config`. What a set does not say itself (seq_length, packing, blend,
 seed) is as the run began with, and so are the weights of `part:` sets: the first stage in the run's state says it, and
 a later data config does not move it.
 """
@@ -14,12 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.corpora.base import Source
-from megaresume.corpora.split import Part
-from megaresume.sources import open_sources
-from megaresume.sources.catalog import located
-from megaresume.sources.data_config import INHERITED, Data, DataConfig, ValidationSet
-from megaresume.sources.overlap import check_no_overlap, check_not_seen
+from megaresume.data.catalog import located, open_sources
+from megaresume.data.data_config import INHERITED, Data, DataConfig, ValidationSet
+from megaresume.data.overlap import check_no_overlap, check_not_seen
+from megaresume.data.source import Source
+from megaresume.data.split import Part
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState

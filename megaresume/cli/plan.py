@@ -14,7 +14,7 @@ from typing import Any
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli import plan_interval
 from megaresume.cli.flags import at_least
-from megaresume.corpora.split import split_ranges
+from megaresume.data.split import split_ranges
 from megaresume.dryrun import DryRun, Flags, dry_run
 from megaresume.render import text_table
 from megaresume.session.flags import add_settings

@@ -121,12 +121,12 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 when the corpus is complete.
 
     Raises:
-        MegaresumeError: see `megaresume.corpora.prepare.corpus.prepare`.
+        MegaresumeError: see `megaresume.data.prepare.corpus.prepare`.
     """
-    from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
-    from megaresume.corpora.prepare.documents import TextOptions
-    from megaresume.shards.files import ShardFiles
-    from megaresume.shards.paths import expand_shards
+    from megaresume.data.documents import TextOptions
+    from megaresume.data.prepare.corpus import PrepareOptions, prepare
+    from megaresume.data.shard_files import ShardFiles
+    from megaresume.data.shard_paths import expand_shards
 
     if wants_shards(args):
         return run_shards(args)
@@ -232,7 +232,7 @@ def _piped(args: argparse.Namespace) -> Path:
 
 def _is_pattern(named: str) -> bool:
     """Whether it may stand for several files: a URL, or what has wildcards or braces and is not itself a file."""
-    from megaresume.shards.remote import is_url
+    from megaresume.data.remote import is_url
 
     return is_url(named) or (any(letter in named for letter in "*?[{") and not os.path.exists(named))
 

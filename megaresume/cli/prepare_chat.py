@@ -9,7 +9,7 @@ from megaresume.cli.flags import given_of, names_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.corpora.prepare.chat import ChatOptions
+    from megaresume.data.prepare.chat import ChatOptions
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
@@ -57,9 +57,9 @@ def chat_options(args: argparse.Namespace) -> ChatOptions | None:
     Raises:
         UsageError: a flag of conversations without --chat, or a bad value.
     """
-    from megaresume.corpora.prepare.chat import ChatOptions
-    from megaresume.corpora.prepare.conversations.marks import PARTS
-    from megaresume.corpora.prepare.conversations.turns import Selection
+    from megaresume.data.prepare.chat import ChatOptions
+    from megaresume.text.marks import PARTS
+    from megaresume.text.turns import Selection
 
     if not args.chat:
         if given := given_of(args, args.chat_only):

@@ -14,8 +14,8 @@ from megaresume.cli.flags import given_of, names_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
+    from megaresume.data.prepare.shards import ShardSummary
     from megaresume.images.encoder import ImageTextEncoder
-    from megaresume.shards.prepare import ShardSummary
 
 #: what files of JSON lines are called, beside a folder of images.
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -67,10 +67,10 @@ def wants_shards(args: argparse.Namespace) -> bool:
     Raises:
         UsageError: shards beside text, or a flag that does not hold for the inputs.
     """
-    from megaresume.corpora.prepare.inputs import is_text
-    from megaresume.shards.paths import is_index, is_shards
-    from megaresume.shards.remote import is_url
-    from megaresume.sources.metadataset import is_metadataset
+    from megaresume.data.inputs import is_text
+    from megaresume.data.metadataset import is_metadataset
+    from megaresume.data.remote import is_url
+    from megaresume.data.shard_paths import is_index, is_shards
 
     kinds = [
         args.image_folder is not None
@@ -105,11 +105,11 @@ def run_shards(args: argparse.Namespace) -> int:
     """Exit status 0 when the index is complete.
 
     Raises:
-        MegaresumeError: see `megaresume.shards.prepare.prepare_shards`.
+        MegaresumeError: see `megaresume.data.prepare.shards.prepare_shards`.
     """
-    from megaresume.shards.paths import is_index
-    from megaresume.shards.prepare import prepare_shards
-    from megaresume.sources.metadataset import index_files, is_metadataset
+    from megaresume.data.metadataset import index_files, is_metadataset
+    from megaresume.data.prepare.shards import prepare_shards
+    from megaresume.data.shard_paths import is_index
 
     if any(is_index(path) for path in args.inputs):
         return _run_join(args)
@@ -142,7 +142,7 @@ def run_shards(args: argparse.Namespace) -> int:
 
 
 def _check_lines(args: argparse.Namespace, encoder: ImageTextEncoder) -> None:
-    from megaresume.corpora.prepare.inputs import COMPRESSIONS
+    from megaresume.data.inputs import COMPRESSIONS
 
     endings = tuple(line + end for line in _LINES for end in ("", *COMPRESSIONS))
     if other := [path for path in args.inputs if not path.endswith(endings)]:
@@ -163,8 +163,8 @@ def _check_lines(args: argparse.Namespace, encoder: ImageTextEncoder) -> None:
 
 
 def _run_join(args: argparse.Namespace) -> int:
-    from megaresume.shards.join import join_indexes
-    from megaresume.shards.paths import is_index
+    from megaresume.data.prepare.join import join_indexes
+    from megaresume.data.shard_paths import is_index
 
     given = given_of(args, (*args.shards_only, "tokenizer", "eod_token"))
     given += ["--no-append-eod"] if args.append_eod is False else []
@@ -189,7 +189,7 @@ def _print(args: argparse.Namespace, summaries: Sequence[ShardSummary]) -> None:
 
 
 def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
-    from megaresume.corpora.yaml_text import read_encoder
+    from megaresume.data.yaml_text import read_encoder
     from megaresume.images.encoder import ImageTextEncoder
 
     flags = {
@@ -228,7 +228,7 @@ def _yaml(text: str | None, flag: str) -> Any:
         return None
     import yaml
 
-    from megaresume.corpora.yaml_text import parse_yaml
+    from megaresume.data.yaml_text import parse_yaml
 
     try:
         return parse_yaml(text)

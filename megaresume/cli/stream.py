@@ -13,8 +13,8 @@ import numpy as np
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.cli.flags import number_range
-from megaresume.corpora.layout import bin_path, idx_path, prefix_of
-from megaresume.corpora.spans import has_spans, spans_of
+from megaresume.data.layout import bin_path, idx_path, prefix_of
+from megaresume.data.spans import has_spans, spans_of
 from megaresume.stream.errors import UsageError
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan

@@ -15,13 +15,13 @@ from typing import Any
 
 from megaresume.checkpoint.paths import split_root
 from megaresume.cli.flags import at_least, number_range
-from megaresume.corpora.base import Source
-from megaresume.corpora.prepare.tokenizers import load_tokenizer
+from megaresume.data.source import Source
 from megaresume.render import write_bytes
 from megaresume.runs.run import Run
 from megaresume.stream.errors import UsageError
 from megaresume.stream.progress import progress
 from megaresume.stream.text import visible
+from megaresume.text.tokenizers import load_tokenizer
 from megaresume.trace.documents import Decoder, marked_ids
 from megaresume.trace.find import Occurrence, Sought, as_json, find, parse_documents
 from megaresume.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, require_pyarrow, write_parquet

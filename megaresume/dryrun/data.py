@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.checkpoint.paths import data_path
-from megaresume.corpora.base import Source
+from megaresume.data.catalog import open_sources
+from megaresume.data.data_config import DataConfig
+from megaresume.data.source import Source
 from megaresume.dryrun.start import Launch
 from megaresume.hosts.megatron.load_rules import check_stages
-from megaresume.sources import open_sources
-from megaresume.sources.data_config import DataConfig
 from megaresume.stream.aliases import resolved
 from megaresume.stream.changes import Reconciled, changes_since, check_recorded, reconcile
 from megaresume.stream.config import OnChange, StreamConfig

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import xxhash
 
-from megaresume.corpora.base import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
-from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer, unpack_tokenizer
+from megaresume.data.source import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
 from megaresume.images.augment import Step, augmentation_from_options
 from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
@@ -35,6 +34,7 @@ from megaresume.images.spec import check_spec, spec_from_options
 from megaresume.images.templates import Image, Missing, Piece, Text, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import read
+from megaresume.text.tokenizers import ByteTokenizer, Tokenizer, unpack_tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from megaresume.corpora.prepare.tokenizers import pack_tokenizer, read_tokenizer_file
 from megaresume.images.decode import ImageOptions
 from megaresume.images.processors import processor_from_options
 from megaresume.images.processors.hugging_face import TransformersProcessor
@@ -18,6 +17,7 @@ from megaresume.images.processors.pretrained import resolved
 from megaresume.images.templates import template_from_options
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, plain, plain_kind, read
+from megaresume.text.tokenizers import pack_tokenizer, read_tokenizer_file
 
 FORMAT = "megaresume.image-text-encoder"
 #: raised when an older program would misread the spec.
@@ -48,7 +48,7 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
     image_start  text before and after the tokens of an image, such as ``<|vision_start|>``; none by default
     image_end
     eod          true: every document ends with the end-of-document token
-    eod_token    by default the first that the tokenizer has of `megaresume.corpora.prepare.tokenizers.EOD_TOKENS`
+    eod_token    by default the first that the tokenizer has of `megaresume.text.tokenizers.EOD_TOKENS`
     template     see `megaresume.images.templates`; caption by default
     processor    see `megaresume.images.processors`; ``model`` and ``preset`` become the values they stand for
     images       see `megaresume.images.decode.ImageOptions`

@@ -11,7 +11,7 @@ import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, ValidationError
 
-from megaresume.corpora.yaml_text import read_mapping
+from megaresume.data.yaml_text import read_mapping
 from megaresume.shipped import shipped_dir
 from megaresume.stream.errors import ConfigError, UsageError
 from megaresume.stream.schema import Options, Within, read, refused

@@ -16,7 +16,7 @@ SCAN = 1 << 20
 
 
 class LengthSource(Protocol):
-    """Lengths by document number. Reading the documents is the business of ``sources/``."""
+    """Lengths by document number. Reading the documents is the business of ``data/``."""
 
     def __len__(self) -> int:
         """Documents."""

@@ -40,10 +40,10 @@ class Fingerprint:
     lengths: str
     #: fingerprint of the tokenizer that made the corpus, if known; of image-text data, of its whole encoder.
     tokenizer: str | None = None
-    #: xxh3_64 of tokens at fixed places (`megaresume.corpora.scan`), or of the hashes of all records of shards;
+    #: xxh3_64 of tokens at fixed places (`megaresume.data.scan`), or of the hashes of all records of shards;
     #: None: not known, of a source that has lengths only.
     contents: str | None = None
-    #: xxh3_64 of the spans of trained tokens (`megaresume.corpora.spans`); None: every token is trained, or the source
+    #: xxh3_64 of the spans of trained tokens (`megaresume.data.spans`); None: every token is trained, or the source
     #: decides it with its documents. In a state it is left out if it is None.
     trained: str | None = None
 

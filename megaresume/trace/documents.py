@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.corpora.base import DocumentSource, EncodedDocument, Key, Record, Source, is_document_source
-from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
-from megaresume.corpora.spans import runs_of, spans_of
+from megaresume.data.source import DocumentSource, EncodedDocument, Key, Record, Source, is_document_source
+from megaresume.data.spans import runs_of, spans_of
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.text.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.trace.shard_records import shard_source
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megaresume.corpora.base import DocumentSource, Key, is_document_source
+from megaresume.data.source import DocumentSource, Key, is_document_source
 from megaresume.render import escape, page_head
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.trace.documents import Shown, of_stage, show

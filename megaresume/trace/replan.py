@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 
 from megaresume.checkpoint.paths import data_path
-from megaresume.corpora.base import Source
-from megaresume.corpora.split import range_of
+from megaresume.data.catalog import open_sources
+from megaresume.data.data_config import DataConfig
+from megaresume.data.source import Source
+from megaresume.data.split import range_of
 from megaresume.runs.history import History
-from megaresume.sources import open_sources
-from megaresume.sources.data_config import DataConfig
 from megaresume.stream import cursor
 from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import BatchSchedule

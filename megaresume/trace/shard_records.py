@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.corpora.base import is_document_source
+from megaresume.data.source import is_document_source
 from megaresume.stream.errors import CorpusError
 
 if TYPE_CHECKING:
-    from megaresume.shards.source import ShardSource
+    from megaresume.data.shard_source import ShardSource
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -25,7 +25,7 @@ def shard_source(source: object) -> tuple[ShardSource, int] | None:
     """The tar shards of a source, and the number there of its first document; None: it has none."""
     if not is_document_source(source):  # text has no need for what reads shards
         return None
-    from megaresume.shards.source import ShardSource
+    from megaresume.data.shard_source import ShardSource
 
     inner = getattr(source, "source", source)  # a part of a split is a view
     return (inner, int(getattr(source, "start", 0))) if isinstance(inner, ShardSource) else None

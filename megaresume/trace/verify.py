@@ -17,7 +17,7 @@ from megaresume.checkpoint.ledger import Branch, LedgerProblem, branches_of
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.paths import manifest_path, records_dir
 from megaresume.checkpoint.step_file import StepFile
-from megaresume.corpora.base import Source, TokenSource
+from megaresume.data.source import Source, TokenSource
 from megaresume.runs.history import History
 from megaresume.runs.run import Run
 from megaresume.stream import cursor

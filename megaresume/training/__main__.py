@@ -201,7 +201,7 @@ def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
 
 def _data(args: Arguments) -> dict[str, Any]:
     """What `open_stream` and `open_validation` need; the data config is read here, once."""
-    from megaresume.sources.data_config import DataConfig
+    from megaresume.data.data_config import DataConfig
 
     common = {"seq_length": args.seq_length, "seed": args.seed}
     if args.launch.data is not None:

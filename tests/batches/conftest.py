@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megaresume.batches.open import open_stream
-from megaresume.corpora.base import EncodedDocument, EncodedImage, Fault, Key
-from megaresume.corpora.scan import scan_fingerprint
+from megaresume.data.scan import scan_fingerprint
+from megaresume.data.source import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream
 
@@ -172,10 +172,10 @@ def image_blend(config: dict, notes: Documents) -> Blend:
 @pytest.fixture(scope="session")
 def shard_blend(config: dict, notes: Documents, tmp_path_factory: pytest.TempPathFactory) -> Blend:
     """The real thing: tar shards, images of varied sizes, random augmentation, two images that cannot be decoded."""
+    from megaresume.data.prepare.shards import prepare_shards
     from megaresume.images.encoder import ImageTextEncoder
-    from megaresume.shards.prepare import prepare_shards
     from tests.batches.pages import page
-    from tests.shards.kit import write_shard
+    from tests.data.kit import write_shard
 
     directory = tmp_path_factory.mktemp("shards")
     processor = {"kind": "native", "patch_size": 4, "merge": 2, "min_pixels": 64, "max_pixels": 1024}

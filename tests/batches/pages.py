@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from megaresume.corpora.base import EncodedDocument, Key, Record
-from megaresume.corpora.scan import scan_fingerprint
+from megaresume.data.scan import scan_fingerprint
+from megaresume.data.source import EncodedDocument, Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.state import Fingerprint
 

@@ -19,7 +19,7 @@ from megaresume.batches.ahead import Guess
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.corpora.layout import bin_path
+from megaresume.data.layout import bin_path
 from megaresume.stream.batches import BatchSchedule
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="others are told nothing")

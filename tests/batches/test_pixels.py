@@ -10,8 +10,8 @@ import torch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.memory import left_memory, shown
+from megaresume.data.shard_source import ShardSource
 from megaresume.images.processors.pixels import Room
-from megaresume.shards.source import ShardSource
 from megaresume.stream.batches import BatchSchedule
 
 

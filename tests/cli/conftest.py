@@ -17,7 +17,7 @@ from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_d
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
-from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.prepare.corpus import PrepareOptions, prepare
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.corpora.indexed import IndexedSource
-from megaresume.corpora.prepare.chat import ChatOptions
-from megaresume.corpora.prepare.conversations.turns import Selection
-from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.prepare.chat import ChatOptions
+from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
+from megaresume.text.turns import Selection
 from megaresume.trace.content import _hash
 from tests.cli.conftest import SavedRun, megaresume
-from tests.corpora.prepare.conversations.families import FAMILIES
-from tests.corpora.prepare.conversations.kit import write_tokenizer
+from tests.text.families import FAMILIES
+from tests.text.kit import write_tokenizer
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import yaml
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
 from megaresume.checkpoint.topology import Topology
-from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.dryrun.start import steps_until
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError

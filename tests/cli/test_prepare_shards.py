@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megaresume.cli.main import main
-from megaresume.shards import ShardIndex
-from tests.shards.kit import OPTIONS, captions, encoder, write_shard, write_shards
+from megaresume.data.shard_index import ShardIndex
+from tests.data.kit import OPTIONS, captions, encoder, write_shard, write_shards
 
 PATCHES = "{kind: patches, size: 16, patch_size: 8}"
 

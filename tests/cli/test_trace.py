@@ -16,8 +16,8 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import append_ledger, read_ledger
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
+from megaresume.data.catalog import open_sources
 from megaresume.runs.run import Run
-from megaresume.sources import open_sources
 from megaresume.trace.documents import Decoder
 from megaresume.trace.trace import Trace
 from tests.cli.conftest import megaresume

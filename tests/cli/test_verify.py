@@ -14,7 +14,7 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import read_step_file
-from megaresume.corpora.layout import HEADER_BYTES
+from megaresume.data.layout import HEADER_BYTES
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import same_corpora
 from tests.cli.conftest import megaresume

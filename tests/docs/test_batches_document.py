@@ -11,10 +11,10 @@ import torch
 import transformers
 import yaml
 
+from megaresume.data.prepare.shards import prepare_shards
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.shards.prepare import prepare_shards
 from tests.batches.pages import page
-from tests.shards.kit import write_shard
+from tests.data.kit import write_shard
 
 TEXT = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
 OPEN, PLACES, GPT, LLAVA, HF = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.cli.main import main
-from tests.corpora.prepare.conversations.families import FAMILIES
-from tests.corpora.prepare.conversations.kit import write_tokenizer
+from tests.text.families import FAMILIES
+from tests.text.kit import write_tokenizer
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conversations.md"
 

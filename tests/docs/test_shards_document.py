@@ -64,7 +64,7 @@ def _write_chats(directory: Path) -> None:
 
 
 def test_options_in_the_tables_are_those_of_the_code():
-    from megaresume.sources.shards import ImageFolderOptions
+    from megaresume.data.shard_options import ImageFolderOptions
 
     named = set(re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE))
     assert {field.name for field in dataclasses.fields(ImageFolderOptions)} <= named

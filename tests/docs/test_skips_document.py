@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from megaresume.data.data_config import with_skip_files
 from megaresume.hosts.megatron.arguments import parse_steps
-from megaresume.sources.data_config import with_skip_files
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.skips import MOST_WRITTEN
 from megaresume.stream.stream import Stream

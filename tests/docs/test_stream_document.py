@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.stream.config import StreamConfig
 from tests.cli.conftest import megaresume
 

@@ -16,13 +16,13 @@ import numpy as np
 import xxhash
 
 from megaresume.checkpoint.data_state import Envelope, OpaqueState
-from megaresume.corpora.files import CorpusIdentity
-from megaresume.corpora.indexed import IndexedSource
-from megaresume.corpora.sidecar import read_fingerprint, read_tokenizer, sidecar_path
+from megaresume.data.data_config import DataConfig
+from megaresume.data.files import CorpusIdentity
+from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.shard_index import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, ShardIndex, column_places
+from megaresume.data.sidecar import read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.hosts.megatron.guard.compare import describe
 from megaresume.patching.recipe import read_recipe
-from megaresume.shards.index import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, ShardIndex, column_places
-from megaresume.sources.data_config import DataConfig
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.state_text import checksum
@@ -255,7 +255,7 @@ def check_sidecar(data: bytes) -> None:
 
 
 def _sidecars() -> list[bytes]:
-    from megaresume.corpora import sidecar
+    from megaresume.data import sidecar
 
     entry = {**asdict(CorpusIdentity.of(_beside())), "range": [0, 3], "documents": 3, "tokens": 24}
     entry |= {"lengths": "0" * 32, "contents": "0" * 16}

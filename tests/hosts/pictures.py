@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megaresume.corpora.base import EncodedDocument, EncodedImage, Fault, Key
-from megaresume.corpora.scan import scan_fingerprint
+from megaresume.data.scan import scan_fingerprint
+from megaresume.data.source import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.stream.state import Fingerprint
 
 IMAGE_TOKEN = 60

@@ -16,7 +16,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.saving.retention import KEEP_ALL
 from megaresume.session.directory import Staged
 from megaresume.stream.errors import SetupError, UsageError
-from tests.corpora.conftest import _simple_corpus
+from tests.data.conftest import _simple_corpus
 
 PROGRAM = Path(__file__).with_name("staged.py")
 

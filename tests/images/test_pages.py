@@ -7,15 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from megaresume.corpora.base import Key, Record
+from megaresume.data.prepare.join import join_indexes
+from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.shard_source import ShardSource
+from megaresume.data.source import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.shards import ShardSource
-from megaresume.shards.join import join_indexes
-from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.trace.documents import show
+from tests.data.kit import key, same, write_shard
 from tests.images.kit import KEY, file, picture
-from tests.shards.kit import key, same, write_shard
 
 IMAGES = {f"{i}.png": file(picture(28 * (1 + i % 3), 28, seed=i)) for i in range(6)}
 #: tokens are bytes; an image of 28 x 28 is 4 tokens of 14 x 14, with < and > around it.

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.cli.main import main
-from megaresume.corpora.indexed import IndexedSource
-from megaresume.corpora.layout import bin_path
-from megaresume.corpora.spans import Spans, runs_of
+from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.layout import bin_path
+from megaresume.data.spans import Spans, runs_of
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
@@ -32,7 +32,7 @@ from megaresume.stream.planning.stages import Course
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
-from tests.corpora.test_spans import write_spans
+from tests.data.test_spans import write_spans
 from tests.stream.reference import reference_samples
 
 SEQ = 32

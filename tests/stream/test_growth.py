@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.corpora.indexed import IndexedSource
-from megaresume.corpora.layout import bin_path
+from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.layout import bin_path
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import comparable
@@ -218,7 +218,7 @@ def test_another_beginning(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_split(tmp_path: Path) -> None:
-    from megaresume.corpora.split import split_part
+    from megaresume.data.split import split_part
 
     part = split_part(_corpus(tmp_path, 40), "90,10", "train")
     with pytest.raises(ConfigError, match=r"cannot grow: it is a part of a split(.|\n)*append: now"):

@@ -15,11 +15,11 @@ from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_d
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
+from megaresume.data.prepare.shards import prepare_shards
 from megaresume.runs.rank_log import RankLog
-from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError
-from tests.shards.kit import encoder, write_shards
+from tests.data.kit import encoder, write_shards
 from tests.training.conftest import write_corpus
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.corpora.indexed import IndexedSource
-from tests.corpora.test_spans import write_spans
+from megaresume.data.indexed_source import IndexedSource
+from tests.data.test_spans import write_spans
 from tests.hosts.conftest import data_yaml as data_yaml
 from tests.hosts.conftest import write_corpus
 from tests.hosts.megatron.conftest import mini as mini

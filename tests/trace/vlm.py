@@ -12,14 +12,14 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.corpora.base import Record
-from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.source import Record
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.faults import FaultRecord
 from megaresume.stream.stream import Stream
 from tests.batches.pages import page
-from tests.shards.kit import write_shard
+from tests.data.kit import write_shard
 
 #: samples a step, and the first one after the second stage began: with other augmentation.
 BATCH, SECOND = 4, 16

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaresume.data.prepare.shards import prepare_shards
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.shards.prepare import prepare_shards
 from megaresume.training.demo.vlm import ENCODER, VLM, Pictures, write_pictures
 from megaresume.training.records import read_records
 from tests.cli.conftest import megaresume_process

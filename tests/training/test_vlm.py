@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megaresume.batches.open import open_stream
+from megaresume.data.prepare.shards import prepare_shards
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.planning.kernel import SOURCE
 from megaresume.training.demo.vlm import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
 from tests.training.compare import compare

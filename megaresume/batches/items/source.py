@@ -26,8 +26,8 @@ import torch
 import torch.utils.data
 import xxhash
 
-from megaresume.corpora.files import written_atomically
-from megaresume.corpora.scan import contents_hash, sized_fingerprint
+from megaresume.data.files import written_atomically
+from megaresume.data.scan import contents_hash, sized_fingerprint
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megaresume.batches.open import open_stream
+from megaresume.data.data_config import Data
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.hooks import hook, session_of
 from megaresume.hosts.deepspeed.host import EngineHost
@@ -31,7 +32,6 @@ from megaresume.runs.rank_log import RankLog
 from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.session.settings import Checkpoints, DataOptions, Loader
 from megaresume.session.stopping import StopConditions
-from megaresume.sources.data_config import Data
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 from megaresume.stream.fingerprints import same_corpora

@@ -20,8 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator
 
-from megaresume.corpora.base import Record
-from megaresume.corpora.prepare.conversations.rows import ROLES
+from megaresume.data.source import Record
 from megaresume.images.templates.base import (
     Image,
     Piece,
@@ -38,6 +37,7 @@ from megaresume.images.templates.base import (
 )
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.schema import Options, Texts, Truth, near, refused
+from megaresume.text.conversations import ROLES
 
 #: keys beside the turns, and types of their parts, that are neither text nor image.
 _MEDIA_KEYS = ("video", "videos", "audio", "audios")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from megaresume.corpora.base import Record
+from megaresume.data.source import Record
 from megaresume.images.templates.base import (
     IMAGE_EXTENSIONS,
     Image,

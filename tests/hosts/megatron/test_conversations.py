@@ -24,8 +24,8 @@ import stream_kit as kit
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.corpora.layout import bin_path
-from megaresume.corpora.spans import has_spans
+from megaresume.data.layout import bin_path
+from megaresume.data.spans import has_spans
 from megaresume.hosts.megatron.data.form import IDENTITY_VARIABLE, form_of
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.samples import SAMPLE_KEY, SampleDataset
@@ -34,7 +34,7 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
-from tests.corpora.test_spans import write_spans
+from tests.data.test_spans import write_spans
 
 SEQ = 32
 RANDOM = random.Random(180)

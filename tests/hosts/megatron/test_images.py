@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.cli.main import main
+from megaresume.data.prepare.shards import prepare_shards
 from megaresume.hosts.megatron.data.form import form_of
-from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError
-from tests.shards.kit import encoder, write_shards
+from tests.data.kit import encoder, write_shards
 
 
 @pytest.fixture(scope="module")

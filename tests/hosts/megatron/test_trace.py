@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.sources import open_sources
-from megaresume.sources.data_config import DataConfig
+from megaresume.data.catalog import open_sources
+from megaresume.data.data_config import DataConfig
 
 pytest.importorskip("megatron.core")
 

@@ -22,8 +22,8 @@ from typing import Any
 import xxhash
 
 from megaresume.checkpoint.data_state import stream_of
-from megaresume.corpora.base import is_document_source
-from megaresume.corpora.spans import has_spans
+from megaresume.data.source import is_document_source
+from megaresume.data.spans import has_spans
 from megaresume.hosts.megatron.checks import check_flags
 from megaresume.hosts.megatron.data.form import SampleForm, form_of, warnings_of
 from megaresume.hosts.megatron.data.order import StreamOrder

@@ -19,7 +19,7 @@ import torch.utils.data
 
 from megaresume.batches.dataset import whole
 from megaresume.batches.loader import outlive_signals
-from megaresume.corpora.split import PARTS, Part
+from megaresume.data.split import PARTS, Part
 from megaresume.hosts.megatron.data.deal import RankDeal
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder

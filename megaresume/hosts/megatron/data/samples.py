@@ -20,8 +20,8 @@ import torch.utils.data
 from megaresume.batches.arrays import Arrays, Layout
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import outlive_signals
-from megaresume.corpora.base import Source
-from megaresume.corpora.spans import spans_of
+from megaresume.data.source import Source
+from megaresume.data.spans import spans_of
 from megaresume.hosts.megatron.data.deal import RankDeal
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.stream.compiled import compiled

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.corpora.layout import HEADER_BYTES, IndexHeader
-from megaresume.corpora.spans import spans_path
+from megaresume.data.layout import HEADER_BYTES, IndexHeader
+from megaresume.data.spans import spans_path
 from megaresume.hosts.megatron.guard.record import SPLITS
 from megaresume.hosts.megatron.guard.request import Request
 from megaresume.hosts.megatron.schedule import schedule_from_args

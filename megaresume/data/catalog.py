@@ -1,0 +1,310 @@
+"""Opens what a data config names: source name -> ``{path, kind, split, ...}`` to source name -> source.
+
+    kind        options
+    megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default. Of a corpus
+                without a .bin: inputs (directory or URL of its raw files, if it is not the one of the index)
+    python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
+webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
+            max_tokens, augment, encoder: see `megaresume.data.shard_options`
+image_folder  index, path (JSON lines) and image_folder (their images), where they are not where the index says, and as
+            webdataset
+energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
+items       items (how many), contents, lengths (a file), keyed, group_by_length: of a dataset that only the
+            training program has, for trace and verify
+
+Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaresume.data.corpus import open_corpus
+from megaresume.data.indexed_documents import IndexedDocuments
+from megaresume.data.overlap import own_extent
+from megaresume.data.python_source import ItemNumbers, as_source
+from megaresume.data.source import Source
+from megaresume.data.split import PARTS, Part, RangeSource, range_of, split_part
+from megaresume.stream.data_yaml import SOURCE_KEYS
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import check_keys, near
+
+log = logging.getLogger(__name__)
+
+#: options that are paths, of all kinds.
+PATHS = ("path", "index", "encoder", "inputs", "image_folder")
+#: keys of a source, whatever its kind.
+OF_EVERY_KIND = ("kind", "split", *SOURCE_KEYS)
+#: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
+Opener = Callable[[Mapping[str, Any], str, Path], object]
+
+
+def open_sources(
+    specs: Mapping[str, Mapping[str, Any]],
+    *,
+    base_dir: str | Path = ".",
+    split: str | None = None,
+    part: Part = "train",
+    objects: Mapping[str, object] | None = None,
+) -> dict[str, Source]:
+    """Open every source, in the order of the config.
+
+    Args:
+        specs: name -> options; of a `StreamConfig`: ``{s.name: s.options for s in config.sources}``.
+        base_dir: the directory of the data.yaml; relative paths start there.
+        split: ``--split``, for sources without a split of their own.
+        part: train, valid or test. Without any split, train is the whole corpus and the others do not exist.
+        objects: sources as Python objects, by name; they need no entry other than the name in the config.
+
+    Raises:
+        ConfigError: an unknown kind or option, a missing option, a bad split, an empty part; different tokenizers.
+        CorpusError: files missing or damaged.
+        SetupError: files that cannot be opened.
+    """
+    if part not in PARTS:
+        raise ConfigError("unknown part of a split", found=repr(part), expected=f"one of {', '.join(PARTS)}")
+    objects = dict(objects or {})
+    for name in objects:
+        if name not in specs:
+            raise ConfigError(
+                f"an object was given for source '{name}', which the data config does not have",
+                found=repr(name),
+                expected=f"one of {', '.join(specs) or 'no source at all'}",
+                cause=near(name, specs),
+                action="add the source to the data config or correct the name",
+            )
+    opened = {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
+    _check_vocabularies(opened)
+    if part == "train" and os.environ.get("RANK", "0") == "0":
+        _warn_of_shared(opened)
+    return opened
+
+
+def register_kind(kind: str, opener: Opener) -> None:
+    """Make ``kind: KIND`` known in data.yaml.
+
+    Args:
+        kind: the word in data.yaml.
+        opener: called with (options without kind and split, name of the source, base directory); returns a source,
+            or an object that `PythonSource` accepts.
+
+    Raises:
+        ConfigError: the kind exists with another opener.
+    """
+    if _KINDS.setdefault(kind, opener) is not opener:
+        raise ConfigError(
+            f"kind '{kind}' exists already",
+            found=f"{_KINDS[kind]!r}",
+            expected="an unused name",
+            action="register the kind under another name",
+        )
+
+
+def _open(
+    name: str, options: dict[str, Any], base_dir: Path, split: str | None, part: Part, objects: Mapping[str, object]
+) -> Source:
+    own_split = options.pop("split", None)
+    if own_split is not None:
+        split = str(own_split)
+    kind = options.pop("kind", "python" if name in objects else "megatron")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ConfigError(
+            f"unknown kind of source '{name}'",
+            found=repr(kind),
+            expected=f"one of {', '.join(sorted(_KINDS))}",
+            cause=near(str(kind), _KINDS),
+            action="correct the kind, or register it: megaresume.data.catalog.register_kind",
+        )
+    thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)
+    source = as_source(thing, name)
+    parts = getattr(source, "parts", None)
+    if parts is not None and own_split is None:  # it has a split of its own, by shards
+        return _own_part(source, parts, name, part)
+    if split is not None:
+        return split_part(source, split, part)
+    if part != "train":
+        raise ConfigError(
+            f"source '{name}' has no {part} part",
+            found="no split",
+            expected="shares of train, valid and test",
+            action="pass --split 969,30,1 or give the source a split in data.yaml",
+        )
+    if len(source) == 0:
+        raise ConfigError(
+            f"source '{name}' is empty",
+            found="0 documents",
+            expected="at least one document",
+            action="remove the source, or build its corpus again",
+        )
+    return source
+
+
+def _own_part(source: Source, parts: Mapping[str, tuple[int, int]], name: str, part: Part) -> Source:
+    first, stop = parts.get(part, (0, 0))
+    if first == stop:
+        raise ConfigError(
+            f"source '{name}' has no {part} part",
+            found=f"{', '.join(f'{p} of {b - a} documents' for p, (a, b) in parts.items())}, by its own split",
+            expected=f"a {part} part with at least one document",
+            action=f"leave '{name}' out of the {part} data, or give it a split of documents: split: 969,30,1",
+        )
+    return source if (first, stop) == (0, len(source)) else range_of(source, first, stop)
+
+
+def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    check_keys(options, ("path", "inputs"), f"source '{name}'", OF_EVERY_KIND)
+    path, inputs = options.get("path"), options.get("inputs")
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ConfigError(
+            f"source '{name}' has no path",
+            found=repr(path),
+            expected="path: the common part of the .bin and the .idx",
+            action=f"add path to source '{name}'",
+        )
+    if inputs is not None and "://" not in str(inputs):
+        inputs = base_dir / expanded(str(inputs))
+    return open_corpus(base_dir / expanded(path), inputs=None if inputs is None else str(inputs))
+
+
+def located(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Options of a source that mean the same from any directory: absolute paths; URLs stay."""
+
+    def absolute(path: Any) -> Any:
+        if isinstance(path, list | tuple):
+            return [absolute(one) for one in path]
+        if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
+            return path
+        return str((directory / expanded(path)).resolve())
+
+    return {key: absolute(value) if key in PATHS else value for key, value in options.items()}
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """With ``$VARIABLES`` and ``~`` filled in; what is not known stays as it is, to be seen in the error."""
+    return Path(os.path.expanduser(os.path.expandvars(path)))
+
+
+def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    check_keys(options, ("factory", "kwargs"), f"source '{name}'", OF_EVERY_KIND)
+    factory, kwargs = options.get("factory"), options.get("kwargs") or {}
+    module, _, attribute = str(factory or "").partition(":")
+    if not module or not attribute or not isinstance(kwargs, Mapping):
+        raise ConfigError(
+            f"source '{name}' has no factory",
+            found=f"factory {factory!r}, kwargs {kwargs!r}",
+            expected="factory: package.module:callable, and kwargs: a mapping",
+            action=f"correct source '{name}', or pass the object itself",
+        )
+    try:
+        function = pkgutil.resolve_name(str(factory))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"the factory of source '{name}' cannot be imported",
+            found=str(error),
+            expected=f"a callable {attribute!r} in module {module!r}",
+            cause="a wrong name, or a module that is not on PYTHONPATH",
+            action="correct factory, or set PYTHONPATH",
+        ) from error
+    return function(**kwargs)
+
+
+def _open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    from megaresume.data.shard_options import open_webdataset
+
+    return open_webdataset(options, name, base_dir)
+
+
+def _open_image_folder(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    from megaresume.data.shard_options import open_image_folder
+
+    return open_image_folder(options, name, base_dir)
+
+
+def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    from megaresume.data.shard_options import open_energon
+
+    return open_energon(options, name, base_dir)
+
+
+def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    check_keys(options, ("items", "contents", "lengths", "keyed", "group_by_length"), f"source '{name}'", OF_EVERY_KIND)
+    lengths = options.get("lengths")
+    if isinstance(lengths, str):
+        lengths = base_dir / expanded(lengths)
+    grouped = options.get("group_by_length") is not None
+    return ItemNumbers(name, options.get("items"), options.get("contents"), lengths, grouped=grouped)
+
+
+def _check_vocabularies(sources: Mapping[str, Source]) -> None:
+    """Refuse a blend of tokens of several vocabularies.
+
+    Compared are the vocabularies of the tokenizers that `megaresume prepare` recorded. Special tokens that were added
+    to one of them, as to a chat model's, do not count. Corpora of other programs and Python objects do not say.
+
+    Args:
+        sources: by name, as `open_sources` returns them.
+
+    Raises:
+        ConfigError: two vocabularies differ.
+    """
+    if len(sources) < 2:
+        return
+    known = {name: found for name, source in sources.items() if (found := _vocabulary(source)) is not None}
+    first = next(iter(known), "")
+    for name, (vocabulary, tokenizer) in known.items():
+        if vocabulary != known[first][0]:
+            raise ConfigError(
+                f"sources '{first}' and '{name}' were prepared with different tokenizers",
+                found=f"'{first}': {known[first][1]}; '{name}': {tokenizer}",
+                expected="one vocabulary: in a blend the same token means the same text everywhere",
+                cause="megaresume prepare ran without --tokenizer, or with another model's, for one of them",
+                action=f"prepare '{name}' or '{first}' again, with the tokenizer of the other",
+            )
+
+
+def _warn_of_shared(sources: Mapping[str, Source]) -> None:
+    """Name two sources that share documents of one corpus: it may be meant, or a path that was copied."""
+    extents = {name: own_extent(source) for name, source in sources.items()}
+    for (one, extent), (other, of_other) in itertools.combinations(extents.items(), 2):
+        if extent.shares(of_other):
+            log.warning(
+                "megaresume: sources '%s' and '%s' of the data config are one corpus (%s): its documents are trained "
+                "on by both; if that is not meant, correct the path of one of them",
+                one,
+                other,
+                extent.name,
+            )
+
+
+def _vocabulary(source: Source) -> tuple[str, str] | None:
+    """The hash of a source's vocabulary and, for people, its tokenizer; None: nobody knows."""
+    while isinstance(source, RangeSource):
+        source = source.source
+    if isinstance(source, IndexedDocuments):
+        tokenizer = source.tokenizer
+        if tokenizer is None or "vocabulary" not in tokenizer:
+            return None
+        return str(tokenizer["vocabulary"]), f"{tokenizer.get('name')} ({tokenizer.get('vocab_size'):,} tokens)"
+    from megaresume.data.shard_source import ShardSource
+    from megaresume.text.tokenizers import packed_vocabulary
+
+    if not isinstance(source, ShardSource):
+        return None
+    packed = source.index.header["encoder"]["spec"]["tokenizer"]
+    return packed_vocabulary(packed["content"]), str(packed["name"])
+
+
+_KINDS: dict[str, Opener] = {
+    "megatron": _open_megatron,
+    "python": _open_python,
+    "webdataset": _open_webdataset,
+    "image_folder": _open_image_folder,
+    "energon": _open_energon,
+    "items": _open_items,
+}

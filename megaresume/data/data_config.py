@@ -1,0 +1,202 @@
+"""`DataConfig`: what names the data of a run, read once.
+
+data.yaml, the mapping in it, or the words after --data-path  --DataConfig.of-->  DataConfig
+    .stream_config(part)   -->  StreamConfig    the order: metadatasets expanded, augmentation written out, typed
+    .validation            -->  ValidationSet   by name
+
+validation:                                              # in data.yaml; without it: one set, the valid part of all
+  held_out: {part: valid}                                # that part of the training's own sources
+  wiki:     {sources: {wiki: {path: wiki}}}              # corpora of its own
+  code:     {sources: {code: {path: code, split: "969,30,1"}}}    # the valid part of a corpus that is trained on
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from megaresume.data.data_path import sources_from_data_path
+from megaresume.data.metadataset import expand_metadatasets
+from megaresume.data.split import Part
+from megaresume.data.yaml_text import read_mapping
+from megaresume.images.augment import augmentation_from_options, augmentation_options
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.data_yaml import IMAGE_KINDS
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Options, read, refused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationSet(Options):
+    """Samples that stay put: of ``sources`` of its own, or a part of the training's."""
+
+    sources: dict[Any, Any] | None = None
+    #: of each source; None: the valid part of those that are split, the others whole.
+    part: Part | None = None
+    #: ``allow``: it may hold documents that are trained on.
+    overlap: Literal["allow", "refuse"] = "refuse"
+    #: as in a data.yaml; None: as the training began.
+    seed: Any = None
+    seq_length: Any = None
+    packing: Any = None
+    blend: Any = None
+
+    def __post_init__(self) -> None:
+        if self.sources is None and self.part is None:
+            raise refused("{place} does not say what it holds", expected="sources: {...} or part: valid")
+        if self.sources is None and self.part == "train":
+            raise refused("{place} has no such part", found="part: train", expected="valid or test")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it says itself of seed, seq_length, packing and blend."""
+        values = {name: getattr(self, name) for name in INHERITED}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+#: what a set does not say itself is as the run began with.
+INHERITED = tuple(f.name for f in fields(ValidationSet))[3:]
+
+
+def _set_name(name: Any) -> Any:
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or "|" in name:
+        raise refused(
+            "bad name of a validation set",
+            expected="a text without |",
+            action="rename it (quote it if YAML reads it as a number)",
+        )
+    return name
+
+
+def _any_set(sets: Any) -> Any:
+    if not isinstance(sets, Mapping) or not sets:
+        raise refused(
+            "{place} is not a mapping of sets",
+            expected="validation: {NAME: {sources: {...}}, ...}",
+            action="correct validation, or remove it: then the valid part of every source is one set",
+        )
+    return sets
+
+
+_Sets = Annotated[dict[Annotated[str, BeforeValidator(_set_name)], ValidationSet], BeforeValidator(_any_set)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What names the data of a run."""
+
+    #: that of a data.yaml, without ``validation``; empty if ``words`` name the sources.
+    mapping: Mapping[str, Any]
+    #: as after ``--data-path``.
+    words: tuple[str, ...] = ()
+    #: relative paths start there.
+    directory: Path
+    #: the declared validation sets by name; None: none are declared.
+    validation: Mapping[str, ValidationSet] | None = None
+
+    @classmethod
+    def of(cls, data: Data, base_dir: str | os.PathLike[str] = ".") -> DataConfig:
+        """Read it.
+
+        Args:
+            data: path of a data.yaml; the mapping in it; the words after ``--data-path``; or what was read already.
+            base_dir: directory that paths in a mapping or in words are relative to; that of the file for a data.yaml.
+
+        Raises:
+            ConfigError: something else; a file that is missing, unreadable, not YAML, or no mapping; bad validation
+                sets.
+        """
+        if isinstance(data, DataConfig):
+            return data
+        directory = Path(base_dir)
+        if isinstance(data, str | os.PathLike):
+            directory = Path(data).parent
+            data = read_mapping(Path(data), "a data config", "a mapping with seed, seq_length, sources and so on")
+        elif not isinstance(data, Mapping):
+            if not isinstance(data, Sequence):
+                raise ConfigError(
+                    "this is no data config",
+                    found=f"{type(data).__module__}.{type(data).__qualname__}",
+                    expected="the path of a data.yaml, the mapping in it, or the words after --data-path",
+                    action="megaresume.attach also takes a Stream; so does a loader with a state of its own",
+                )
+            return cls(mapping={}, words=tuple(data), directory=directory)
+        sets = data.get("validation")
+        return cls(
+            mapping={key: value for key, value in data.items() if key != "validation"},
+            directory=directory,
+            validation=None if sets is None else read(_Sets, sets, "validation"),
+        )
+
+    def of_part(self, part: Part, split: str | None = None) -> dict[str, Any]:
+        """The mapping for a part: what its metadatasets stand for, paths and steps of augmentation written out.
+
+        Args:
+            part: train, valid or test. What is to come in the training (stages, skips) is that of train alone.
+            split: ``--split``, by which sources without weights are weighed.
+
+        Raises:
+            ConfigError: a metadataset that says what cannot be said here, or augmentation that there is not.
+        """
+        if self.words:
+            return {"sources": sources_from_data_path(self.words, base_dir=self.directory, split=split, part=part)}
+        mapping = with_skip_files(expand_metadatasets(self.mapping, self.directory, part), self.directory)
+        if part != "train":
+            mapping["stages"] = mapping["skip"] = None  # validation stays put, whatever training changes
+        if isinstance(sources := mapping.get("sources"), Mapping):
+            mapping["sources"] = {name: _augmented(name, entry) for name, entry in sources.items()}
+        return mapping
+
+    def stream_config(
+        self, part: Part = "train", *, split: str | None = None, seq_length: int | None = None, seed: int | None = None
+    ) -> StreamConfig:
+        """What defines the order of a part.
+
+        Args:
+            part, split: as for `of_part`.
+            seq_length: tokens a sample, if the mapping does not say.
+            seed: if the mapping does not say.
+
+        Raises:
+            ConfigError: as `of_part` and `StreamConfig.from_dict`.
+        """
+        mapping = self.of_part(part, split)
+        if seed is not None:
+            mapping.setdefault("seed", seed)
+        return StreamConfig.from_dict(mapping, seq_length=seq_length)
+
+
+def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The mapping of a data.yaml with the files of ``skip`` under paths that hold from anywhere."""
+    skip = mapping.get("skip")
+    documents = skip.get("documents") if isinstance(skip, Mapping) else None
+    if not isinstance(skip, Mapping) or not isinstance(documents, Mapping):
+        return dict(mapping)
+
+    def absolute_path(entry: Any) -> Any:
+        if isinstance(entry, list | tuple):
+            return [absolute_path(item) for item in entry]
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("file"), str):
+            return entry
+        return {**entry, "file": str((directory / entry["file"]).resolve())}
+
+    return {**mapping, "skip": {**skip, "documents": {name: absolute_path(e) for name, e in documents.items()}}}
+
+
+#: what `DataConfig.of` takes.
+Data = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str] | DataConfig
+
+
+def _augmented(name: object, entry: Any) -> Any:
+    """A source whose steps of augmentation are written out, so that a state has them with every default."""
+    if not isinstance(entry, Mapping) or entry.get("augment") is None:
+        return entry
+    if entry.get("kind", IMAGE_KINDS[0]) not in IMAGE_KINDS:
+        return entry  # which may mean something else by the word
+    steps = augmentation_from_options(entry["augment"], f"sources.{name}.augment")
+    return {**entry, "augment": augmentation_options(steps)}

@@ -1,0 +1,285 @@
+"""The bytes of a file as its documents: texts, or conversations; where each lies, and which are left out."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Literal
+
+from megaresume.data.inputs import Format, InputFile
+from megaresume.stream.errors import CorpusError
+from megaresume.text.conversation_encoder import ConversationOptions
+from megaresume.text.conversations import (
+    MISSING,
+    BadRow,
+    Conversation,
+    check_roles,
+    conversation_of,
+    under,
+)
+
+#: what to do with bytes that are not UTF-8 (and with half surrogates in JSON).
+InvalidText = Literal["error", "replace", "skip"]
+#: what to do with lines that are no JSON object with a text.
+BadLines = Literal["error", "skip"]
+#: what a document is in a text file.
+TextUnit = Literal["file", "line", "paragraph"]
+Unit = Literal["jsonl", "json", "file", "line", "paragraph"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextOptions:
+    """How documents are taken out of files."""
+
+    #: key of the text in a row, or keys with dots between; None: ``text``.
+    json_key: str | None = None
+    #: rows are conversations; None: texts.
+    conversations: ConversationOptions | None = None
+    invalid: InvalidText = "error"
+    bad_lines: BadLines = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Whole documents of one file, not yet decoded."""
+
+    #: for errors.
+    name: str
+    unit: Unit
+    #: lines of the file before it.
+    line: int
+    data: bytes
+    #: which of the inputs.
+    file: int = 0
+    #: decompressed bytes of the file before it.
+    offset: int = 0
+    #: of a table: first row, from 0, and place of each row group, or record batch, that it has a row of.
+    chunks: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """In the place of a document that is left out, as the options say."""
+
+    #: which of them.
+    option: Literal["invalid", "bad_lines"]
+    #: file and line, and what is wrong there.
+    why: str
+
+
+class BadLine(CorpusError):
+    """A line that is no JSON object with a text, or with a conversation."""
+
+
+def bad_conversation(where: str, row: BadRow) -> BadLine:
+    """A row that is no conversation, in words."""
+    return BadLine(
+        f"{where} {row.what}",
+        found=row.found,
+        expected=row.expected,
+        action=f"correct the row, or {_LEAVE_OUT}",
+    )
+
+
+def documents_of(piece: Piece, options: TextOptions) -> Iterator[str | Conversation | LeftOut]:
+    """Each document, in order, or why it is left out.
+
+    Raises:
+        CorpusError: naming file and line: not UTF-8, not JSON, no such key, not a text, no conversation.
+    """
+    for start, stop, number in _bounds(piece):
+        data = piece.data[start:stop]
+        if piece.unit in ("jsonl", "json"):
+            try:
+                yield _json_document(data, piece, number, options)
+            except BadLine as error:
+                yield left_out(error, options)
+            continue
+        if piece.unit == "line":
+            data = data.removesuffix(b"\r")
+        elif piece.unit == "paragraph":
+            data = b"\n".join(line.removesuffix(b"\r") for line in data.split(b"\n"))
+        yield _decode(data, piece, number, options)
+
+
+def places_of(piece: Piece) -> Iterator[tuple[int, int]]:
+    """Where each document of `documents_of` lies in its file: ``at`` and ``extent`` of `PLACE`."""
+    for start, stop, number in _bounds(piece):
+        if piece.chunks:
+            first, chunk = piece.chunks[bisect_right(piece.chunks, number - 1, key=itemgetter(0)) - 1]
+            yield chunk, number - 1 - first
+        else:
+            yield piece.offset + start, stop - start
+
+
+def _bounds(piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """First byte of each document, the one after its last, and its first line, from 1."""
+    data = piece.data
+    # Only at the start of a file is it a mark; elsewhere U+FEFF is a character.
+    start = len(codecs.BOM_UTF8) if piece.line == 0 and data.startswith(codecs.BOM_UTF8) else 0
+    if piece.unit == "file":
+        yield start, len(data), 1
+        return
+    first, end = None, 0
+    for number, line in enumerate(data[start:].split(b"\n"), piece.line + 1):
+        stop = start + len(line)
+        if piece.unit != "paragraph":
+            if line.strip():
+                yield start, stop, number
+        elif line.strip():
+            first = first or (start, number)
+            end = stop
+        elif first:
+            yield first[0], end, first[1]
+            first = None
+        start = stop + 1
+    if first:
+        yield first[0], end, first[1]
+
+
+#: for an action.
+_LEAVE_OUT = "leave such lines out and count them: --bad-lines skip"
+
+
+def left_out(error: BadLine, options: TextOptions) -> LeftOut:
+    """In the place of a bad line.
+
+    Raises:
+        BadLine: the error itself, if lines may not be left out.
+    """
+    if options.bad_lines == "error":
+        raise error
+    return LeftOut("bad_lines", error.headline)
+
+
+def _json_document(line: bytes, piece: Piece, number: int, options: TextOptions) -> str | Conversation | LeftOut:
+    decoded = _decode(line, piece, number, options)
+    if isinstance(decoded, LeftOut):
+        return decoded
+    # The first element of an array is on the second line, see `ArrayLines`.
+    where = f"{piece.name}:{number}" if piece.unit == "jsonl" else f"{piece.name}, element {number - 1},"
+    record = _json_object(decoded, where, number, options)
+    chat = options.conversations
+    value: Any = record if chat is not None else _text(record, where, options.json_key or "text")
+    if "\\u" in decoded:  # the only way to write half of a surrogate pair
+        try:
+            value = _valid(value, where, options.invalid)
+        except UnicodeError:
+            return LeftOut("invalid", f"{where} is not UTF-8")
+    if chat is None:
+        return str(value)
+    try:
+        conversation = conversation_of(value, chat.shape, where, key=chat.key)
+        if not chat.any_order:
+            check_roles(conversation.messages)
+            if conversation.rejected is not None:
+                check_roles(conversation.rejected.messages)
+    except BadRow as error:
+        raise bad_conversation(where, error) from error
+    return conversation
+
+
+def _json_object(decoded: str, where: str, number: int, options: TextOptions) -> dict[str, Any]:
+    try:
+        record = json.loads(decoded)
+    except (ValueError, RecursionError) as error:
+        whole = decoded.lstrip()[:1] in "[{" and number == 1
+        raise BadLine(
+            f"{where} is not JSON",
+            found=f"{error}: {_excerpt(decoded)}",
+            expected="one JSON object on each line",
+            cause="one JSON value over several lines, not JSON lines" if whole else "a line that was cut or damaged",
+            action=f"correct the line, or {_LEAVE_OUT}; for one JSON array: --format json",
+        ) from error
+    if not isinstance(record, dict):
+        raise BadLine(
+            f"{where} is not a JSON object",
+            found=_excerpt(decoded),
+            expected=f'an object such as {{"{options.json_key or "text"}": "..."}}',
+            action=f"correct the line, or {_LEAVE_OUT}",
+        )
+    return record
+
+
+def _text(record: dict[str, Any], where: str, key: str) -> str:
+    text = under(record, key)
+    if text is MISSING:
+        raise BadLine(
+            f"{where} has no key '{key}'",
+            found=f"keys {', '.join(map(repr, list(record)[:10]))}" if record else "an empty object",
+            expected=f"the text under '{key}'",
+            action=f"name the key: --json-key KEY; or {_LEAVE_OUT}",
+        )
+    if text is None:
+        return ""  # left out and counted as such
+    if not isinstance(text, str):
+        raise BadLine(
+            f"{where}: '{key}' is not a text",
+            found=f"{type(text).__name__}: {_excerpt(json.dumps(text))}",
+            expected="a JSON string",
+            action=f"name another key: --json-key KEY, correct the line, or {_LEAVE_OUT}",
+        )
+    return text
+
+
+def _valid(value: Any, where: str, invalid: InvalidText) -> Any:
+    """JSON without half surrogate pairs.
+
+    Raises:
+        CorpusError: there is one, and nothing was said of such.
+        UnicodeError: there is one, and the document is to be left out.
+    """
+    if isinstance(value, dict):
+        return {_valid(key, where, invalid): _valid(item, where, invalid) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_valid(item, where, invalid) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        if invalid == "error":
+            raise _not_utf8(where, "half of a surrogate pair, written as \\ud8.. in JSON", error) from error
+        if invalid == "skip":
+            raise
+        # "replace" would put "?" on the way out; what a decoder puts is U+FFFD.
+        return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in value)
+    return value
+
+
+def _decode(data: bytes, piece: Piece, number: int, options: TextOptions) -> str | LeftOut:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if options.invalid == "replace":
+            return data.decode("utf-8", "replace")
+        line = number + data.count(b"\n", 0, error.start)
+        if options.invalid == "skip":
+            return LeftOut("invalid", f"{piece.name}:{line} is not UTF-8")
+        byte = data[error.start]
+        cause = "UTF-16, or a binary file" if b"\0" in data[:1000] else "another encoding, such as Latin-1"
+        raise _not_utf8(f"{piece.name}:{line}", f"byte 0x{byte:02x} ({error.reason})", error, cause) from error
+
+
+def _not_utf8(where: str, found: str, error: UnicodeError, cause: str | None = None) -> CorpusError:
+    return CorpusError(
+        f"{where} is not UTF-8",
+        found=found,
+        expected="UTF-8 text",
+        cause=cause,
+        action="convert the file (iconv -t UTF-8), or: --invalid-utf8 replace (by U+FFFD) or skip (leave it out)",
+    )
+
+
+def _excerpt(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def unit_of(file: InputFile, text_unit: TextUnit) -> Unit:
+    """What a document is in a file."""
+    rows: dict[Format, Unit] = {"jsonl": "jsonl", "json": "json", "csv": "jsonl"}
+    return rows.get(file.format, text_unit)

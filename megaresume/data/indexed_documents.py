@@ -1,0 +1,352 @@
+"""The index of a corpus: which documents there are and how long they are, wherever their tokens come from.
+
+Opening takes the same time at any size: the header and the ends of the arrays are checked, no array is scanned. What
+lies between is checked where it is used, and as a whole when the fingerprint is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megaresume.data import sidecar
+from megaresume.data.files import CorpusIdentity, FileIdentity, changed, map_file
+from megaresume.data.layout import HEADER_BYTES, IndexHeader, idx_path, prefix_of
+from megaresume.data.scan import PLACES, contents_hash
+from megaresume.data.spans import SpanFile, Spans, check_is_prepared, check_needs_none, spans_path
+from megaresume.stream.documents.pieces import LongDocuments
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.progress import progress
+from megaresume.stream.state import Fingerprint
+
+Int64Array = npt.NDArray[np.int64]
+
+#: documents whose lengths are hashed at once: 8 MB.
+SCAN_CHUNK = 1 << 20
+#: documents read at a time.
+AT_ONCE = 16
+REBUILD = "copy the corpus again or rebuild it: megaresume prepare"
+
+
+class IndexedDocuments(ABC):
+    """Documents whose lengths stand in an .idx. Safe to share between threads, to fork and to pickle: opened again.
+
+    A document is all sequences between two of the boundaries in the .idx. (Megatron's ``GPTDataset`` takes every
+    sequence for a document of its own; corpora of one sequence a document, what its ``preprocess_data.py`` writes
+    unless it splits sentences, are the same either way.)
+
+    Args:
+        path: common prefix of the files, or one of them.
+
+    Raises:
+        CorpusError: a file is missing, or damaged in a way that shows without a scan.
+        SetupError: no permission, or too many open files.
+    """
+
+    #: of the file beside the .idx that says what the tokens are.
+    suffix: ClassVar[str]
+
+    def __init__(self, path: str | Path) -> None:
+        #: without .bin or .idx.
+        self.prefix = prefix_of(path)
+        idx = idx_path(self.prefix)
+        for file in (idx, self.tokens_path):
+            if not file.is_file():
+                raise CorpusError(
+                    f"{file} is missing",
+                    found=f"no such file{_siblings(self.prefix)}",
+                    expected=f"a corpus is a {self.suffix} and an .idx of one name",
+                    cause="a wrong path, or a corpus that was not copied completely",
+                    action="check the path, or build the corpus: megaresume prepare",
+                )
+        data, idx_identity = map_file(idx)
+        self._identity = CorpusIdentity(idx=idx_identity, bin=FileIdentity.of(self.tokens_path.stat()))
+        header = IndexHeader.unpack(bytes(data[:HEADER_BYTES]), idx, len(data))
+        #: dtype of the tokens as stored.
+        self.dtype = header.dtype
+        self._documents = header.documents
+        self._lengths: npt.NDArray[np.int32] = np.frombuffer(data, "<i4", header.sequences, header.lengths_at)
+        self._pointers: Int64Array = np.frombuffer(data, "<i8", header.sequences, header.pointers_at)
+        self._boundaries: Int64Array = np.frombuffer(data, "<i8", header.documents + 1, header.boundaries_at)
+        #: of `document_lengths`.
+        self._blocks: npt.NDArray[np.uint8] | None = None
+        #: bytes of all tokens.
+        self._token_bytes = self._check_ends()
+        self._spans = self._open_spans()
+
+    @property
+    def tokens_path(self) -> Path:
+        """Of the file beside the .idx that says what the tokens are."""
+        return self.prefix.with_name(self.prefix.name + self.suffix)
+
+    def _check_ends(self) -> int:
+        idx = idx_path(self.prefix)
+        first, last = int(self._boundaries[0]), int(self._boundaries[-1])
+        if first != 0 or last != len(self._lengths):
+            raise CorpusError(
+                f"{idx} has document boundaries that do not fit",
+                found=f"documents from sequence {first} to {last}",
+                expected=f"from sequence 0 to {len(self._lengths)}",
+                cause="the counts in the header or the last entries are damaged, or the file was cut and padded",
+                action=REBUILD,
+            )
+        end = 0
+        if len(self._lengths):
+            end = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+            if self._pointers[0] != 0 or self._lengths[-1] < 0 or self._pointers[-1] < 0:
+                raise CorpusError(
+                    f"{idx} has pointers that do not fit",
+                    found=f"the first sequence starts at byte {self._pointers[0]}, "
+                    f"the last at byte {self._pointers[-1]} with {self._lengths[-1]} tokens",
+                    expected="the first at byte 0, and no negative number",
+                    cause="the file is damaged",
+                    action=REBUILD,
+                )
+        return end
+
+    def _open_spans(self) -> SpanFile | None:
+        path = spans_path(self.prefix)
+        known = self.tokenizer or {}
+        if not path.exists():
+            check_needs_none(path, known.get("spans_bytes"))
+            return None
+        data, identity = map_file(path)
+        self._identity = replace(self._identity, spans=identity)
+        found = SpanFile(path, data, documents=len(self), tokens=self.num_tokens)
+        check_is_prepared(found, known.get("spans_hash"))
+        return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (reopened, (type(self), self.prefix, self._identity))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.prefix)!r}: {self._documents} documents, {self.num_tokens} tokens)"
+
+    def __len__(self) -> int:
+        """Documents."""
+        return self._documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole corpus, without a scan."""
+        return self._token_bytes // self.dtype.itemsize
+
+    def tokens_before(self, document: int) -> int:
+        """Tokens of all documents before this one, without a scan; document in [0, len]."""
+        sequence = int(self._boundaries[document])
+        end = self._token_bytes if sequence == len(self._lengths) else int(self._pointers[sequence])
+        return end // self.dtype.itemsize
+
+    def length(self, i: int) -> int:
+        """Tokens of document i.
+
+        Raises:
+            IndexError: i is not in [0, len).
+            CorpusError: the .idx is damaged there.
+        """
+        return int(self.lengths(np.array([i], np.int64))[0])
+
+    def lengths(self, ids: Int64Array) -> Int64Array:
+        """Tokens of each document: int64[n] to int64[n], in any order, without holding the GIL.
+
+        Raises:
+            IndexError: an id is not in [0, len).
+            CorpusError: the .idx is damaged at one of them.
+        """
+        from megaresume.data.kernels import document_lengths, unknown_blocks
+
+        ids = np.ascontiguousarray(ids, np.int64)
+        out = np.empty(ids.shape, np.int64)
+        if self._blocks is None:
+            self._blocks = unknown_blocks(len(self))
+        bad = document_lengths(ids, self._boundaries, self._lengths, self._blocks, out)
+        if bad >= 0:
+            raise self._bad_document(int(ids[bad]))
+        return out
+
+    @abstractmethod
+    def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
+        """`length` tokens of document i from token `offset` on, dtype as stored.
+
+        Raises:
+            IndexError: no such document, or the range leaves it.
+            CorpusError: the corpus is damaged there.
+        """
+
+    def get(self, i: int) -> npt.NDArray[Any]:
+        """Tokens of document i, shape (length(i),), dtype as stored; raises as `read`."""
+        return self.read(i, 0, self.length(i))
+
+    def _check_range(self, i: int, offset: int, length: int) -> None:
+        total = self.length(i)
+        if offset < 0 or length < 0 or offset + length > total:
+            raise IndexError(f"tokens {offset} to {offset + length} of document {i}, which has {total}")
+
+    def trained_spans(self, ids: Int64Array) -> Spans | None:
+        """Which tokens of each document are trained; None: the corpus has no .spans, and all are.
+
+        Raises:
+            IndexError: an id is not in [0, len).
+            CorpusError: the .spans is damaged at one of them.
+        """
+        if self._spans is None:
+            return None
+        ids = np.asarray(ids, np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
+            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)} in {self.prefix}")
+        return self._spans.of(ids)
+
+    @functools.cached_property
+    def tokenizer(self) -> dict[str, Any] | None:
+        """What `megaresume prepare` recorded about the tokenizer; None for a corpus built by another program."""
+        known = sidecar.read_tokenizer(
+            self.prefix, idx_bytes=self._identity.idx.size, bin_bytes=self._identity.bin.size
+        )
+        return None if known is None else dict(known)
+
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
+        """What the corpus is, wherever it lies: see `range_fingerprint`.
+
+        Args:
+            first: of its first documents only, as if there were no more; None: of all.
+            recompute: ignore the cache (and renew it).
+        """
+        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
+
+    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
+        """The fingerprint of documents start to stop.
+
+        The first time, the .idx is read once and checked entirely, and so is the .spans if there is one; a few windows
+        of the tokens are read (see `megaresume.data.scan`), and the result is cached beside the corpus (see
+        `megaresume.data.sidecar`); later it costs nothing while the files are untouched. With many processes, let
+        one compute it first.
+
+        Args:
+            start: first document.
+            stop: one after the last.
+            recompute: ignore the cache (and renew it).
+
+        Raises:
+            CorpusError: the .idx is damaged somewhere in the range, or a file changes while it is read.
+        """
+        identity = self._unchanged(self._identity)
+        known = None if recompute else sidecar.read_fingerprint(self.prefix, identity, start, stop)
+        if known is None:
+            known = replace(self._scan(start, stop), contents=self._contents(start, stop))
+            if self._spans is not None:
+                self._spans.check(self.lengths)
+                known = replace(known, trained=self._spans.hash(start, stop))
+            if CorpusIdentity.of(self.prefix, self.suffix) != identity:
+                raise changed(self.prefix)
+            sidecar.write_fingerprint(self.prefix, identity, start, stop, known)
+        tokenizer = self.tokenizer
+        return replace(known, tokenizer=None if tokenizer is None else str(tokenizer["fingerprint"]))
+
+    def _contents(self, start: int, stop: int) -> str:
+        documents = stop - start
+        # Each may be a request to a store.
+        with (
+            ThreadPoolExecutor(AT_ONCE) as pool,
+            progress(f"contents of {self.prefix.name}", min(PLACES, documents), "documents") as bar,
+        ):
+
+            def read(i: int, offset: int, count: int) -> npt.NDArray[Any]:
+                return self.read(start + i, offset, count)
+
+            def mapped(*work: Any) -> Iterator[npt.NDArray[Any]]:
+                for tokens in pool.map(*work):
+                    bar.update(1)
+                    yield tokens
+
+            return contents_hash(documents, lambda ids: self.lengths(start + ids), read, mapped=mapped)
+
+    def long_documents(self, piece: int) -> LongDocuments:
+        """The documents that are longer than a piece of so many tokens; of a large corpus kept beside it."""
+        return sidecar.kept_list(self, self.prefix, self._identity.idx, piece)
+
+    def _unchanged(self, opened: CorpusIdentity) -> CorpusIdentity:
+        """The files as they are now, which must be those that were opened.
+
+        Raises:
+            CorpusError: one was removed or replaced.
+        """
+        try:
+            now = CorpusIdentity.of(self.prefix, self.suffix)
+        except FileNotFoundError as error:
+            raise changed(Path(error.filename)) from error
+        for path, found, before in (
+            (idx_path(self.prefix), now.idx, opened.idx),
+            (self.tokens_path, now.bin, opened.bin),
+            (spans_path(self.prefix), now.spans, opened.spans),
+        ):
+            if found is not before and (found is None or before is None or not found.is_the_file(before)):
+                raise changed(path, found, before)
+        return now
+
+    def _scan(self, start: int, stop: int) -> Fingerprint:
+        from megaresume.data.kernels import scan_documents
+
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"documents {start} to {stop} of {len(self)}")
+        hasher, tokens = xxhash.xxh3_128(), 0
+        width, end = self.dtype.itemsize, self._token_bytes
+        buffer = np.empty(min(SCAN_CHUNK, max(stop - start, 1)), "<i8")
+        with progress(f"fingerprint of {self.prefix.name}", stop - start, "documents") as bar:
+            for first in range(start, stop, SCAN_CHUNK):
+                chunk = buffer[: min(SCAN_CHUNK, stop - first)]
+                bad = scan_documents(first, self._boundaries, self._lengths, self._pointers, width, end, chunk)
+                if bad >= 0:
+                    raise self._bad_document(bad)
+                hasher.update(chunk.data)
+                tokens += int(chunk.sum())
+                bar.update(len(chunk))
+        return Fingerprint(documents=stop - start, tokens=tokens, lengths=hasher.hexdigest())
+
+    def _bad_document(self, i: int) -> IndexError | CorpusError:
+        if not 0 <= i < len(self):
+            return IndexError(f"document {i} of {len(self)} in {self.prefix}")
+        first, last = int(self._boundaries[i]), int(self._boundaries[i + 1])
+        found = f"sequences {first} to {last}"
+        if 0 <= first < last <= len(self._lengths):
+            lengths = self._lengths[first : min(last, first + 4)].tolist()
+            pointers = self._pointers[first : min(last, first + 4)].tolist()
+            found += f", tokens {lengths}, at bytes {pointers} (the first 4 of each)"
+        return CorpusError(
+            f"{idx_path(self.prefix)} is damaged at document {i}",
+            found=found,
+            expected=f"boundaries within {len(self._lengths)} sequences, lengths that are not negative, sequences that "
+            f"follow each other within {self._token_bytes} bytes of tokens",
+            cause="a damaged disk or copy, or a program that does not write Megatron's format",
+            action=REBUILD,
+        )
+
+
+def reopened(kind: Callable[[Path], IndexedDocuments], prefix: Path, identity: CorpusIdentity) -> IndexedDocuments:
+    """The corpus that was pickled, not another one that has taken its place since.
+
+    Raises:
+        CorpusError: it changed: what a worker would plan or read is not what its parent does.
+    """
+    source = kind(prefix)
+    source._unchanged(identity)
+    return source
+
+
+def _siblings(prefix: Path) -> str:
+    """Names close to a missing corpus, for an error."""
+    import difflib
+
+    if not prefix.parent.is_dir():
+        return f", and no directory {prefix.parent}"
+    names = sorted(p.stem for p in prefix.parent.glob("*.idx"))
+    close = difflib.get_close_matches(prefix.name, names, n=3, cutoff=0.4) or names[:3]
+    return f"; corpora in {prefix.parent}: {', '.join(close)}" if close else f", and no corpus in {prefix.parent}"

@@ -1,0 +1,342 @@
+"""The files that `megaresume prepare` reads: which, in which order, of which format.
+
+Below a directory: those that match a pattern, through links, each directory once; or the files of a dataset of
+Hugging Face.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Literal, Protocol
+
+from megaresume.stream.errors import CorpusError, UsageError
+
+#: json: one array of rows; csv: rows under a header.
+Format = Literal["text", "jsonl", "json", "csv"]
+
+FORMATS: dict[str, Format] = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".rst": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    #: each row as a JSON line.
+    ".parquet": "jsonl",
+    ".arrow": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+TABLES = (".parquet", ".arrow")
+
+
+class Store(Protocol):
+    """What reads object stores: `megaresume.data.shard_files.ShardFiles`."""
+
+    def identity(self, path: str) -> str:
+        """Changes when the file is written again: its bytes, a colon, and what the store has."""
+        ...
+
+    def check_ranges(self, path: str, size: int) -> None:
+        """Refuse a server that sends whole files where a range is asked for."""
+        ...
+
+    def scan(self, path: str, size: int) -> io.RawIOBase:
+        """The file, to be read."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One file of the input."""
+
+    path: Path
+    format: Format
+    #: as on disk.
+    size: int
+    mtime_ns: int = 0
+    #: on an object store: its URL, what the store says that changes if it is written again, and what reads it.
+    url: str | None = None
+    identity: str = ""
+    store: Store | None = field(default=None, compare=False, repr=False)
+    #: of the text or the messages in its rows, if it has an unusual name.
+    key: str | None = field(default=None, compare=False)
+    #: of a local file: device and number.
+    inode: tuple[int, int] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """For people, and to find it again."""
+        return self.url or str(self.path)
+
+    @property
+    def compressed(self) -> bool:
+        """By its name, or as CSV: it cannot be read from the middle on."""
+        return self.path.suffix in (*COMPRESSIONS, *TABLES) or self.format == "csv"
+
+    def to_dict(self) -> dict[str, object]:
+        """What tells, on a rerun, that it is still the same file; plain JSON."""
+        changes = {"mtime_ns": self.mtime_ns} if self.url is None else {"identity": self.identity}
+        return {"path": self.name, "format": self.format, "size": self.size, **changes}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is read."""
+
+    files: list[InputFile]
+    #: links to what is read already, by another path.
+    linked_twice: list[Path]
+
+
+def find_inputs(
+    paths: Sequence[str | Path],
+    *,
+    glob: str = "**/*",
+    format: Format | None = None,
+    store: Store | None = None,
+    repeats: bool = False,
+) -> Inputs:
+    """Files in the order given; the files of a directory that match, sorted by their path in it.
+
+    In a directory, whatever has no suffix of JSON lines is text: source code is. Names that begin with a dot are
+    left out. Links to files and to directories are followed, each directory is read once.
+
+    Args:
+        paths: files and directories.
+        glob: for directories, with ``**`` for any depth.
+        format: for all files, whatever their names.
+        store: reads URLs.
+        repeats: a file that is named twice is read twice.
+
+    Raises:
+        UsageError: nothing there, an unknown suffix, a directory without a match, a file that is named twice.
+        CorpusError: a link that leads nowhere, a directory that cannot be read.
+    """
+    inputs, linked_twice = [], []
+    for named in paths:
+        path = Path(named)
+        if store is not None and "://" in str(named):
+            inputs.append(_remote(str(named), format or _known_format(path), store))
+        elif path.is_dir():
+            saved = _saved_dataset(path)
+            files, twice = (saved, []) if saved is not None else _files_below(path, glob)
+            linked_twice += twice
+            if not files:
+                raise UsageError(
+                    f"no file in {path} matches",
+                    found=f"--glob {glob!r}",
+                    expected="at least one file; names that begin with a dot do not count",
+                    action="correct --glob, for example --glob '**/*.py'",
+                )
+            below = [_input(file, format or _format(file) or "text") for file in files]
+            linked = [] if saved is not None else _links_of(below)
+            linked_twice += [file.path for file in linked]
+            inputs += [file for file in below if file not in linked] if linked else below
+        elif path.is_file():
+            inputs.append(_input(path, format or _known_format(path)))
+        else:
+            raise UsageError(
+                f"{path} does not exist",
+                found="no such file or directory",
+                expected="files and directories to read",
+                action="check the path",
+            )
+    if not repeats:
+        _check_once(inputs)
+    return Inputs(inputs, linked_twice)
+
+
+def _input(path: Path, format: Format) -> InputFile:
+    stat = path.stat()
+    inode = (stat.st_dev, stat.st_ino)
+    return InputFile(path=path, format=format, size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=inode)
+
+
+def _same(inputs: Sequence[InputFile]) -> list[list[InputFile]]:
+    """Those that are one file by several paths; hard links are files of their own."""
+    of_one: dict[object, list[InputFile]] = {}
+    for file in inputs:
+        of_one.setdefault(file.url or file.inode, []).append(file)
+    several = [found for found in of_one.values() if len(found) > 1]
+    by_path: dict[str, list[InputFile]] = {}
+    for file in (file for found in several for file in found):
+        by_path.setdefault(file.url or os.path.realpath(file.path), []).append(file)
+    return [found for found in by_path.values() if len(found) > 1]
+
+
+def _links_of(below: Sequence[InputFile]) -> list[InputFile]:
+    """Of the files of a directory the links to others of them."""
+    linked = []
+    for same in _same(below):
+        kept = next((file for file in same if not file.path.is_symlink()), same[0])
+        linked += [file for file in same if file is not kept]
+    return linked
+
+
+def _check_once(inputs: Sequence[InputFile]) -> None:
+    for first, second, *_ in _same(inputs):
+        by_another = "by another path, or a link" if first.name != second.name else "an input that is given twice"
+        raise UsageError(
+            f"{first.name} would be read twice",
+            found=f"{first.name} and {second.name}, which are one file",
+            expected="each file once: its documents would be trained on twice as often",
+            cause=f"{by_another}, or a directory beside a file in it",
+            action="leave one of them out; to train on it more often, give its source a larger weight in data.yaml; "
+            "or, if it is meant: --repeat-inputs",
+        )
+
+
+def _remote(url: str, format: Format, store: Store) -> InputFile:
+    """A file of an object store.
+
+    Raises:
+        CorpusError, SetupError: it is not there, or the store does not answer.
+    """
+    identity = store.identity(url)
+    size, path = int(identity.partition(":")[0]), Path(url.partition("://")[2])
+    return InputFile(path=path, format=format, size=size, url=url, identity=identity, store=store)
+
+
+def is_text(path: str) -> bool:
+    """Whether it is named as text or rows are."""
+    return _format(Path(path)) is not None
+
+
+def _known_format(path: Path) -> Format:
+    known = _format(path)
+    if known is None:
+        raise UsageError(
+            f"{path} has an unknown suffix",
+            found=repr("".join(path.suffixes)),
+            expected=f"one of {', '.join(FORMATS)}, alone or with {', '.join(COMPRESSIONS)}",
+            action="say what it is: --format text, jsonl, json (an array of rows) or csv",
+        )
+    return known
+
+
+def _format(path: Path) -> Format | None:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes = suffixes[:-1]
+    return FORMATS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]:
+    """Files that match, sorted by their path; and links to directories that are read already, by another path.
+
+    Names that begin with a dot are left out. The directories proper are gone through first, so that a link to one of
+    them is what is left out, and so is a link to a directory that it lies in, which would lead round for ever.
+
+    Args:
+        directory: where to look.
+        pattern: of paths in it, with ``**`` for any depth.
+
+    Raises:
+        UsageError: the pattern is none.
+        CorpusError: a link that matches leads nowhere; a directory cannot be read.
+    """
+    wanted = _parts(pattern)
+    files: list[Path] = []
+    twice: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    waiting, links = deque([directory]), deque[Path]()
+    while waiting or links:
+        here = waiting.popleft() if waiting else links.popleft()
+        found = here.stat()
+        if (found.st_dev, found.st_ino) in seen:
+            twice.append(here)
+            continue
+        seen.add((found.st_dev, found.st_ino))
+        for entry in _entries(here):
+            path = here / entry.name
+            # Not by the entry: of a link to itself it raises.
+            if path.is_dir() if entry.is_symlink() else entry.is_dir():
+                (links if entry.is_symlink() else waiting).append(path)
+            elif _matches(path.relative_to(directory).parts, wanted):
+                if path.is_file() if entry.is_symlink() else entry.is_file():
+                    files.append(path)
+                elif entry.is_symlink():
+                    raise CorpusError(
+                        f"{path} is a link that leads nowhere",
+                        found=os.readlink(path),
+                        expected="a link to a file or a directory",
+                        cause="its target was moved, or is on a disk that is not mounted here",
+                        action="correct or remove the link, or leave it out by --glob",
+                    )
+    return sorted(files, key=lambda file: file.relative_to(directory).as_posix()), twice
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+    except OSError as error:
+        raise CorpusError(
+            f"{directory} cannot be read",
+            found=error.strerror or str(error),
+            expected="a directory that can be listed: its files would be missing from the corpus",
+            action=f"check: ls -ld {directory}",
+        ) from error
+
+
+def _parts(pattern: str) -> tuple[str, ...]:
+    parts = PurePosixPath(pattern).parts
+    if not parts or pattern.startswith("/") or any("**" in part and part != "**" for part in parts):
+        raise UsageError(
+            "bad --glob",
+            found=repr(pattern),
+            expected="a pattern of names below the directory, ** alone between two slashes",
+            action="correct --glob, for example --glob '**/*.py'",
+        )
+    return parts
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path matches, name by name; ``**`` stands for any number of directories."""
+    if not pattern or not names:
+        return not pattern and not names
+    if pattern[0] == "**":
+        rest = pattern[1:] or ("*",)
+        return any(_matches(names[k:], rest) for k in range(len(names)))
+    return fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
+
+def _saved_dataset(directory: Path) -> list[Path] | None:
+    """The files of a dataset that ``save_to_disk`` wrote, in its order; None: the directory holds none.
+
+    Raises:
+        UsageError: several datasets.
+        CorpusError: rows were selected or moved without being written; a file is missing.
+    """
+    if (directory / "dataset_dict.json").is_file():
+        splits = json.loads((directory / "dataset_dict.json").read_bytes())["splits"]
+        raise UsageError(
+            f"{directory} holds several datasets",
+            found=", ".join(splits),
+            expected="one, as a directory with state.json",
+            action=f"name it: {os.fspath(directory / splits[0])}",
+        )
+    if not ((state := directory / "state.json").is_file() and (directory / "dataset_info.json").is_file()):
+        return None
+    said = json.loads(state.read_bytes())
+    files = [directory / entry["filename"] for entry in said["_data_files"]]
+    missing = [file.name for file in files if not file.is_file()]
+    if said.get("_indices_files") or missing:
+        raise CorpusError(
+            f"{directory} is not a whole dataset",
+            found=f"without {', '.join(missing)}" if missing else "rows that were selected and not written",
+            expected="the files that state.json names, and no others",
+            cause="an interrupted copy" if missing else "an old version of datasets",
+            action="copy the directory again" if missing else "load it and write it again: save_to_disk",
+        )
+    return files

@@ -1,0 +1,202 @@
+"""What a user says about conversations, and what follows from it, the tokenizer and the first row."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megaresume.data.documents import TextOptions
+from megaresume.data.inputs import InputFile
+from megaresume.data.streams import MAX_DOCUMENT_BYTES, InputStream
+from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.schema import near
+from megaresume.text.chat_template import ChatTemplate, TemplateRefuses, read_chat_template
+from megaresume.text.conversation_encoder import TOO_LONG, ConversationOptions, TooLong
+from megaresume.text.conversations import KEYS, ROLES, BadRow, RowShape, conversation_of, shapes_of
+from megaresume.text.turns import Selection
+
+log = logging.getLogger(__name__)
+
+#: rows of a file that are looked at for the first one that is a JSON object.
+LOOKED_AT = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    """What a user says."""
+
+    #: a file; None: the tokenizer's own.
+    template: str | Path | None = None
+    #: what the template takes for today: YYYY-MM-DD.
+    date: str | None = None
+    #: None: that of the first row.
+    shape: RowShape | None = None
+    selection: Selection = field(default_factory=Selection)
+    #: roles may come in any order that the template takes.
+    any_order: bool = False
+    #: of a document; None: any number.
+    max_tokens: int | None = None
+    too_long: TooLong = "error"
+
+
+def with_conversations(
+    text: TextOptions, chat: ChatOptions, tokenizer: str | Path | None, files: Sequence[InputFile]
+) -> TextOptions:
+    """The options of a corpus of conversations.
+
+    Args:
+        text: options of rows.
+        chat: what a user says of them.
+        tokenizer: a tokenizer.json, or a directory with one.
+        files: the input.
+
+    Raises:
+        UsageError: bad options, no template that can be read, files without rows.
+        CorpusError: no row tells what shape they have, or the first one has two.
+        SetupError: the library `jinja2` is missing.
+    """
+    _check(chat)
+    texts = [file.path for file in files if file.format == "text"]
+    if texts:
+        raise UsageError(
+            f"{texts[0]} has no rows",
+            found="a text file, and --chat",
+            expected="rows: JSON lines, an array of JSON, CSV, Parquet or Arrow",
+            action="name the files with conversations, or --format jsonl",
+        )
+    shape = chat.shape or ("messages" if text.json_key is not None else _first_shape(files))
+    if shape == "preference" and chat.too_long in ("turn", "cut"):
+        raise UsageError(
+            f"--too-long {chat.too_long} is not for preference pairs",
+            found="rows with chosen and rejected",
+            expected="pairs whose halves are both whole",
+            action="leave those out that are too long: --too-long skip",
+        )
+    template, tokens = read_chat_template(tokenizer, chat.template)
+    rendered = ChatTemplate(template, tokens, chat.date)  # before anything is begun that would be begun again
+    if "tool_calls" in template:
+        _hint_at_arguments(rendered, shape, text.json_key, files)
+    roles = tuple(dict.fromkeys(ROLES.get(role, role) for role in chat.selection.roles))
+    _check_trained(roles, template, shape, text.json_key, files)
+    options = ConversationOptions(
+        template=template,
+        tokens=tokens,
+        date=chat.date,
+        shape=shape,
+        key=text.json_key,
+        selection=replace(chat.selection, roles=roles),
+        any_order=chat.any_order,
+        max_tokens=chat.max_tokens,
+        too_long=chat.too_long,
+    )
+    return replace(text, conversations=options)
+
+
+def _check(chat: ChatOptions) -> None:
+    try:
+        datetime.date.fromisoformat(chat.date or "2026-01-31")
+    except ValueError as error:
+        raise UsageError("bad --chat-date", found=f"{chat.date}: {error}", expected="YYYY-MM-DD") from error
+    if chat.max_tokens is not None and chat.max_tokens < 1:
+        raise UsageError("bad --max-tokens", found=chat.max_tokens, expected="1 or more")
+    if chat.too_long != "error" and chat.max_tokens is None:
+        raise UsageError(
+            f"--too-long {chat.too_long} goes with --max-tokens",
+            found="no --max-tokens",
+            expected="the length that conversations are held to",
+            action="add --max-tokens N, for example the seq_length of the training",
+        )
+    if chat.too_long not in TOO_LONG:
+        raise UsageError("bad --too-long", found=chat.too_long, expected=f"one of {', '.join(TOO_LONG)}")
+
+
+def _check_trained(
+    roles: Sequence[str], template: str, shape: RowShape, key: str | None, files: Sequence[InputFile]
+) -> None:
+    """Refuse a role that is none: not a usual one, nor one that the template or the first rows know."""
+    known = dict.fromkeys([*ROLES.values(), "developer"])
+    unknown = [role for role in roles if role not in known]
+    unknown = [role for role in unknown if not re.search(f"""["']{re.escape(role)}["']""", template)]
+    if not unknown:
+        return
+    for row in _first_rows(files):
+        with suppress(BadRow):
+            known |= dict.fromkeys(m["role"] for m in conversation_of(row, shape, "", key=key).messages)
+    for role in unknown:
+        if role not in known:
+            raise UsageError(
+                f"--train names a role that nobody has: {role}",
+                found=f"--train {','.join(roles)}",
+                expected=f"some of {', '.join(known)}, which the chat template or the first rows have",
+                cause=near(role, known),
+                action="correct --train",
+            )
+
+
+def _hint_at_arguments(template: ChatTemplate, shape: RowShape, key: str | None, files: Sequence[InputFile]) -> None:
+    """Say if the template writes the arguments of tool calls as JSON in a JSON text: it expects objects."""
+    for row in _first_rows(files[:1]):
+        with suppress(BadRow, TemplateRefuses):
+            said = conversation_of(row, shape, "", key=key)
+            several = [message.get("tool_calls") for message in said.messages]
+            calls = [call for one in several if isinstance(one, list) for call in one]
+            functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+            arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+            text = next((one for one in arguments if isinstance(one, str) and '"' in one), None)
+            if text is None:
+                continue
+            if json.dumps(text, ensure_ascii=False) in template.render(
+                said.messages, tools=said.tools, options=said.options
+            ):
+                log.warning(
+                    "megaresume: the arguments of tool calls are texts, as OpenAI has them, and the chat template "
+                    "escapes them: %s is trained. If the model is to write plain JSON, write them as objects: "
+                    "jq -c '(.. | .arguments? | strings) |= fromjson' rows.jsonl",
+                    json.dumps(text, ensure_ascii=False)[:60],
+                )
+            return
+
+
+def _first_rows(files: Sequence[InputFile]) -> Iterator[dict[str, Any]]:
+    """Of the first rows of each file those that are JSON objects."""
+    for file in files:
+        with closing(InputStream(file)) as stream:
+            for _ in range(LOOKED_AT):
+                line = stream.readline(MAX_DOCUMENT_BYTES)
+                if not line:
+                    break
+                with suppress(ValueError, RecursionError):
+                    row = json.loads(line)
+                    if isinstance(row, dict):
+                        yield row
+
+
+def _first_shape(files: Sequence[InputFile]) -> RowShape:
+    """Of the first row that has one: all others must have it, too."""
+    keys: list[str] = []
+    for row in _first_rows(files):
+        shapes = shapes_of(row)
+        if len(shapes) > 1:
+            raise CorpusError(
+                "the first row can be read in two ways",
+                found=f"keys {', '.join(list(row)[:10])}: {' or '.join(shapes)}",
+                expected="which of them is to be trained",
+                action=" or ".join(f"--chat-rows {shape}" for shape in shapes),
+            )
+        if shapes:
+            return shapes[0]
+        keys = keys or list(row)
+    known = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in KEYS.items())
+    raise CorpusError(
+        "the first rows are no conversations",
+        found=f"keys {', '.join(keys[:10]) or 'none'}",
+        expected=f"the keys of one of the shapes ({known})",
+        action="say which key holds the messages: --json-key KEY",
+    )

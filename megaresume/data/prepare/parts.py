@@ -1,0 +1,245 @@
+"""Finished parts of a text corpus, and the corpus that is written of them: .bin (or .places), .idx and .spans.
+
+A part is a finished block in the `WorkDirectory`, by a name that `Stretch.name` gives: a line of JSON, then
+int32[documents] lengths; of conversations int32[documents] spans of each, and int32[spans, 2], as in
+`megaresume.data.spans`; then the tokens, or, of an index alone, the `PLACE` of each document. It holds the position
+in the input where the next block starts, so that finished blocks need not be read again.
+
+Parts are merged in bounded memory. The .idx appears last, beside its own .bin or .places.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.checkpoint.files import fsync_dir
+from megaresume.data.layout import IndexHeader, bin_path, idx_path
+from megaresume.data.places import HEADER_BYTES, PLACE, places_path, write_header
+from megaresume.data.prepare.blocks import Position
+from megaresume.data.prepare.work import WorkDirectory
+from megaresume.data.sidecar import sidecar_path, write_tokenizer
+from megaresume.data.spans import SpansWriter, spans_path
+
+#: boundaries written at once.
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One finished block."""
+
+    documents: int
+    tokens: int
+    #: documents without a token, left out.
+    empty: int
+    #: documents that are not UTF-8, and lines that are no JSON object with a text: left out.
+    skipped: int
+    bad_lines: int
+    #: where the first few of both are, and what is wrong with them.
+    first_left_out: list[str]
+    #: conversations that were too long: left out, and made shorter.
+    too_long: int
+    shortened: int
+    #: spans of trained tokens, and these tokens; None: every token is trained.
+    spans: int | None
+    trained: int | None
+    #: of the documents, UTF-8 bytes; of conversations, as the template writes them.
+    text_bytes: int
+    #: read for it from disk (about).
+    raw_bytes: int
+    #: where the next block starts.
+    end: Position
+    #: bytes of a token.
+    token_bytes: int
+    #: files of the input, by number, and documents of each; None: it holds tokens, not places.
+    places: list[list[int]] | None
+    #: xxh3_64 of the arrays, 16 hex digits.
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpansOfPart:
+    """Which tokens of the documents of a part are trained."""
+
+    #: int32[documents], spans of each.
+    counts: npt.NDArray[np.int32]
+    #: int32[spans, 2], counted in their document.
+    spans: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, spans: Sequence[Sequence[tuple[int, int]]]) -> SpansOfPart:
+        """From those of each document."""
+        flat = [span for document in spans for span in document]
+        return cls(np.array([len(document) for document in spans], "<i4"), np.array(flat, "<i4").reshape(-1, 2))
+
+    def sizes(self) -> dict[str, int]:
+        """Fields of `Part`."""
+        return {"spans": len(self.spans), "trained": int((self.spans[:, 1] - self.spans[:, 0]).sum(dtype=np.int64))}
+
+
+class PartFiles(WorkDirectory):
+    """The parts of one corpus."""
+
+    def write_part(
+        self,
+        name: str,
+        lengths: npt.NDArray[np.int32],
+        tokens: npt.NDArray[Any],
+        spans: SpansOfPart | None,
+        *,
+        end: Position,
+        places: list[list[int]] | None = None,
+        **counts: Any,
+    ) -> Part:
+        """Write a part: all of it or nothing.
+
+        Args:
+            name: of the block.
+            lengths: tokens of each document, int32[documents].
+            tokens: of all documents, in the type of the corpus; or their `PLACE`, if ``places`` are given.
+            spans: of conversations, which tokens are trained.
+            end: where the next block starts.
+            places: as in `Part`.
+            counts: the other fields of `Part`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        sizes = {"documents": len(lengths), "tokens": int(lengths.sum(dtype=np.int64)), "places": places, **counts}
+        sizes |= {"spans": None, "trained": None} if spans is None else spans.sizes()
+        arrays = (lengths, tokens) if spans is None else (lengths, spans.counts, spans.spans, tokens)
+        found = self.write(name, {**sizes, "end": asdict(end)}, arrays)
+        return Part(**sizes, end=end, hash=found)
+
+    def find_part(self, name: str) -> Part | None:
+        """A part if it is finished; a damaged one is removed."""
+        head = self.find(name, _body_bytes)
+        return None if head is None else _part(head)
+
+    def read_part(self, name: str) -> tuple[npt.NDArray[np.int32], SpansOfPart | None, bytes]:
+        """Lengths, spans and tokens of a finished part; or lengths, spans and places.
+
+        Raises:
+            CorpusError: it is damaged; it is removed, so that a rerun makes it again.
+        """
+        head, body = self.read(name)
+        documents, spans = head["documents"], head["spans"]
+        lengths = np.frombuffer(body, "<i4", documents)
+        if spans is None:
+            return lengths, None, body[4 * documents :]
+        counts = np.frombuffer(body, "<i4", documents, 4 * documents)
+        pairs = np.frombuffer(body, "<i4", 2 * spans, 8 * documents).reshape(-1, 2)
+        return lengths, SpansOfPart(counts, pairs), body[8 * documents + 8 * spans :]
+
+
+def _part(head: Mapping[str, Any]) -> Part:
+    return Part(**{**head, "end": Position(**head["end"])})
+
+
+def _body_bytes(head: Mapping[str, Any]) -> int:
+    part = _part(head)
+    spans = 0 if part.spans is None else 4 * part.documents + 8 * part.spans
+    rest = part.token_bytes * part.tokens if part.places is None else PLACE.itemsize * part.documents
+    return 4 * part.documents + spans + rest
+
+
+def merge_parts(
+    prefix: Path,
+    files: PartFiles,
+    parts: Mapping[str, Part],
+    dtype: str,
+    tokenizer: Mapping[str, Any],
+    tick: Callable[[int], Any],
+    *,
+    raw: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the corpus and put it in place of an older one, if there is one.
+
+    Args:
+        prefix: of the corpus.
+        files: where the parts are.
+        parts: all of them by their names, in order.
+        dtype: of the tokens.
+        tokenizer: for the sidecar.
+        tick: called with the bytes of tokens, or of places, written.
+        raw: the JSON of a .places, of which ``inputs`` lack their documents; None: a .bin is written.
+
+    Raises:
+        CorpusError: a part is damaged.
+        OSError: the disk is full, or the like.
+    """
+    documents = sum(part.documents for part in parts.values())
+    counts = [part.spans for part in parts.values()]
+    spans = None if None in counts else sum(count or 0 for count in counts)
+    tokens_path = bin_path(prefix) if raw is None else places_path(prefix)
+    paths = tokens_path, idx_path(prefix), spans_path(prefix)
+    tokens_new, idx_new, spans_new = (path.with_name(f".{path.name}.new") for path in paths)
+    header = IndexHeader(dtype=np.dtype(dtype), sequences=documents, documents=documents)
+    # The three arrays of the index are written side by side, while each part is read once.
+    with open(tokens_new, "wb") as tokens_file, open(idx_new, "wb") as idx, ExitStack() as more:
+        idx.write(header.pack())
+        spans_file = None if spans is None else more.enter_context(open(spans_new, "w+b"))
+        writer = None if spans_file is None else SpansWriter(spans_file, documents=documents, spans=spans or 0)
+        spans_hash: str | None = None
+        done = pointer = 0
+        if raw is not None:
+            tokens_file.seek(HEADER_BYTES)
+        for name in parts:
+            lengths, trained, tokens = files.read_part(name)
+            if writer is not None and trained is not None:
+                writer.add(trained.counts, trained.spans)
+            tokens_file.write(tokens)
+            ends = np.cumsum(lengths, dtype=np.int64) * header.dtype.itemsize
+            starts = pointer + ends - lengths.astype(np.int64) * header.dtype.itemsize
+            idx.seek(header.lengths_at + 4 * done)
+            idx.write(lengths.data)
+            idx.seek(header.pointers_at + 8 * done)
+            idx.write(starts.astype("<i8").data)
+            done += len(lengths)
+            pointer += int(ends[-1]) if len(ends) else 0
+            tick(len(tokens))
+        if raw is not None:
+            write_header(tokens_file, documents, {**raw, "inputs": _counted(raw["inputs"], parts)})
+        idx.seek(header.boundaries_at)
+        for first in range(0, documents + 1, CHUNK):
+            idx.write(np.arange(first, min(first + CHUNK, documents + 1), dtype="<i8").data)
+        if writer is not None:
+            spans_hash = writer.finish(pointer // header.dtype.itemsize)
+        for file in (tokens_file, idx, spans_file):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+    # An index must never stand beside the tokens of another corpus, nor beside their spans.
+    idx_path(prefix).unlink(missing_ok=True)
+    sidecar_path(prefix).unlink(missing_ok=True)
+    spans_path(prefix).unlink(missing_ok=True)
+    (places_path(prefix) if raw is None else bin_path(prefix)).unlink(missing_ok=True)
+    os.replace(tokens_new, tokens_path)
+    spans_bytes = None if spans is None else spans_new.stat().st_size
+    idx_bytes = idx_new.stat().st_size
+    bin_bytes = tokens_path.stat().st_size
+    write_tokenizer(
+        prefix, tokenizer, idx_bytes=idx_bytes, bin_bytes=bin_bytes, spans_bytes=spans_bytes, spans_hash=spans_hash
+    )
+    if spans is not None:
+        os.replace(spans_new, spans_path(prefix))
+    os.replace(idx_new, idx_path(prefix))
+    fsync_dir(prefix.parent)
+
+
+def _counted(inputs: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> list[dict[str, Any]]:
+    """Inputs with the documents of each."""
+    documents = Counter[int]()
+    for part in parts.values():
+        for file, count in part.places or []:
+            documents[file] += count
+    return [{**said, "documents": documents[number]} for number, said in enumerate(inputs)]

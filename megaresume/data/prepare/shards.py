@@ -1,0 +1,338 @@
+"""Tar shards to an index of lengths: parallel, resumable, the same bytes every time.
+
+    shards -> workers: walk the tar, measure each record -> parts -> merge -> NAME.shards.idx
+
+A part is one shard. Finished parts stay in ``NAME.shards.idx.prepare/`` until the index is complete; one is used again
+only if its shard is still the same and the encoder too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaresume.data.energon import EnergonDataset, read_energon
+from megaresume.data.image_folder import Folder, missing_folder, plain_lines
+from megaresume.data.prepare.measure import (
+    IndexSpec,
+    Invalid,
+    ShardTask,
+    find_part,
+    measure_shard,
+    read_part,
+)
+from megaresume.data.prepare.merge import merge_parts
+from megaresume.data.prepare.work import WorkDirectory, check_workers, disk_error, run
+from megaresume.data.remote import is_url
+from megaresume.data.shard_files import ShardFiles
+from megaresume.data.shard_index import index_path
+from megaresume.data.shard_paths import expand_shards, is_energon, join
+from megaresume.images.encoder import ImageTextEncoder
+from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.progress import progress
+
+#: bytes of JSON lines that are measured at a time; their images are some hundred times as many.
+PIECE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSummary:
+    """What was done."""
+
+    index: str
+    shards: int
+    #: of the shards; of JSON lines, with the images: bytes.
+    bytes: int
+    records: int
+    #: more than records if pages were split (template.split).
+    documents: int
+    tokens: int
+    images: int
+    image_tokens: int
+    #: named by pages and not in their records: left out (template.missing_images).
+    missing_images: int
+    #: tokens of the longest document.
+    longest: int
+    #: records that could not be measured, what was done with them, and the first of them: document, shard, key, reason.
+    invalid: int
+    invalid_policy: Invalid
+    first_invalid: tuple[Mapping[str, Any], ...]
+    #: files in the shards that belong to no record: without an extension, or ``__meta__``.
+    ignored_files: int
+    #: records that the split of an Energon data set leaves out.
+    excluded: int
+    #: of images that rows of JSON lines name; None: of tar shards.
+    folder: str | None
+    #: part of an Energon data set -> documents.
+    parts: Mapping[str, int]
+    #: fingerprint of the encoder.
+    encoder: str
+    #: wall clock of this run.
+    seconds: float
+    #: shards, or pieces of JSON lines, that an earlier run had finished.
+    resumed_shards: int
+
+
+def prepare_shards(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | Path,
+    encoder: ImageTextEncoder,
+    *,
+    folder: str | None = None,
+    invalid: Invalid = "error",
+    decode: bool = False,
+    workers: int = 1,
+    overwrite: bool = False,
+    restart: bool = False,
+    split_config: str = "split.yaml",
+    dataset_config: str = "dataset.yaml",
+) -> ShardSummary:
+    """Build ``OUTPUT.shards.idx``.
+
+    Args:
+        inputs: patterns of tar shards, or of JSON lines, in order; or one directory that Energon has prepared.
+        output: where the index goes, with or without ``.shards.idx``.
+        encoder: measures the records; the index keeps its spec.
+        folder: of the images that rows of JSON lines name: a directory or URL; None: the inputs are tar shards.
+        invalid: what becomes of a record that cannot be measured: ``error``, ``mask`` (one token, masked), ``drop``
+            (length 0: the stream passes over it).
+        decode: decode every image, so that truncated ones are found here and not in training.
+        workers: processes; the result does not depend on it.
+        overwrite: replace an index that is there.
+        restart: throw away what a killed run left.
+        split_config: name of the split file of an Energon data set.
+        dataset_config: name of its file with the field map.
+
+    Raises:
+        UsageError: wrong options, an output that exists, the rest of another run.
+        CorpusError: a shard is missing, damaged or empty; a record cannot be measured.
+        SetupError: no room, no permission, a store that does not answer, a worker that was killed.
+    """
+    begin = time.monotonic()
+    check_workers(workers)
+    index = index_path(output)
+    check_free(index, overwrite)
+    dataset = None if folder else _energon(inputs, split_config, dataset_config)
+    if folder is not None:
+        folder = folder.rstrip("/") if "://" in folder else os.path.abspath(os.path.expanduser(folder))
+        Folder(path=folder, template=encoder.template, files=ShardFiles()).check()
+    tasks, names = _tasks(inputs, dataset) if folder is None else (_pieces(inputs), [])
+    fields = None if dataset is None else dataset.fields
+    spec = IndexSpec(output=index, encoder=encoder, invalid=invalid, decode=decode, fields=fields, folder=folder)
+    directory = WorkDirectory(index)
+    plan = {
+        "encoder": encoder.fingerprint,
+        "invalid": invalid,
+        "decode": decode,
+        "fields": None if fields is None else fields.options(),
+        "folder": folder,
+    }
+    try:
+        index.parent.mkdir(parents=True, exist_ok=True)
+        with directory.locked(plan, restart=restart):
+            heads, resumed = _make_parts(directory, spec, tasks, workers)
+            energon = None if dataset is None else _energon_header(dataset, tasks, names, heads)
+            if folder is not None:
+                _number_rows(tasks, heads)
+                _check_found(folder, heads, directory)
+            _check_some_measured(heads, invalid, directory)
+            # Not the head that the part has: its rows have no numbers yet.
+            parts = ((head, read_part(directory, task)[1]) for head, task in zip(heads, tasks, strict=True))
+            with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
+                header = merge_parts(index, spec, tasks, heads, parts, energon, bar.update)
+            directory.remove()
+    except OSError as error:
+        raise disk_error(index.parent, error) from error
+    return summary_of(header, index, tasks, heads, seconds=time.monotonic() - begin, resumed_shards=resumed)
+
+
+def check_free(index: Path, overwrite: bool) -> None:
+    """Raises UsageError: there is an index, and it is not to be replaced."""
+    if index.exists() and not overwrite:
+        raise UsageError(
+            f"{index} exists",
+            found="an index of shards",
+            expected="an unused --output",
+            action="give another --output, or replace it: --overwrite",
+        )
+
+
+def summary_of(
+    header: Mapping[str, Any],
+    index: Path,
+    tasks: Sequence[ShardTask],
+    heads: Sequence[Mapping[str, Any]],
+    *,
+    seconds: float,
+    resumed_shards: int = 0,
+) -> ShardSummary:
+    """Of an index that was written just now."""
+    parts = header.get("energon", {}).get("parts", {})
+    return ShardSummary(
+        index=str(index),
+        shards=len(header["shards"]),
+        bytes=sum(task.nbytes for task in tasks) + header.get("folder", {}).get("bytes", 0),
+        folder=header.get("folder", {}).get("path"),
+        invalid=header["invalid"]["count"],
+        invalid_policy=header["invalid"]["policy"],
+        first_invalid=tuple(header["invalid"]["first"]),
+        ignored_files=sum(head["ignored"] for head in heads),
+        excluded=sum(head["left_out"] for head in heads),
+        parts={part: stop - first for part, (first, stop) in parts.items()},
+        encoder=header["encoder"]["fingerprint"],
+        seconds=seconds,
+        resumed_shards=resumed_shards,
+        records=header["records"] - header["split"],
+        documents=header["records"],
+        **{key: header[key] for key in ("tokens", "images", "image_tokens", "missing_images", "longest")},
+    )
+
+
+def _energon(inputs: Sequence[str | os.PathLike[str]], split_config: str, dataset_config: str) -> EnergonDataset | None:
+    texts = [os.fspath(path) for path in inputs]
+    directories = [path for path in texts if is_energon(path) or (is_url(path) and not path.endswith(".tar"))]
+    if not directories:
+        return None
+    if len(inputs) > 1:
+        raise UsageError(
+            "several data sets for one index",
+            found=", ".join(texts[:4]),
+            expected="one directory that Energon has prepared, or tar shards",
+            action="prepare each directory separately: each is its own source",
+        )
+    return read_energon(texts[0], split_config=split_config, dataset_config=dataset_config)
+
+
+def _tasks(
+    inputs: Sequence[str | os.PathLike[str]], dataset: EnergonDataset | None
+) -> tuple[list[ShardTask], list[str]]:
+    """The shards in the order of the documents, and their names in an Energon data set."""
+    files = ShardFiles()
+    if dataset is None:
+        tasks = [_task(files, path, frozenset()) for path in expand_shards(inputs)]
+        for task in tasks:
+            files.check_ranges(task.path, task.size)
+        return tasks, []
+    names = [name for shards in dataset.parts.values() for name in shards]
+    if not names:
+        raise CorpusError(
+            f"{dataset.path} has no shard",
+            found=f"parts {', '.join(dataset.parts) or 'none'} in its split, all empty",
+            expected="at least one shard",
+            action=f"run energon prepare {dataset.path} again",
+        )
+    excluded = dataset.excluded
+    return [_task(files, join(dataset.path, name), excluded.get(name, frozenset())) for name in names], names
+
+
+def _task(files: ShardFiles, path: str, excluded: frozenset[str]) -> ShardTask:
+    identity = files.identity(path)
+    return ShardTask(path=path, size=int(identity.partition(":")[0]), identity=identity, excluded=excluded)
+
+
+def _pieces(inputs: Sequence[str | os.PathLike[str]]) -> list[ShardTask]:
+    """Files of JSON lines in pieces: what one process measures, and a kill loses."""
+    files = ShardFiles()
+    pieces: list[ShardTask] = []
+    for path in expand_shards(inputs):
+        whole = _task(files, path, frozenset())
+        lines, size = plain_lines(path, files)
+        starts = range(0, max(size, 1), PIECE)
+        pieces += [replace(whole, start=at, stop=min(at + PIECE, size), lines=lines) for at in starts]
+    return pieces
+
+
+def _number_rows(tasks: Sequence[ShardTask], heads: Sequence[Mapping[str, Any]]) -> None:
+    """Call rows that could not be measured by their line in the whole file; refuse a file without a row."""
+    lines = records = 0
+    for k, (task, head) in enumerate(zip(tasks, heads, strict=True)):
+        lines, records = (0, 0) if not task.start else (lines, records)
+        for entry in head["first_invalid"]:
+            entry["key"] = f"line {lines + entry['line']}"
+        lines, records = lines + head["lines"], records + head["records"]
+        if not records and (k + 1 == len(tasks) or not tasks[k + 1].start):
+            raise CorpusError(
+                f"{task.path} has no row",
+                found=f"{task.size} bytes, white space alone" if task.size else "an empty file",
+                expected="rows of JSON, one on each line",
+                action="leave the file out",
+            )
+
+
+def _check_some_measured(heads: Sequence[Mapping[str, Any]], invalid: Invalid, directory: WorkDirectory) -> None:
+    """Refuse an index of which nothing could be trained on; the parts go, as the next run is another one."""
+    bad, records = (sum(head[what] for head in heads) for what in ("invalid", "records"))
+    if bad and bad + sum(head["left_out"] for head in heads) == records:
+        first = next(head["first_invalid"][0] for head in heads if head["first_invalid"])
+        directory.remove()
+        raise CorpusError(
+            "no record could be measured",
+            found=f"{bad} records, all {'left out' if invalid == 'drop' else 'masked'}; the first, '{first['key']}': "
+            f"{first['reason']}",
+            expected="records that the encoder reads",
+            cause="a template or keys of other data, or shards of another kind",
+            action=f"see what is wrong with the first one: the same command without --invalid {invalid}",
+        )
+
+
+def _check_found(folder: str, heads: Sequence[Mapping[str, Any]], directory: WorkDirectory) -> None:
+    """Refuse a folder without one of the images; the parts go, so that the next run looks for them again."""
+    found, missing = (sum(head["images_seen"].get(what, 0) for head in heads) for what in ("found", "missing"))
+    if missing and not found:
+        directory.remove()
+        raise missing_folder(
+            f"{folder} has none of the images that the rows name", f"{missing} images looked for, none of them there"
+        )
+
+
+def _make_parts(
+    directory: WorkDirectory, spec: IndexSpec, tasks: Sequence[ShardTask], workers: int
+) -> tuple[list[Mapping[str, Any]], int]:
+    """Heads of all parts in order, and how many of them were there already."""
+    heads: dict[str, Mapping[str, Any]] = {}
+    with progress("measuring", sum(task.nbytes for task in tasks), "B") as bar:
+        missing: dict[str, ShardTask] = {}
+        for task in tasks:
+            found = find_part(directory, task)
+            if found is None:
+                missing[task.part] = task
+            else:
+                heads[task.part] = found
+                bar.update(task.nbytes)
+        resumed = len(heads)
+
+        # A process takes longer to start than a small shard to measure.
+        work = ((task,) for task in missing.values())
+        with closing(run(work, measure_shard, spec, workers=min(workers, len(missing)))) as done:
+            for task, head in zip(missing.values(), done, strict=True):
+                heads[task.part] = head
+                bar.update(task.nbytes)
+    return [heads[task.part] for task in tasks], resumed
+
+
+def _energon_header(
+    dataset: EnergonDataset, tasks: Sequence[ShardTask], names: Sequence[str], heads: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    parts: dict[str, tuple[int, int]] = {}
+    at = k = 0
+    for part, shards in dataset.parts.items():
+        first = at
+        for name in shards:
+            records, expected = heads[k]["records"] - heads[k]["split"], dataset.counts[name]
+            if records != expected:
+                raise CorpusError(
+                    f"{tasks[k].path} is not the shard that Energon has prepared",
+                    found=f"{records} records",
+                    expected=f"{expected} records, as .nv-meta/.info.json says",
+                    cause="the shard was written again after energon prepare",
+                    action=f"run it again: energon prepare {dataset.path}",
+                )
+            at += heads[k]["records"]
+            k += 1
+        parts[part] = (first, at)
+    return {"hash": dataset.hash, "parts": parts, "names": list(names)}

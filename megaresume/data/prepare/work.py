@@ -1,0 +1,343 @@
+"""What preparing text and preparing shards share: a directory of finished parts, and worker processes.
+
+``OUTPUT.prepare/`` has what is finished, so that a rerun after a kill goes on there:
+
+    plan.json     the input and the settings; another plan is refused
+    lock          held while a prepare runs
+    NAME          one finished part: a line of JSON that says what it holds, with a hash, then arrays
+
+A part appears by rename, when it is complete. If several machines share the work, each has a directory in it with a
+plan, a lock and parts of its own, and shares the lock of the whole; what merges their parts has that lock alone. All
+plans have to agree, so that the directories may also be copied together.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megaresume.data.files import write_json_atomically
+from megaresume.stream.errors import CorpusError, SetupError, UsageError
+
+T = TypeVar("T")
+
+FORMAT = "megaresume.prepare"
+VERSION = 1
+PLAN = "plan.json"
+#: settings of a plan that say what to do with bad input.
+POLICIES = ("invalid", "bad_lines", "too_long")
+
+
+class WorkDirectory:
+    """The directory of one prepare.
+
+    Args:
+        output: what it is to make; the directory lies beside it.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.directory = output.with_name(output.name + ".prepare")
+
+    @contextmanager
+    def locked(self, plan: Mapping[str, Any], *, restart: bool, machine: str = "") -> Iterator[None]:
+        """Hold the directory: new, or left by a killed run of the same plan.
+
+        Args:
+            plan: input files and settings, plain JSON.
+            restart: throw away what another run left.
+            machine: the directory in it of one of several machines; "": hold all of it.
+
+        Raises:
+            SetupError: another prepare is running there.
+            UsageError: what is there belongs to another plan.
+        """
+        mine = self.directory / machine
+        mine.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as locks:
+            if machine:
+                locks.enter_context(_lock(self.directory, fcntl.LOCK_SH))
+            locks.enter_context(_lock(mine, fcntl.LOCK_EX))
+            if restart:
+                _empty(mine)
+            self._check_plan(mine / PLAN, json.loads(json.dumps({"format": FORMAT, "version": VERSION, **plan})))
+            yield
+
+    def plans(self) -> list[Path]:
+        """Those that are there: of the whole, and of each of several machines."""
+        return sorted([*self.directory.glob(PLAN), *self.directory.glob(f"*/{PLAN}")])
+
+    def _check_plan(self, path: Path, plan: dict[str, Any]) -> None:
+        """Agree with all plans that are there, and keep this one.
+
+        It is written before the others are read: of two different ones at once, none gets through unseen.
+        """
+        is_new = not path.exists()
+        if is_new:
+            write_json_atomically(path, plan)
+        try:
+            for other in self.plans():
+                # One of several machines cannot discard what the others made.
+                is_of_others = other != path and path.parent != self.directory
+                afresh = f"remove {self.directory}" if is_of_others else "add --restart to discard its work"
+                _check_alike(other, plan, afresh)
+        except UsageError:
+            if is_new:
+                path.unlink()
+            raise
+        if not is_new:  # a policy may be milder now
+            write_json_atomically(path, plan)
+
+    def path(self, name: str) -> Path:
+        """Where a part is when it is finished."""
+        return self.directory / name
+
+    def write(self, name: str, head: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]) -> str:
+        """Write a part: all of it or nothing.
+
+        Args:
+            name: of the part.
+            head: what it holds, plain JSON.
+            arrays: its body.
+
+        Returns:
+            xxh3_64 of the body, which goes into the head as ``hash``: 16 hex digits.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        bodies = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays if array.size]
+        hasher = xxhash.xxh3_64()
+        for body in bodies:
+            hasher.update(body)
+        path = self.path(name)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(json.dumps({**head, "hash": hasher.hexdigest()}).encode() + b"\n")
+                for body in bodies:
+                    file.write(body)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        return hasher.hexdigest()
+
+    def find(self, name: str, body_bytes: Callable[[Mapping[str, Any]], int]) -> dict[str, Any] | None:
+        """The head of a part if it is finished; a damaged one is removed.
+
+        Args:
+            name: of the part.
+            body_bytes: from the head, the bytes that follow it.
+        """
+        path = self.path(name)
+        try:
+            with open(path, "rb") as file:
+                line = file.readline()
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return None
+        try:
+            head: dict[str, Any] = json.loads(line)
+            if size == len(line) + body_bytes(head):
+                return head
+        except (ValueError, TypeError, KeyError):
+            pass
+        path.unlink()
+        return None
+
+    def read(self, name: str) -> tuple[dict[str, Any], bytes]:
+        """Head and body of a finished part.
+
+        Raises:
+            CorpusError: it is damaged; it is removed, so that a rerun makes it again.
+        """
+        path = self.path(name)
+        line, _, body = path.read_bytes().partition(b"\n")
+        try:
+            head: dict[str, Any] = json.loads(line)
+        except ValueError:
+            head = {"hash": "a line of JSON"}
+        if xxhash.xxh3_64_hexdigest(body) != head["hash"]:
+            path.unlink()
+            raise CorpusError(
+                f"{path} is damaged",
+                found="another hash than when it was written",
+                expected=head["hash"],
+                cause="a damaged disk, or a machine that lost power",
+                action="run the same command again: this part is made again, the others are kept",
+            )
+        return head, body
+
+    def remove(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.directory)
+
+
+def disk_error(path: Path, error: OSError) -> SetupError:
+    """For what cannot be written."""
+    full = error.errno in (28, 122)  # ENOSPC, EDQUOT
+    return SetupError(
+        f"{path} cannot be written",
+        found=error.strerror or str(error),
+        expected="room for about twice the size of the corpus, until it is complete"
+        if full
+        else "a writable directory",
+        cause="the disk or the quota is full" if full else None,
+        action="free some space and run the same command again: it continues where it stopped"
+        if full
+        else "check the permissions of the directory, or give another --output",
+    )
+
+
+@contextmanager
+def _lock(directory: Path, how: int) -> Iterator[None]:
+    with open(directory / "lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise SetupError(
+                    f"another prepare is working on {directory}",
+                    found=f"{directory / 'lock'} is locked",
+                    expected="one prepare at a time, or different parts (--part)",
+                    action="wait for it, or give this one another --output",
+                ) from error
+            # Some network file systems have no locks: then it is up to the user.
+        yield
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
+
+
+def _check_alike(path: Path, plan: Mapping[str, Any], afresh: str) -> None:
+    try:
+        old = json.loads(path.read_bytes())
+    except ValueError:
+        old = None
+    # What was finished under "error" holds nothing of that kind: a milder policy changes nothing in it.
+    if isinstance(old, dict) and old | {key: plan[key] for key in POLICIES if old.get(key) == "error"} == plan:
+        return
+    raise UsageError(
+        f"{path.parent} was left by a prepare of other input or with other settings",
+        found="; ".join(_differences(old, plan)) if isinstance(old, dict) else "an unreadable plan.json",
+        expected="the same input files and settings, to continue where that run stopped",
+        action=f"repeat the earlier command to continue, or {afresh}",
+    )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """At most a few, in words."""
+    keys = sorted({*old, *new} - {"inputs"})
+    found = [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+    before = {f["path"]: f for f in old.get("inputs", [])}
+    after = {f["path"]: f for f in new.get("inputs", [])}
+    if list(before) != list(after):
+        gone, added = [p for p in before if p not in after], [p for p in after if p not in before]
+        found += [f"{p} is gone" for p in gone[:3]] + [f"{p} is new" for p in added[:3]]
+        found += [] if gone or added else ["the files are in another order"]
+    found += [f"{p} changed" for p in [p for p in after if p in before and before[p] != after[p]][:3]]
+    return found
+
+
+def check_workers(wanted: int) -> None:
+    """Refuse a number of workers that is none.
+
+    Raises:
+        UsageError: it is below 1.
+    """
+    if wanted < 1:
+        raise UsageError("bad --workers", found=wanted, expected="1 or more", action="correct --workers")
+
+
+def run(
+    work: Iterable[tuple[Any, ...]], function: Callable[..., T], shared: Any, *, workers: int
+) -> Generator[T, None, None]:
+    """``function(shared, *item)`` of every item, in the order of the work: in worker processes, or here if one is asked
+    for.
+
+    Args:
+        work: items; taken a few ahead of what is done, so that they may be large.
+        function: of a module, as it is sent to a new process.
+        shared: what every call needs; sent to each process once.
+        workers: processes.
+
+    Raises:
+        SetupError: a worker died.
+        MegaresumeError: what ``function`` raised, for the first item that failed.
+    """
+    if workers <= 1:
+        for item in work:
+            yield function(shared, *item)
+        return
+    pending: deque[Future[T]] = deque()
+    # spawn: a fork of a process with threads (tqdm, tokenizers) may hang.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(function, shared))
+    try:
+        for item in work:
+            pending.append(pool.submit(_call, *item))
+            while len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise SetupError(
+            "a worker process died",
+            found=str(error),
+            expected="workers that finish their work",
+            cause="out of memory (see dmesg), or it was killed",
+            action="run the same command again, with fewer --workers: it continues where it stopped",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+#: what a worker process calls, with what all calls share.
+_function: Callable[..., Any] | None = None
+
+
+def _start(function: Callable[..., Any], shared: Any) -> None:
+    global _function
+    _function = functools.partial(function, shared)
+    # One process a core: threads inside the tokenizer would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    parent = multiprocessing.parent_process()
+
+    def die_with_parent() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    # A parent that was killed says nothing: without this its workers would wait for work for ever.
+    threading.Thread(target=die_with_parent, daemon=True).start()
+
+
+def _call(*item: Any) -> Any:
+    assert _function is not None, "in a worker process"
+    return _function(*item)

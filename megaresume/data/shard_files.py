@@ -1,0 +1,365 @@
+"""Bytes of shards, wherever they lie: local files through a cache of open descriptors, others through `RemoteStore`.
+What is read mostly forwards is read one block at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from megaresume.checkpoint.files import open_file
+from megaresume.data.disk_cache import DiskCache
+from megaresume.data.remote import RemoteStore, is_url
+from megaresume.data.shard_index import MAX_RECORD_BYTES
+from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
+
+#: local shards that are kept open, by each process.
+MAX_OPEN = 64
+#: bytes read at once when a whole shard is read.
+SCAN_BLOCK = 8 << 20
+#: bytes in which lines are counted, for an error.
+COUNTED = 1 << 20
+#: of what is named as a file: nothing is there, or it is none.
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+class RecordError(CorpusError):
+    """One record cannot be read, the shard around it can: what a fault policy may answer to."""
+
+
+def local_path(path: str) -> str:
+    """Without ``file://``."""
+    return path.removeprefix("file://")
+
+
+class ShardFiles:
+    """Reads ranges of shards. Safe to share between threads, to fork and to pickle: descriptors are opened again.
+
+    Args:
+        max_open: local files kept open; the one that was not read for longest is closed first.
+        cache: keeps what is read of stores; None: nothing is kept.
+    """
+
+    def __init__(self, max_open: int = MAX_OPEN, cache: DiskCache | None = None) -> None:
+        self.max_open = max_open
+        self.cache = cache
+        #: has bytes that were read before they are needed, if a loader reads ahead.
+        self.ahead: ReadBefore | None = None
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+        #: what `identity` said of each shard.
+        self._checked: dict[str, str] = {}
+        self._stores: dict[str, RemoteStore] = {}
+        #: servers that answered with a range.
+        self._ranged: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ShardFiles, (self.max_open, self.cache))
+
+    @property
+    def num_open(self) -> int:
+        """Descriptors held now."""
+        return len(self._open)
+
+    def identity(self, path: str) -> str:
+        """Changes when the shard is written again: its bytes, a colon, and the time of change or what its store has.
+
+        Raises:
+            CorpusError: it is missing.
+            SetupError: it cannot be reached, or not be read.
+        """
+        if is_url(path):
+            info = self._store(path).info(path)
+            stamp = next(
+                (str(info[key]) for key in ("ETag", "etag", "md5Hash", "LastModified", "Last-Modified") if key in info),
+                "",
+            )
+            return f"{info['size']}:{stamp}"
+        try:
+            stat = os.stat(local_path(path))
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+        return f"{stat.st_size}:{stat.st_mtime_ns}"
+
+    def check_ranges(self, path: str, size: int) -> None:
+        """Refuse a server that sends whole files where a range is asked for; asked once of each.
+
+        Raises:
+            SetupError: it does, or does not answer.
+        """
+        server = path.split("/")[2] if is_url(path) else ""
+        if path.startswith(("http://", "https://")) and size > 1 and server not in self._ranged:
+            self._store(path).read(path, 0, 1)
+            self._ranged.add(server)
+
+    def check(self, path: str, size: int) -> None:
+        """Refuse a shard that has another size than when its index was made; asked once of each shard.
+
+        Raises:
+            CorpusError: it is missing, or has another size.
+            SetupError: it cannot be reached.
+        """
+        if path in self._checked:
+            return
+        identity = self.identity(path)
+        found = int(identity.partition(":")[0])
+        if found != size:
+            raise CorpusError(
+                f"{path} is not the shard that the index was made of",
+                found=f"{found} bytes",
+                expected=f"{size} bytes",
+                cause="an interrupted copy" if found < size else "the shard was written again, or appended to",
+                action="put the shard back, or make the index again: megaresume prepare --overwrite",
+            )
+        self._checked[path] = identity
+
+    def fetch(self, place: Place, *, again: bool = False) -> bytes:
+        """The bytes of a place: those that were read ahead, those of the cache, or read now, and then kept by it.
+
+        What is kept may have been read while the file was another one for a time: ``again`` replaces it.
+
+        Raises:
+            CorpusError: the file is missing, shorter, or of another size than when its index was made.
+            SetupError: it cannot be reached.
+        """
+        data = None if again or self.ahead is None else self.ahead.take(place)
+        if data is None:
+            if not place.whole:
+                self.check(place.path, place.size)
+            data = None if again else self.kept(place)
+        if data is None:
+            data = self.read_whole(place.path) if place.whole else self.read(place.path, place.offset, place.nbytes)
+            self.keep(place, data)
+        return data
+
+    def kept(self, place: Place) -> bytes | None:
+        """What `keep` was given of a place, whose shard was checked; None: nothing."""
+        key = self._key(place)
+        return None if self.cache is None or key is None else self.cache.get(key, None if place.whole else place.nbytes)
+
+    def keep(self, place: Place, data: bytes) -> None:
+        """Have the cache keep the bytes of a place, whose shard was checked."""
+        key = self._key(place)
+        if self.cache is not None and key is not None:
+            self.cache.put(key, data)
+
+    def read_whole(self, path: str) -> bytes:
+        """A whole file.
+
+        Raises:
+            RecordError: it is missing, no file, or too large for a record.
+            SetupError: it cannot be reached.
+        """
+        if is_url(path):
+            try:
+                return self._store(path).read_all(path)
+            except CorpusError as error:
+                raise RecordError(error.headline, found=error.found, expected="a file") from error
+        try:
+            with open_file(local_path(path)) as file:
+                if (size := os.fstat(file.fileno()).st_size) > MAX_RECORD_BYTES:
+                    raise OSError(errno.EINVAL, f"{size} bytes", path)
+                return file.readall()
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise RecordError(f"{path} cannot be read", found=error.strerror, expected="a file") from error
+            raise _cannot_open(path, error) from error
+
+    def line_at(self, path: str, offset: int) -> int:
+        """Number of the line at a byte of a file, from 1: all before it is read."""
+        parts = range(0, offset, COUNTED)
+        return 1 + sum(self.read(path, at, min(COUNTED, offset - at)).count(b"\n") for at in parts)
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes of a shard, by one range read; the cache is not asked.
+
+        Raises:
+            CorpusError: it is missing, or shorter.
+            SetupError: it cannot be reached.
+        """
+        if is_url(path):
+            return self._store(path).read(path, offset, nbytes)
+        descriptor = self._descriptor(path)
+        try:
+            data = os.pread(descriptor.number, nbytes, offset)
+            while len(data) < nbytes and (more := os.pread(descriptor.number, nbytes - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+        if len(data) != nbytes:
+            raise CorpusError(
+                f"{path} is cut",
+                found=f"{offset + len(data)} bytes",
+                expected=f"at least {offset + nbytes} bytes",
+                cause="the file was cut while it was in use",
+                action="copy the shard again",
+            )
+        return data
+
+    def will_need(self, path: str, offset: int, nbytes: int) -> None:
+        """Have the kernel read a range of a local shard into its cache. What is wrong with it shows when it is read."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            with contextlib.suppress(MegaresumeError, OSError):
+                os.posix_fadvise(self._descriptor(path).number, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def scan(self, path: str, size: int) -> BlockFile:
+        """The shard as a file to be read from front to back."""
+        return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
+
+    def _key(self, place: Place) -> str | None:
+        if not is_url(place.path):
+            return None
+        if place.whole:  # each reader compares it with the index, which spares a request
+            return f"{place.path} whole"
+        # What was written again is another file. Without a stamp nobody could tell.
+        size, _, stamp = self._checked.get(place.path, "").partition(":")
+        return f"{place.path} {size} {stamp} {place.offset}" if stamp else None
+
+    def _store(self, path: str) -> RemoteStore:
+        protocol = path.partition("://")[0]
+        return self._stores.setdefault(protocol, RemoteStore(protocol))
+
+    def _descriptor(self, path: str) -> _Descriptor:
+        with self._lock:
+            descriptor = self._open.get(path)
+            if descriptor is None:
+                try:
+                    descriptor = self._open[path] = _Descriptor(Path(local_path(path)))
+                except OSError as error:
+                    raise _cannot_open(path, error) from error
+                if len(self._open) > self.max_open:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(path)
+            return descriptor
+
+
+class Place(NamedTuple):
+    """Where a record lies, or a file that belongs to one."""
+
+    files: ShardFiles
+    path: str
+    #: bytes of the whole shard, as indexed.
+    size: int
+    offset: int
+    #: of a whole file, about so many.
+    nbytes: int
+    #: of which no index knows the size: it is read to its end.
+    whole: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one."""
+        return self.offset + self.nbytes
+
+    @property
+    def held(self) -> bool:
+        """Whether it is read ahead into memory. Of local shards the kernel does that."""
+        return self.whole or is_url(self.path)
+
+
+class ReadBefore(Protocol):
+    """What `megaresume.data.ahead.Ahead` is to those who read."""
+
+    def take(self, place: Place) -> bytes | None:
+        """The bytes of a place; None: to be read by the caller."""
+        ...
+
+
+class _Descriptor:
+    """Closed with the last reference to it: never under a thread that reads."""
+
+    def __init__(self, path: Path) -> None:
+        with open_file(path) as file:
+            self.number = os.dup(file.fileno())
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+def _cannot_open(path: str, error: OSError) -> CorpusError | SetupError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return CorpusError(
+            f"{path} is missing",
+            found="no such file",
+            expected="a shard",
+            cause="a wrong path, or a shard that was moved or deleted",
+            action="check the path, or give the shards' new location: path in data.yaml",
+        )
+    too_many = error.errno in (errno.EMFILE, errno.ENFILE)
+    return SetupError(
+        f"{path} cannot be read",
+        found=error.strerror or str(error),
+        expected="a file that this process may read",
+        cause="too many open files" if too_many else None,
+        action="raise the limit: ulimit -n" if too_many else "check the permissions and the file system",
+    )
+
+
+class BlockFile(io.RawIOBase):
+    """What `tarfile` needs of a file, and `read_at`.
+
+    Args:
+        fetch: (offset, bytes) -> exactly so many bytes of the file.
+        size: of the file, in bytes.
+        block: bytes fetched at once.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int, block: int = 4 << 20) -> None:
+        self._fetch = fetch
+        self.size = size
+        self._block = block
+        self._position = 0
+        self._start = 0
+        self._data = b""
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read starts, in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move; may lie after the end, as in any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Up to ``size`` bytes; fewer only at the end."""
+        left = max(self.size - self._position, 0)
+        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        """As `read`, for what is buffered above it."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Bytes from a place, which must lie within the file; the position stays."""
+        if not nbytes:
+            return b""
+        start = offset - self._start
+        if start >= 0 and start + nbytes <= len(self._data):
+            return self._data[start : start + nbytes]
+        if nbytes >= self._block:
+            return self._fetch(offset, nbytes)
+        self._data = self._fetch(offset, min(self._block, self.size - offset))
+        self._start = offset
+        return self._data[:nbytes]

@@ -1,0 +1,279 @@
+"""What is known of a corpus and need not be computed twice: ``<prefix>.megaresume.json``, and lists of long documents.
+
+    {"format": "megaresume.corpus", "version": 1,
+     "tokenizer": {"fingerprint": ..., "vocabulary": ..., "name": ..., "vocab_size": ..., "eod": ...,
+                   "append_eod": ..., "idx_bytes": ..., "bin_bytes": ..., "spans_bytes": ... or null,
+                   "spans_hash": "16 hex digits" or null} or null,
+     "fingerprints": [{"idx": {"size": ..., "mtime_ns": ..., "ctime_ns": ..., "inode": ...}, "bin": {...},
+                       "spans": {...} or null, "range": [start, stop], "documents": ..., "tokens": ...,
+                       "lengths": "32 hex digits", "contents": "16 hex digits", "trained": "16 hex digits" or null}]}
+
+``fingerprints`` is a cache: hashing the lengths of 10^9 documents takes a minute, and a resume must not wait for it. An
+entry holds as long as the .idx, the .bin and the .spans have the same size, times of change and inode. The time at
+which an inode changed (ctime) cannot be set back: a file that is written in place is noticed also if its mtime is
+restored, as ``rsync --inplace --times`` and ``cp --preserve`` do. ``tokenizer`` was written by ``megaresume prepare``;
+it holds for files of those sizes, so that it survives a copy, but not a rebuild by another program. Where the corpus
+cannot be written to, the cache goes to ``$MEGARESUME_CACHE`` or the XDG cache directory.
+
+Raise `VERSION` when a reader of the old version would misread the new one; older versions of the cache may be ignored.
+
+``<prefix>.megaresume.<piece>.pieces``: the documents of a large corpus that are longer than a piece. To find them takes
+seconds for 10^9 documents, and a resume must not wait for it; so the list is kept, and mapped into memory, where only
+what is looked up is read: with the guide, a page or two for a piece. Little-endian int64:
+
+    magic, version, .idx: size, time of change, inode; piece, k, later pieces in all
+    int64[k // STRIDE] the guide: every so many of the last list
+    int64[k] documents, ascending;  int64[k] later pieces up to and with each
+
+It holds as long as the .idx is untouched, and goes to the cache directory where the corpus cannot be written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megaresume.checkpoint.files import read_file
+from megaresume.data.files import (
+    CorpusIdentity,
+    FileIdentity,
+    cache_directory,
+    write_json_atomically,
+    written_atomically,
+)
+from megaresume.stream.documents.pieces import STRIDE, LongDocuments, find_long
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.progress import progress
+from megaresume.stream.source import LengthSource
+from megaresume.stream.state import Fingerprint
+from megaresume.stream.text import parse_json
+
+FORMAT = "megaresume.corpus"
+VERSION = 1
+#: entries kept; train, valid and test of a few splits.
+MAX_FINGERPRINTS = 64
+
+#: of fewer documents the long ones are looked for at every start: some milliseconds.
+MIN_DOCUMENTS = 1 << 22
+PIECES_MAGIC = int.from_bytes(b"mgrpiece", "little")
+PIECES_VERSION = 1
+
+
+def sidecar_path(prefix: Path) -> Path:
+    """The file next to the corpus."""
+    return prefix.with_name(prefix.name + ".megaresume.json")
+
+
+def cache_path(prefix: Path) -> Path | None:
+    """The file that stands for it where the corpus cannot be written to; None for a user without a home."""
+    directory = cache_directory()
+    if directory is None:
+        return None
+    key = xxhash.xxh3_64_hexdigest(os.fsencode(prefix.resolve()))
+    return directory / f"{prefix.name}-{key}.json"
+
+
+def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: int) -> Fingerprint | None:
+    """The cached fingerprint of documents start to stop, if it was computed for these very files.
+
+    Raises:
+        CorpusError: the file next to the corpus is damaged or of a newer version.
+    """
+    for data in (_read(sidecar_path(prefix)), _read_cache(cache_path(prefix))):
+        for entry in data.get("fingerprints", []):
+            if _is_of(entry, identity) and entry.get("range") == [start, stop]:
+                try:
+                    return Fingerprint(
+                        documents=int(entry["documents"]),
+                        tokens=int(entry["tokens"]),
+                        lengths=str(entry["lengths"]),
+                        contents=str(entry["contents"]),
+                        trained=None if identity.spans is None else str(entry["trained"]),
+                    )
+                except (KeyError, TypeError, ValueError):
+                    continue  # it is only a cache: compute it again
+    return None
+
+
+def _is_of(entry: Mapping[str, Any], identity: CorpusIdentity) -> bool:
+    return {name: entry.get(name) for name in CorpusIdentity.__slots__} == asdict(identity)
+
+
+def write_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: int, fingerprint: Fingerprint) -> None:
+    """Cache a fingerprint next to the corpus, or in the user's cache directory, or not at all.
+
+    Raises:
+        CorpusError: the file next to the corpus is damaged or of a newer version.
+    """
+    entry = {
+        **asdict(identity),
+        "range": [start, stop],
+        "documents": fingerprint.documents,
+        "tokens": fingerprint.tokens,
+        "lengths": fingerprint.lengths,
+        "contents": fingerprint.contents,
+        "trained": fingerprint.trained,
+    }
+    for path, read in ((sidecar_path(prefix), _read), (cache_path(prefix), _read_cache)):
+        if path is None:
+            break
+        data = dict(read(path)) or {"format": FORMAT, "version": VERSION, "tokenizer": None}
+        # Entries of older files will never be looked up again.
+        kept = [e for e in data.get("fingerprints", []) if _is_of(e, identity) and e.get("range") != entry["range"]]
+        data["fingerprints"] = [*kept[-(MAX_FINGERPRINTS - 1) :], entry]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomically(path, data)
+        except OSError:
+            continue  # read-only, full or not ours: the next place, or without a cache
+        return
+
+
+def read_tokenizer(prefix: Path, *, idx_bytes: int, bin_bytes: int) -> Mapping[str, Any] | None:
+    """What `write_tokenizer` wrote for files of these sizes; None if unknown.
+
+    Raises:
+        CorpusError: the file is damaged or of a newer version.
+    """
+    tokenizer = _read(sidecar_path(prefix)).get("tokenizer")
+    if not isinstance(tokenizer, dict):
+        return None
+    if (tokenizer.get("idx_bytes"), tokenizer.get("bin_bytes")) != (idx_bytes, bin_bytes):
+        return None
+    return tokenizer
+
+
+def write_tokenizer(
+    prefix: Path,
+    tokenizer: Mapping[str, Any],
+    *,
+    idx_bytes: int,
+    bin_bytes: int,
+    spans_bytes: int | None = None,
+    spans_hash: str | None = None,
+) -> None:
+    """Start a new sidecar for a corpus that was just built.
+
+    Args:
+        prefix: of the corpus.
+        tokenizer: ``fingerprint`` and what else is worth knowing, plain JSON.
+        idx_bytes: size of the .idx.
+        bin_bytes: size of the .bin.
+        spans_bytes: size of the .spans; None: every token is trained.
+        spans_hash: of the .spans, as its header has it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    sizes = {"idx_bytes": idx_bytes, "bin_bytes": bin_bytes, "spans_bytes": spans_bytes, "spans_hash": spans_hash}
+    known = {"format": FORMAT, "version": VERSION, "tokenizer": {**tokenizer, **sizes}, "fingerprints": []}
+    write_json_atomically(sidecar_path(prefix), known)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = read_file(path)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read ({error.strerror})") from error
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        raise _damaged(path, f"{len(text)} bytes that are no JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("fingerprints", []), list):
+        raise _damaged(path, "JSON of another kind")
+    if data.get("version") != VERSION:
+        raise CorpusError(
+            f"{path} has a version that this release cannot read",
+            found=f"version {data.get('version')!r}",
+            expected=f"version {VERSION}",
+            cause="it was written by a newer megaresume",
+            action="upgrade: pip install --upgrade megaresume",
+        )
+    entries = [e for e in data.get("fingerprints", []) if isinstance(e, dict)]
+    return {**data, "fingerprints": entries}
+
+
+def _read_cache(path: Path | None) -> Mapping[str, Any]:
+    """As `_read`, but nothing is lost with a damaged file in the cache directory: compute it again."""
+    try:
+        return {} if path is None else _read(path)
+    except CorpusError:
+        return {}
+
+
+def _damaged(path: Path, found: str) -> CorpusError:
+    return CorpusError(
+        f"{path} is damaged",
+        found=found,
+        expected=f"the JSON that megaresume keeps beside a corpus (format {FORMAT!r})",
+        cause="edited by hand, or a damaged disk",
+        action=f"remove {path}: fingerprints are computed again, the identity of the tokenizer is lost",
+    )
+
+
+def kept_list(source: LengthSource, prefix: Path, idx: FileIdentity, piece: int) -> LongDocuments:
+    """The documents of a corpus that are longer than a piece, from a file that an earlier start has left.
+
+    Args:
+        source: the corpus.
+        prefix: of it.
+        idx: its index as it was opened.
+        piece: tokens.
+    """
+    if len(source) < MIN_DOCUMENTS:
+        return find_long(source, piece)
+    header = [PIECES_MAGIC, PIECES_VERSION, idx.size, idx.mtime_ns, idx.inode, piece]
+    suffix = f".megaresume.{piece}.pieces"
+    cache = cache_path(prefix)
+    places = [prefix.with_name(prefix.name + suffix)]
+    if cache is not None:
+        places.append(cache.with_name(cache.stem + suffix))
+    for path in places:
+        if (found := _read_pieces(path, header)) is not None:
+            return found
+    with progress(f"long documents of {prefix.name}", len(source), "documents") as bar:
+        found = find_long(source, piece, update=bar.update)
+    for path in places:
+        with contextlib.suppress(OSError):  # read-only, full or not ours: the next place, or without
+            _write_pieces(path, header, found)
+            return _read_pieces(path, header) or found  # mapped: 0.2 bytes a document of the corpus are not held
+    return found
+
+
+def _read_pieces(path: Path, header: list[int]) -> LongDocuments | None:
+    """None: there is none, or of another corpus, or damaged."""
+    begin = len(header) + 2
+    try:
+        with open(path, "rb") as file:
+            head = np.fromfile(file, "<i8", begin)
+            if len(head) < begin or head[:-2].tolist() != header:
+                return None
+            num, later = head[-2:].tolist()
+            if os.fstat(file.fileno()).st_size != 8 * (begin + num // STRIDE + 2 * num):
+                return None
+            guide = np.fromfile(file, "<i8", num // STRIDE)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):
+        return None
+    if hasattr(mmap, "MADV_RANDOM"):
+        data.madvise(mmap.MADV_RANDOM)  # reading on after each look-up only delays
+    ids, ends = np.split(np.frombuffer(data, "<i8")[begin + len(guide) :], 2)
+    return None if num and ends[-1] != later else LongDocuments(ids, ends, guide)
+
+
+def _write_pieces(path: Path, header: list[int], found: LongDocuments) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    later = int(found.ends[-1]) if len(found.ends) else 0
+    with written_atomically(path) as file:
+        for part in ([*header, len(found.ids), later], found.guide, found.ids, found.ends):
+            np.asarray(part, "<i8").tofile(file)

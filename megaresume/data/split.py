@@ -1,0 +1,255 @@
+"""``--split 969,30,1``: the same train, valid and test ranges as Megatron's, as views of a source.
+
+Source of the arithmetic: ``parse_and_normalize_split``, ``convert_split_vector_to_split_matrix`` and
+``_build_megatron_dataset_splits`` of megatron-core (``blended_megatron_dataset_config.py`` and ``..._builder.py``),
+floating point included: a range that differs by one document would be another corpus.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.scan import scan_fingerprint
+from megaresume.data.source import (
+    DocumentSource,
+    EncodedDocument,
+    Key,
+    Source,
+    TokenSource,
+    VisionEncoder,
+    is_document_source,
+)
+from megaresume.data.spans import Spans, spans_of
+from megaresume.stream.documents.pieces import LongDocuments, find_long
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.state import Fingerprint
+
+Part = Literal["train", "valid", "test"]
+PARTS = cast(tuple[Part, ...], get_args(Part))
+Int64Array = npt.NDArray[np.int64]
+
+# Megatron takes every run of digits and points as a number and drops the rest, so that it reads "-5,1" as 5 and 1.
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+_SPLIT = re.compile(rf"\s*{_NUMBER}(?:\s*[,;/\s]\s*{_NUMBER})*\s*")
+
+
+def split_ranges(split: str, documents: int) -> dict[Part, tuple[int, int] | None]:
+    """The documents [start, stop) of each part; None for a part with share 0.
+
+    Args:
+        split: shares of train, valid and test, in any unit: ``"969,30,1"``, ``"99,1"``, ``"100"``.
+        documents: of the whole corpus.
+
+    Raises:
+        ConfigError: not one to three numbers, or all are 0.
+    """
+    numbers = re.findall(_NUMBER, split) if _SPLIT.fullmatch(split) else []
+    if not 1 <= len(numbers) <= len(PARTS) or not any(float(n) > 0 for n in numbers):
+        raise ConfigError(
+            "bad split",
+            found=repr(split),
+            expected="shares of train, valid and test that are not all 0, for example 969,30,1",
+            action="correct --split (or split in data.yaml)",
+        )
+    shares = np.zeros(len(PARTS))
+    shares[: len(numbers)] = [float(n) for n in numbers]
+    bounds = [0.0]
+    for share in (shares / np.sum(shares)).tolist():
+        bounds.append(bounds[-1] + share)
+    ranges: dict[Part, tuple[int, int] | None] = {}
+    for part, low, high in zip(PARTS, bounds[:-1], bounds[1:], strict=True):
+        empty = high <= low
+        ranges[part] = None if empty else (round(low * float(documents)), round(high * float(documents)))
+    return ranges
+
+
+def split_part(source: Source, split: str, part: Part) -> Source:
+    """The part of a source, as a view.
+
+    Raises:
+        ConfigError: a bad split, or a part without documents (Megatron's own index build never returns there).
+    """
+    found = split_ranges(split, len(source))[part]
+    if found is None or found[0] == found[1]:
+        raise ConfigError(
+            f"the {part} part of a source is empty",
+            found=f"split {split} of {len(source)} documents",
+            expected="at least one document",
+            cause="the share is 0" if found is None else "the source is too small for this share",
+            action=f"give '{part}' a larger share, or leave the source out of the {part} data",
+        )
+    return range_of(source, *found)
+
+
+def range_of(source: Source, start: int, stop: int) -> RangeSource:
+    """Documents start to stop of a source, as a view that is zero-copy where the source is."""
+    if isinstance(source, IndexedSource | TokenRangeSource):
+        return TokenRangeSource(source, start, stop)
+    if is_document_source(source):
+        return DocumentRangeSource(source, start, stop)
+    if hasattr(source, "places"):
+        return PlacedRangeSource(source, start, stop)
+    return RangeSource(source, start, stop)
+
+
+class RangeSource:
+    """Documents [start, stop) of another source, numbered from 0.
+
+    Raises:
+        ConfigError: the range is not within the source.
+    """
+
+    def __init__(self, source: Source, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= len(source):
+            raise ConfigError(
+                "a range of documents is outside its source",
+                found=f"documents {start} to {stop}",
+                expected=f"a range within 0 to {len(source)}",
+                action="correct the range",
+            )
+        self.source = source
+        self.start = start
+        self.stop = stop
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the source has documents before it or after it."""
+        return (self.start, self.stop) != (0, len(self.source))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source!r}, {self.start}, {self.stop})"
+
+    def __len__(self) -> int:
+        """Documents."""
+        return self.stop - self.start
+
+    def length(self, i: int) -> int:
+        """Tokens of document i."""
+        return self.source.length(self._inner(i))
+
+    def lengths(self, ids: Int64Array) -> Int64Array:
+        """Tokens of each document: int64[n] to int64[n]."""
+        return self.source.lengths(self._inner_ids(ids))
+
+    def get(self, i: int) -> npt.NDArray[Any]:
+        """Tokens of document i."""
+        return self.source.get(self._inner(i))
+
+    def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
+        """`length` tokens of document i from token `offset` on."""
+        return self.source.read(self._inner(i), offset, length)
+
+    def trained_spans(self, ids: Int64Array) -> Spans | None:
+        """Which tokens of each document are trained; None: all, by a source that does not say."""
+        return spans_of(self.source, self._inner_ids(ids))
+
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
+        """The fingerprint of this range alone, so that documents appended after it do not change it."""
+        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
+
+    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
+        """Of documents start to stop of this range."""
+        own = getattr(self.source, "range_fingerprint", None)
+        if own is not None:  # it knows it without a scan, or keeps it
+            found: Fingerprint = own(self.start + start, self.start + stop, recompute=recompute)
+            return found
+        if stop - start == len(self.source):
+            return self.source.fingerprint(recompute=recompute)
+        part = range_of(self, start, stop)
+        tokenizer = self.source.fingerprint().tokenizer
+        return scan_fingerprint(part.lengths, len(part), "fingerprint of a range", read=part.read, tokenizer=tokenizer)
+
+    def long_documents(self, piece: int) -> LongDocuments:
+        """The documents of the range that are longer than a piece of so many tokens."""
+        whole = getattr(self.source, "long_documents", None)
+        return find_long(self, piece) if whole is None else whole(piece).between(self.start, self.stop)
+
+    def _inner(self, i: int) -> int:
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}")
+        return self.start + i
+
+    def _inner_ids(self, ids: Int64Array) -> Int64Array:
+        ids = np.asarray(ids, np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
+            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)}")
+        return ids + self.start if self.start else ids
+
+
+class TokenRangeSource(RangeSource):
+    """A `RangeSource` over a source whose tokens lie in one array."""
+
+    source: TokenSource
+
+    @property
+    def token_view(self) -> npt.NDArray[Any]:
+        """All tokens of the whole source (not of the range alone)."""
+        return self.source.token_view
+
+    def token_starts(self, ids: Int64Array) -> Int64Array:
+        """Where each document of the range starts in `token_view`, in tokens."""
+        return self.source.token_starts(self._inner_ids(ids))
+
+
+class PlacedRangeSource(RangeSource):
+    """A `RangeSource` over a source that knows where its documents lie."""
+
+    @property
+    def files(self) -> Any:
+        """What reads them."""
+        return cast(Any, self.source).files
+
+    def places(self, i: int) -> list[Any]:
+        """Where the bytes of document i of the range lie; nothing: the source does not say, or does not read it."""
+        places = getattr(self.source, "places", None)
+        return [] if places is None else list(places(self._inner(i)))
+
+
+class DocumentRangeSource(PlacedRangeSource):
+    """A `RangeSource` over a source of image-text documents."""
+
+    source: DocumentSource
+
+    @property
+    def whole(self) -> bool:
+        """Whether its documents must never be cut."""
+        return self.source.whole
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest document of the whole source; None: it does not say."""
+        found: int | None = getattr(cast(Any, self.source), "longest", None)
+        return found
+
+    @property
+    def encoder(self) -> VisionEncoder:
+        """Makes its documents."""
+        return self.source.encoder
+
+    @property
+    def levels(self) -> Any:
+        """As `megaresume.data.shard_source.ShardSource.levels`, of the whole source."""
+        return getattr(self.source, "levels", None)
+
+    def augmented(self, steps: object) -> DocumentRangeSource:
+        """The same documents with these steps of augmentation, of a source that has any."""
+        augmented = getattr(self.source, "augmented", None)
+        return self if augmented is None else DocumentRangeSource(augmented(steps), self.start, self.stop)
+
+    def encoded(self, i: int, key: Key) -> EncodedDocument:
+        """Document i of the range; ``key`` has its number in the range."""
+        return self.source.encoded(self._inner(i), key)
+
+    def record(self, i: int) -> Any:
+        """Document i of the range as it is stored, from a source that can tell."""
+        return cast(Any, self.source).record(self._inner(i))
+
+    def describe(self, i: int) -> dict[str, Any]:
+        """Where document i of the range comes from, from a source that can tell: plain JSON."""
+        found: dict[str, Any] = cast(Any, self.source).describe(self._inner(i))
+        return found

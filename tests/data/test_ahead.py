@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
+from megaresume.data import ahead, remote
+from megaresume.data.ahead import Ahead, joined
+from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.shard_files import Place, ShardFiles
+from megaresume.data.shard_source import ShardSource
+from megaresume.stream.batches import Balance, BatchSchedule
+from megaresume.stream.errors import CorpusError, SetupError, UsageError
+from tests.data.far import serve
+from tests.data.kit import captions, encoder, write_shard, write_shards
+
+pytest.importorskip("aiohttp")
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(ahead, "GAP", -1)  # the shards are so small that one request would read all of one
+    write_shards(tmp_path / "shards", [30, 20, 40])
+    prepare_shards([tmp_path / "shards/*.tar"], tmp_path / "pairs", encoder())
+    return tmp_path / "shards"
+
+
+def loader(shards, url=None, *, shuffle=None, start=0, stop=16, dp=(0, 1), **options) -> StreamLoader:
+    source = {"kind": "webdataset", "index": str(shards.parent / "pairs.shards.idx")}
+    if url is not None:
+        source["path"] = [f"{url}/{path.name}" for path in sorted(shards.iterdir())]
+    if shuffle is not None:
+        source["shuffle"] = shuffle
+    packing = {"mode": "best_fit", "open_bins": 4}
+    stream = open_stream({"seed": 3, "seq_length": 96, "packing": packing, "sources": {"pairs": source}})
+    schedule = BatchSchedule.constant(4)
+    layout = {"micro_batch_size": 2, "dp_rank": dp[0], "dp_size": dp[1]}
+    return StreamLoader(stream, schedule, start=start, stop=stop, **layout, **options)
+
+
+def batches(*args, **options) -> list[tuple[list[int], bytes, bytes]]:
+    """Numbers of the samples, tokens and pixels of each micro-batch, in order."""
+    return [
+        (batch["samples"].tolist(), batch["tokens"].numpy().tobytes(), batch["pixel_values"].numpy().tobytes())
+        for batch in loader(*args, **options)
+    ]
+
+
+def check_once(requests) -> None:
+    """Nothing was asked for twice."""
+    assert len({(r.method, r.name, r.start) for r in requests}) == len(requests)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"read_ahead": 0}, {"requests": 1}])
+def test_batches_are_those_of_local_shards_and_nothing_is_asked_twice(shards, options):
+    with serve(shards) as far:
+        assert batches(shards, far.url, **options) == batches(shards)
+    check_once(far.requests)
+    assert not [thread for thread in threading.enumerate() if thread.name == "megaresume-ahead"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"dp": (1, 2)}, {"dp": (0, 2), "balance": Balance(objective="step")}, {"start": 8}]
+)
+def test_it_reads_what_this_rank_needs_from_where_it_goes_on(shards, options):
+    with serve(shards) as far:
+        assert batches(shards, far.url, **options) == batches(shards, **options)
+    check_once(far.requests)
+    needed = set()
+    made = loader(shards, **options)
+    for samples in made.indices():
+        for sample in samples:
+            for document in made.stream.plan(sample, sample + 1).table[:, 2].tolist():
+                (place,) = made.stream.sources[0].places(document)
+                needed.add((place.path.rpartition("/")[2], place.offset))
+    assert {(r.name, r.start) for r in far.reads} <= needed
+
+
+def test_several_requests_are_on_their_way_and_no_more_than_asked(shards):
+    begin = time.perf_counter()
+    with serve(shards, latency=0.05) as far:
+        batches(shards, far.url, requests=6)
+    assert far.most == 6
+    assert time.perf_counter() - begin < 0.05 * len(far.requests) / 2
+
+
+def test_neighbours_are_one_request(shards, monkeypatch):
+    monkeypatch.setattr(ahead, "GAP", 0)
+    monkeypatch.setattr(ahead, "LONGEST", 16 << 10)
+    with serve(shards) as far:
+        assert batches(shards, far.url, shuffle={"block": 30, "window": 1}) == batches(
+            shards, shuffle={"block": 30, "window": 1}
+        )
+    check_once(far.requests)
+    assert sum(r.stop - r.start for r in far.reads) >= 45 << 11
+    assert len(far.reads) <= 45 / 3, "45 records or more, of 2 KiB, in requests of at most 16"
+
+
+def test_places_to_requests():
+    files, other = ShardFiles(), ShardFiles()
+
+    def place(offset, nbytes, path="a", of=files):
+        return Place(of, path, 1 << 40, offset, nbytes)
+
+    far, near = place(10 << 20, 10), place(0, 1000)
+    places = [far, place(1000 + ahead.GAP, 500), near, place(0, 1000, "b"), place(1000, 9, of=other)]
+    assert joined(places) == [[far], [near, places[1]], [places[3]], [places[4]]]
+    apart = [place(0, 1000), place(1001 + ahead.GAP, 500)]
+    assert joined(apart) == [[apart[0]], [apart[1]]]
+    big = [place(k << 18, 1 << 18) for k in range(9)]
+    assert [len(request) for request in joined(big)] == [4, 4, 1]
+
+
+def test_memory_is_bounded(shards, monkeypatch):
+    most = []
+    real = Ahead.want
+
+    def want(self, places):
+        real(self, places)
+        most.append(self.held)
+
+    monkeypatch.setattr(Ahead, "want", want)
+    made = loader(shards, prefetch=0)
+    made.read_ahead = 1
+    monkeypatch.setattr("megaresume.batches.ahead.FARTHEST", 12)
+    assert len(list(made)) == 8
+    assert len(most) > 3 and max(most) <= 20 * 4096
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_a_system_that_has_no_more_threads(monkeypatch, spare, caplog):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/threads.tar", bytes(range(250)) * 4000)
+    started = []
+    real = threading.Thread.start
+
+    def start(thread):
+        if thread.name == "megaresume-ahead":
+            if len(started) == spare:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made = Ahead(4)
+    places = [Place(ShardFiles(), "memory://threads.tar", 1_000_000, k * 200_000, 500) for k in range(5)]
+    for _ in range(2):
+        made.want(places)
+        assert [made.take(place) for place in places] == [bytes(range(250)) * 2 if spare else None] * 5
+        made.release(places)
+    made.close()
+    assert "can't start new thread" in caplog.text and made.held == 0
+
+
+FAULTS = {
+    "busy": lambda number, request: 503 if number % 3 == 1 else None,
+    "too many": lambda number, request: 429 if number % 4 == 2 else None,
+    "cut": lambda number, request: "short" if number % 3 == 0 and request.method == "GET" else None,
+    "gone": lambda number, request: "drop" if number % 5 == 3 else None,
+    "failing": lambda number, request: 500 if number % 4 == 1 else None,
+    "wrong length": lambda number, request: "long" if number % 4 == 3 and request.method == "GET" else None,
+}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_with_faults_changes_nothing_and_is_reported(shards, fault, cached, tmp_path, caplog):
+    options = {"cache_dir": tmp_path / "cache"} if cached else {}
+    with serve(shards, fault=FAULTS[fault]) as far, caplog.at_level(logging.WARNING):
+        assert batches(shards, far.url, **options) == batches(shards)
+        assert batches(shards, far.url, **options) == batches(shards)
+    assert fault == "gone" or ("tried again" in caplog.text and ".tar" in caplog.text)  # aiohttp connects again
+    assert caplog.text.count("tried again") <= 2, "a few of many"
+
+
+@pytest.mark.parametrize("fault", ["busy", "cut", "wrong length"])
+def test_s3_with_faults_changes_nothing(shards, fault, monkeypatch, tmp_path):
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with serve(tmp_path, fault=FAULTS[fault]) as far:  # a bucket "shards"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", far.url)
+        assert batches(shards, "s3://shards", cache_dir=tmp_path / "cache", stop=4) == batches(shards, stop=4)
+        assert len({(r.name, r.start) for r in far.reads}) < len(far.reads)
+
+
+def test_what_stays_wrong_ends_the_run(shards, monkeypatch):
+    def fault(number, request):
+        return 503 if request.name == "pairs-000001.tar" and request.method == "GET" else None
+
+    with serve(shards, fault=fault) as far:
+        got = []
+        with pytest.raises(SetupError, match=r"pairs-000001\.tar cannot be read"):
+            got.extend(batch["samples"].tolist() for batch in loader(shards, far.url))
+    expected = [samples for samples, *_ in batches(shards)]
+    assert got == expected[: len(got)] and len(got) < len(expected)
+
+
+def test_an_object_that_changed_is_refused(shards):
+    with serve(shards) as far:
+        write_shard(shards / "pairs-000001.tar", captions(20, first=500))
+        with pytest.raises(CorpusError, match="not as long as its index says"):
+            batches(shards, far.url)
+
+
+def test_a_reader_that_goes_elsewhere_is_served(shards):
+    with serve(shards) as far:
+        made = loader(shards, far.url)
+        reading = made.read_ahead_of()
+        with reading.reading([0, 1]):
+            first = made.dataset.read([0, 1])
+        with reading.reading([8, 9]):
+            other = made.dataset.read([8, 9])
+        reading.close()
+    local = loader(shards).dataset
+    assert np.array_equal(first["tokens"], local.read([0, 1])["tokens"])
+    assert np.array_equal(other["pixel_values"], local.read([8, 9])["pixel_values"])
+
+
+def test_bad_numbers_are_refused(shards):
+    for options in ({"read_ahead": -1}, {"requests": 0}):
+        with pytest.raises(UsageError, match="read ahead"):
+            loader(shards, **options)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.release)])
+def test_workers_read_ahead_for_themselves(shards, method):
+    with serve(shards, latency=0.01) as far:
+        assert batches(shards, far.url, num_workers=2, start_method=method) == batches(shards)
+    reads = far.reads
+    assert len({(r.name, r.start) for r in reads}) == len(reads)
+    assert far.most > 2 or method == "spawn", "there GAP is what it is"
+
+
+@pytest.mark.process
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    reader = Ahead(2)
+    place = Place(ShardFiles(), "http://127.0.0.1:9/a.tar", 100, 0, 10)
+    with reader._changed:  # as a thread may at the moment of the fork
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if reader.take(place) is None and reader.close() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    reader.close()
+
+
+READ = """
+import json, sys
+from pathlib import Path
+from tests.data.test_ahead import loader
+
+shards, url, start, workers = sys.argv[1:]
+made = loader(Path(shards), url, start=int(start), stop=200, num_workers=int(workers))
+for batch in made:
+    samples, tokens = batch["samples"].tolist(), batch["tokens"].tolist()
+    print(json.dumps([samples, tokens, float(batch["pixel_values"].sum())]), flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.release
+def test_killed_while_it_reads_ahead_and_gone_on(shards):
+    expected = [
+        [batch["samples"].tolist(), batch["tokens"].tolist(), float(batch["pixel_values"].sum())]
+        for batch in loader(shards, stop=200)
+    ]
+    got, workers = [], [0, 2, 1, 0]
+    with serve(shards, latency=0.005, fault=FAULTS["busy"]) as far:
+        for k, num_workers in enumerate(workers):
+            words = [sys.executable, "-c", READ, str(shards), far.url, str(2 * len(got)), str(num_workers)]
+            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+                for line in process.stdout:
+                    got.append(json.loads(line))
+                    if k < len(workers) - 1 and not len(got) % 22:
+                        process.kill()
+                        break
+    assert got == expected
+
+
+def test_a_source_says_where_its_documents_lie(shards):
+    source = ShardSource(shards.parent / "pairs.shards.idx")
+    (place,) = source.places(31)
+    assert (place.path, place.offset, place.nbytes) == (str(shards / "pairs-000001.tar"), 2048, 2048)

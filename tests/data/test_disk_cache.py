@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaresume.data.disk_cache import BLOCK, DiskCache
+from megaresume.data.prepare.shards import prepare_shards
+from megaresume.stream.errors import CorpusError, UsageError
+from tests.data.far import serve
+from tests.data.kit import captions, encoder, write_shard
+from tests.data.test_ahead import batches, loader, shards  # noqa: F401
+
+pytest.importorskip("aiohttp")
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def kept(cache: Path) -> list[Path]:
+    """Files of records."""
+    return [path for path in cache.rglob("*") if path.is_file() and path.name != "used"]
+
+
+def taken(cache: Path) -> int:
+    """Bytes that they take, in whole blocks."""
+    return sum(-(-path.stat().st_size // BLOCK) * BLOCK for path in kept(cache))
+
+
+def bytes_of(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(1000 + number * 997 % 9000)
+
+
+@pytest.mark.parametrize("options", [{}, {"read_ahead": 0}])
+def test_what_was_read_once_is_not_asked_for_again(shards, cache, options):  # noqa: F811
+    with serve(shards) as far:
+        assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards)
+        first = len(far.reads)
+        assert first == len(kept(cache))
+        assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards)
+        assert len(far.reads) == first
+        assert batches(shards, far.url, cache_dir=cache, stop=32) == batches(shards, stop=32)
+        assert len(far.reads) > first
+
+
+@pytest.mark.process
+def test_workers_and_ranks_share_it(shards, cache):  # noqa: F811
+    with serve(shards) as far:
+        assert batches(shards, far.url, cache_dir=cache, num_workers=2) == batches(shards)
+        first = len(far.reads)
+        for rank in range(2):
+            options = {"dp": (rank, 2), "num_workers": 1, "start_method": ("fork", "spawn")[rank]}
+            assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards, dp=(rank, 2))
+        assert len(far.reads) == first
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "another"])
+def test_what_is_damaged_is_read_again(shards, cache, damage):  # noqa: F811
+    with serve(shards) as far:
+        batches(shards, far.url, cache_dir=cache)
+        first, files = len(far.reads), kept(cache)
+        for path in files:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= damage == "flipped"
+            if damage == "another":
+                data = bytearray(files[0].read_bytes())
+            path.write_bytes(data[: {"cut": -1, "empty": 0}.get(damage)])
+        assert batches(shards, far.url, cache_dir=cache) == batches(shards)
+        assert len(far.reads) == 2 * first - (damage == "another")
+        assert batches(shards, far.url, cache_dir=cache) == batches(shards)
+        assert len(far.reads) == 2 * first - (damage == "another")
+
+
+def test_a_shard_that_was_written_again_is_another_one(shards, cache):  # noqa: F811
+    with serve(shards) as far:
+        before = batches(shards, far.url, cache_dir=cache)
+        records = captions(30)
+        path = shards / "pairs-000000.tar"
+        size = path.stat().st_size
+        write_shard(path, [(name, members | {"txt": members["txt"].upper()}) for name, members in records])
+        assert path.stat().st_size == size
+        prepare_shards([shards / "*.tar"], shards.parent / "pairs", encoder(), overwrite=True)
+        assert batches(shards, far.url, cache_dir=cache) == batches(shards) != before
+
+
+@pytest.mark.parametrize("options", [{}, {"read_ahead": 0}])
+def test_what_was_kept_while_a_shard_was_another_one_is_read_again(shards, cache, options, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("megaresume.batches.ahead.FIRST", 1)  # not all before the first batch
+    with serve(shards) as far:
+        made = iter(loader(shards, far.url, cache_dir=cache, prefetch=0, **options))
+        next(made)
+        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in shards.iterdir()}
+        for path, (data, _) in before.items():
+            path.write_bytes(data.replace(b"picture", b"PICTURE"))
+        with pytest.raises(CorpusError, match="not the indexed one"):
+            list(made)
+        for path, (data, mtime_ns) in before.items():
+            path.write_bytes(data)
+            os.utime(path, ns=(mtime_ns, mtime_ns))
+        assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards)
+        first = len(far.reads)
+        assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards)
+        assert len(far.reads) == first
+
+
+def test_it_takes_no_more_than_it_may_and_keeps_what_is_in_use(cache):
+    limit = 400 * BLOCK
+    old = DiskCache(cache, limit)
+    for number in range(150):
+        old.put(str(number), bytes_of(number))
+    time.sleep(0.02)  # the clock of files is coarse
+    run = DiskCache(cache, limit)
+    used = [number for number in range(0, 150, 3) if run.get(str(number), len(bytes_of(number))) == bytes_of(number)]
+    assert len(used) == 50
+    for number in range(150, 600):
+        run.put(str(number), bytes_of(number))
+        assert number % 20 or taken(cache) <= limit
+    assert 0.8 * limit < taken(cache) <= limit
+    assert all(run.get(str(number), len(bytes_of(number))) == bytes_of(number) for number in used)
+    assert sum(run.get(str(number), len(bytes_of(number))) is not None for number in range(150)) < 150
+    next_run = DiskCache(cache, limit // 2, began=time.time() + 1)
+    (cache / "used").unlink()  # then it is counted
+    next_run.put("more", b"more")
+    assert taken(cache) <= limit // 2
+
+
+def test_the_oldest_go_first(cache):
+    old = DiskCache(cache, 1 << 30)
+    for number in range(2000):
+        old.put(str(number), b"x")
+    for path in kept(cache):
+        os.utime(path, (0, 0))
+    for number in range(0, 2000, 2):  # used
+        assert DiskCache(cache, 1 << 30, began=1.0).get(str(number), 1) == b"x"
+    new = DiskCache(cache, 2000 * BLOCK, began=time.time() + 1)
+    new.put("more", b"x")
+    left = {number for number in range(2000) if new.get(str(number), 1) is not None}
+    assert len(left) == pytest.approx(1800, abs=20)
+    assert len([number for number in left if not number % 2]) > 990
+
+
+def test_a_full_disk_is_said_and_changes_nothing(shards, cache, caplog):  # noqa: F811
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    expected = batches(shards)
+    with serve(shards) as far, caplog.at_level(logging.WARNING):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2050, hard))  # a record of 2,048 bytes and its checksum do not fit
+        try:
+            got = batches(shards, far.url, cache_dir=cache)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert got == expected and not kept(cache)
+    assert caplog.text.count("the cache") == 1 and "File too large" in caplog.text
+
+
+def test_a_directory_that_cannot_be_is_said(shards, cache, caplog):  # noqa: F811
+    cache.write_text("a file")
+    with serve(shards) as far, caplog.at_level(logging.WARNING):
+        assert batches(shards, far.url, cache_dir=cache) == batches(shards)
+    assert caplog.text.count("the cache") == 1 and "directory" in caplog.text.lower()
+
+
+@pytest.mark.parametrize("gib", [0, -1, float("nan"), float("inf")])
+def test_a_bound_that_is_none_is_refused(shards, cache, gib):  # noqa: F811
+    with pytest.raises(UsageError, match="no room"):
+        loader(shards, cache_dir=cache, cache_gib=gib)
+
+
+def _work(cache: Path, seed: int) -> None:
+    rng, used = random.Random(seed), DiskCache(cache, 300 * BLOCK)
+    while True:
+        number = rng.randrange(400)
+        data = used.get(str(number), len(bytes_of(number)))
+        if data is None:
+            used.put(str(number), bytes_of(number))
+        elif data != bytes_of(number):
+            (cache.parent / f"wrong-{seed}").touch()
+
+
+@pytest.mark.process
+def test_processes_that_are_killed_at_any_moment_leave_nothing_wrong(cache):
+    """Four write, read and delete at a time, and are killed after moments of all lengths."""
+    context, rng = multiprocessing.get_context("fork"), random.Random(1)
+    processes: list[multiprocessing.process.BaseProcess] = []
+    for seed in range(30):
+        process = context.Process(target=_work, args=(cache, seed), daemon=True)
+        process.start()
+        processes.append(process)
+        time.sleep(rng.uniform(0, 0.06))
+        if len(processes) > 3:
+            victim = processes.pop(rng.randrange(4))
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.join()
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not list(cache.parent.glob("wrong-*"))
+    assert 0 < taken(cache) <= 300 * BLOCK
+    again = DiskCache(cache, 300 * BLOCK)
+    found = [again.get(str(number), len(bytes_of(number))) for number in range(400)]
+    assert all(data is None or data == bytes_of(number) for number, data in enumerate(found))
+    assert any(found)
