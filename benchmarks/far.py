@@ -23,8 +23,8 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_source import ShardSource
-from megaresume.data.source import Key
 from megaresume.data.tar import parse_record
+from megaresume.images.document import Key
 from megaresume.stream.batches import BatchSchedule
 from tests.data.far import serve
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.batches.arrays import Arrays, Layout
-from megaresume.data.source import DocumentSource, EncodedDocument, Key
+from megaresume.data.source import DocumentSource
+from megaresume.images.document import EncodedDocument, Key
 from megaresume.images.processors.pixels import Levels, Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.kernel import LENGTH, SOURCE

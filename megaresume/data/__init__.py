@@ -10,7 +10,7 @@ overlap.py             whether documents that are held out are, or were, trained
 yaml_text.py           YAML that people wrote, with one kind of error for whatever is wrong with it
 
 Sources
-source.py              `Source`: what loading asks of any source; records, encoded documents, images
+source.py              `Source`: what loading asks of any source
 python_source.py       any object with __len__, length(i), get(i) as a source; items of a dataset by number alone
 split.py               `RangeSource`: the train, valid or test part of a source, as ``--split`` cuts it
 scan.py                the fingerprint of any source, and what it sees of the tokens

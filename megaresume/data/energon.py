@@ -32,8 +32,8 @@ import yaml
 from megaresume.data.remote import RemoteStore, is_url
 from megaresume.data.shard_files import RecordError
 from megaresume.data.shard_paths import META, braces, join
-from megaresume.data.source import Record
 from megaresume.data.yaml_text import parse_yaml
+from megaresume.images.document import Record
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.text import parse_json
 

@@ -24,9 +24,9 @@ from megaresume.data.inputs import COMPRESSIONS
 from megaresume.data.remote import is_url
 from megaresume.data.shard_files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
 from megaresume.data.shard_paths import join, resolved
-from megaresume.data.source import Record
 from megaresume.data.tar import Extent, check_plain
 from megaresume.data.unpacked import unpacked
+from megaresume.images.document import Record
 from megaresume.stream.errors import CorpusError
 
 if TYPE_CHECKING:

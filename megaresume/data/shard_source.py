@@ -28,7 +28,7 @@ from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:
-    from megaresume.data.source import EncodedDocument, FaultPolicy, Key, Record
+    from megaresume.images.document import EncodedDocument, FaultPolicy, Key, Record
     from megaresume.images.encoder import ImageTextEncoder
     from megaresume.images.processors.pixels import Levels
 
@@ -183,7 +183,7 @@ class ShardSource:
 
     def get(self, i: int) -> npt.NDArray[Any]:
         """Tokens of document i, shape (length(i),); see `encoded` for its images."""
-        from megaresume.data.source import Key
+        from megaresume.images.document import Key
 
         # Tokens do not depend on the key: augmentation preserves sizes.
         return self.encoded(i, Key(seed=0, source=self.name, document=i, epoch=0)).tokens

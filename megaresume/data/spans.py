@@ -98,12 +98,6 @@ def has_pairs(source: Source) -> bool:
     return spans is not None and bool((spans.spans[:, 0] == spans.spans[:, 1]).any())
 
 
-def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The runs of True: first, and one after the last, of each."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, np.int8), [0]])))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
 class SpansHeader(NamedTuple):
     """The first 56 bytes, after magic and version."""
 

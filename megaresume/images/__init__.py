@@ -7,6 +7,7 @@ templates/      how text and images of a record follow each other
 pages.py        a page longer than a document may be, to several documents
 augment.py      declared random changes of an image, keyed
 decode.py       bytes to an RGB image, and its size from the header alone
+document.py     a record, and what the model is given of it
 faults.py       what becomes of a record that cannot be encoded; a document cut, or filled up, to a length
 checks.py       does a processor keep its promises?
 """

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import xxhash
 
-from megaresume.data.source import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
 from megaresume.images.augment import Step, augmentation_from_options
 from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
+from megaresume.images.document import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
 from megaresume.images.pages import Part, Unit, Words, split_page
 from megaresume.images.processors import processor_from_options
 from megaresume.images.processors.base import pattern_of

@@ -22,7 +22,7 @@ import logging
 
 import numpy as np
 
-from megaresume.data.source import EncodedDocument, Fault, FaultPolicy, Key, Record
+from megaresume.images.document import EncodedDocument, Fault, FaultPolicy, Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import CorpusError
 

@@ -16,7 +16,6 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.data.spans import runs_of
 from megaresume.stream.errors import CorpusError
 from megaresume.text.chat_template import ChatTemplate, TemplateRefuses
 from megaresume.text.conversations import BadRow, Conversation, RowShape
@@ -72,6 +71,12 @@ class EncodedConversation:
         if at is None:
             return runs_of(self.trained)
         return [*runs_of(self.trained[:at]), (at, at), *((at + i, at + k) for i, k in runs_of(self.trained[at:]))]
+
+
+def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The runs of True: first, and one after the last, of each."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, np.int8), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 class ConversationEncoder:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.data.source import DocumentSource, EncodedDocument, Key, Record, Source, is_document_source
-from megaresume.data.spans import runs_of, spans_of
+from megaresume.data.source import DocumentSource, Source, is_document_source
+from megaresume.data.spans import spans_of
+from megaresume.images.document import EncodedDocument, Key, Record
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.text.conversation_encoder import runs_of
 from megaresume.text.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.trace.shard_records import shard_source
 

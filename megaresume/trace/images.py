@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megaresume.data.source import DocumentSource, Key, is_document_source
+from megaresume.data.source import DocumentSource, is_document_source
+from megaresume.images.document import Key
 from megaresume.render import escape, page_head
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.trace.documents import Shown, of_stage, show

@@ -17,7 +17,7 @@ import torch
 
 from megaresume.batches.open import open_stream
 from megaresume.data.scan import scan_fingerprint
-from megaresume.data.source import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.images.document import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream
 

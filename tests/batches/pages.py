@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 
 from megaresume.data.scan import scan_fingerprint
-from megaresume.data.source import EncodedDocument, Key, Record
+from megaresume.images.document import EncodedDocument, Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.state import Fingerprint
 

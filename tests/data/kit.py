@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.data.source import Key
+from megaresume.images.document import Key
 from megaresume.images.encoder import ImageTextEncoder
 from tests.images.kit import file, picture
 

@@ -15,7 +15,7 @@ from megaresume.data.energon import Fields
 from megaresume.data.metadataset import expand_metadatasets
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_files import RecordError
-from megaresume.data.source import Record
+from megaresume.images.document import Record
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.data.kit import captions, encoder, key, write_shard
 from tests.images.kit import file, picture

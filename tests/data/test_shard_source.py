@@ -26,7 +26,7 @@ from tests.images.kit import file, picture
 
 def expected(i: int, k=None):
     """Document i, encoded without shards and index."""
-    from megaresume.data.source import Record
+    from megaresume.images.document import Record
 
     name, members = captions(1, i)[0]
     return encoder().encode(Record(key=name, path="", members=members), k or key(i))

@@ -20,9 +20,10 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.sidecar import read_tokenizer, sidecar_path, write_tokenizer
-from megaresume.data.spans import SpansWriter, runs_of, spans_of, spans_path
+from megaresume.data.spans import SpansWriter, spans_of, spans_path
 from megaresume.data.split import range_of
 from megaresume.stream.errors import CorpusError, StateError, UsageError
+from megaresume.text.conversation_encoder import runs_of
 
 LENGTHS = [7, 0, 12, 30, 1, 9]
 SPANS = [[(2, 5), (6, 7)], [], [(0, 12)], [(3, 4), (9, 20), (28, 30)], [], [(1, 9)]]

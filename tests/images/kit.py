@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from megaresume.data.source import Key, Record
+from megaresume.images.document import Key, Record
 
 KEY = Key(seed=1, source="pairs", document=3, epoch=0)
 

@@ -10,7 +10,7 @@ import pytest
 from megaresume.data.prepare.join import join_indexes
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_source import ShardSource
-from megaresume.data.source import Key, Record
+from megaresume.images.document import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.trace.documents import show

@@ -22,7 +22,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.cli.main import main
 from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.layout import bin_path
-from megaresume.data.spans import Spans, runs_of
+from megaresume.data.spans import Spans
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
@@ -32,6 +32,7 @@ from megaresume.stream.planning.stages import Course
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
+from megaresume.text.conversation_encoder import runs_of
 from tests.data.test_spans import write_spans
 from tests.stream.reference import reference_samples
 

@@ -14,7 +14,7 @@ from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.data.source import Record
+from megaresume.images.document import Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.faults import FaultRecord
 from megaresume.stream.stream import Stream

@@ -19,8 +19,8 @@ from megaresume.data.prepare.work import WorkDirectory, disk_error
 from megaresume.data.shard_files import BlockFile, Place, ShardFiles
 from megaresume.data.shard_index import COLUMNS, MAX_RECORD_BYTES
 from megaresume.data.shard_source import UNMEASURED
-from megaresume.data.source import Measure
 from megaresume.data.tar import Extent, content_hash, parse_record, walk
+from megaresume.images.document import Measure
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import CorpusError
 

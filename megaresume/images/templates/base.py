@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megaresume.data.source import Record
+from megaresume.images.document import Record
 from megaresume.stream.errors import CorpusError
 
 #: the last part of the names of members that are images.

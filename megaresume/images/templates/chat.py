@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator
 
-from megaresume.data.source import Record
+from megaresume.images.document import Record
 from megaresume.images.templates.base import (
     Image,
     Piece,

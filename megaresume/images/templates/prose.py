@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from megaresume.data.source import Record
+from megaresume.images.document import Record
 from megaresume.images.templates.base import (
     IMAGE_EXTENSIONS,
     Image,
