@@ -3,7 +3,7 @@ replace. Pure: it asks nobody and does nothing.
 
     the run says that it is over                   finish
     somebody cancelled the job                     refuse
-    a mistake in the flags or the data             refuse
+    a mistake in the flags or the data             refuse; but not what one node alone lacks
     Slurm has queued the job again itself          requeue
     too many attempts without a new checkpoint     refuse
     spare nodes, and nobody wants it to stop       again, in this job
@@ -50,6 +50,8 @@ class Status:
     bad_nodes: tuple[BadNode, ...] = ()
     #: whether the training was not begun, because nodes failed their check.
     unchecked: bool = False
+    #: whether that error is of something that one of several nodes lacks: the flags are right, the node is not.
+    of_node: bool = False
 
     def __str__(self) -> str:
         hidden = f" ({self.rank_exit} of the rank that failed first)" if self.rank_exit not in (None, self.exit) else ""
@@ -64,6 +66,8 @@ class SlurmState:
     reason: Reason | None = None
     #: whether Slurm has queued the job again by itself.
     requeued: bool = False
+    #: whether it has announced a preemption by the signal that the job asked for, and not ended the attempt yet.
+    preempting: bool = False
     #: whether the job may be queued again (REQUEUE).
     may_requeue: bool = True
     #: the next job of the chain; None: there is none.
@@ -134,16 +138,17 @@ def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Prog
 
 
 def _decide(status: Status, signal: str | None, slurm: SlurmState, progress: Progress, history: History) -> Decision:
-    what = _what(status, signal, slurm.reason)
+    what = _what(status, signal, slurm)
     fruitless = 0
     if not _is_new(progress, history):
-        fruitless = history.fruitless + (slurm.reason not in _FROM_OUTSIDE)
+        is_from_outside = slurm.reason in _FROM_OUTSIDE or (slurm.preempting and not status.exit)
+        fruitless = history.fruitless + (not is_from_outside)
     if progress.finished is not None:
         return Decision(action="finish", why=f"the run is over: it has said so after step {progress.finished}")
     if slurm.reason == "cancelled":
         return Decision(action="refuse", why=f"{what}; the same sbatch command goes on", fruitless=fruitless)
-    mistake = status.exit if status.rank_exit is None else status.rank_exit
-    if mistake == USAGE and progress.saved is None and signal is None and slurm.reason is None:
+    mistake = (status.exit if status.rank_exit is None else status.rank_exit) == USAGE and not status.of_node
+    if mistake and progress.saved is None and signal is None and slurm.reason is None:
         why = f"{what}: a mistake in the flags or the data, which another attempt would not fix"
         return Decision(action="refuse", why=why, fruitless=fruitless)
     what = f"{what}, {_saved(progress, fruitless, history)}"
@@ -183,18 +188,18 @@ def choose_nodes(nodes: Sequence[str], wanted: int, failed: Collection[str]) -> 
     return tuple(node for node in nodes if node in chosen)
 
 
-def _what(status: Status, signal: str | None, reason: Reason | None) -> str:
-    if reason == "cancelled":
+def _what(status: Status, signal: str | None, slurm: SlurmState) -> str:
+    if slurm.reason == "cancelled":
         return "the job was cancelled"
-    if reason is not None:
-        return f"ended by Slurm ({reason})"
+    if slurm.reason is not None:
+        return f"ended by Slurm ({slurm.reason})"
     if status.unchecked:
         named = "; ".join(f"{node.name}: {node.why}" for node in status.bad_nodes)
         return f"nodes failed their check: {named or status.error}"
     if status.exit:
         return f"failed with {status}" + (f" after {signal}" if signal else "")
     if signal is not None:
-        return f"stopped by {signal}"
+        return f"stopped by {signal}" + (" (preemption)" if slurm.preempting else "")
     return f"ended with {status}, and the run has not said that it is over"
 
 
@@ -206,6 +211,8 @@ def _saved(progress: Progress, fruitless: int, history: History) -> str:
     if _is_new(progress, history):
         return f"new checkpoint at step {progress.saved}"
     saved = "" if progress.saved is None else f" (step {progress.saved}, where one has come to {history.best})"
+    if fruitless == history.fruitless:
+        return f"no new checkpoint{saved}, which does not count"
     return f"attempt {fruitless} in a row without a new checkpoint{saved}, MAX_RESTARTS={history.max_restarts}"
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.stream.errors import MegaresumeError, UsageError
+
+#: what runs a script or a module with the hooks.
+_RUN = ("-m", "megaresume.run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,17 @@ class Settings:
         """Raise `no_data` if there is none."""
         if not Path(self.data).is_file():
             raise self.no_data(where)
+
+    def no_script(self, where: str = "") -> UsageError:
+        """The script of TRAIN is not there; ``where`` this is, in words."""
+        return UsageError(
+            f"there is no script {script_of(self.train)}{where}", action="give it in TRAIN with its whole path"
+        )
+
+    def check_script(self, where: str = "") -> None:
+        """Raise `no_script` if TRAIN has one that is not there."""
+        if (script := script_of(self.train)) and not Path(script).is_file():
+            raise self.no_script(where)
 
     def check_python(self, where: str = "") -> None:
         """Raise UsageError if PYTHON is not on the PATH; ``where`` this is, in words."""
@@ -101,6 +115,21 @@ class Driver:
         except OSError as error:
             words = f"the stop file {self.stop_file} cannot be created: {error.strerror}"
             self.say(f"{words}; ranks that still start go on")
+
+
+def script_of(training: Sequence[str]) -> str:
+    """The script that a training command starts, also by ``-m megaresume.run``; "": none, or nobody can tell."""
+    words = training[2:] if tuple(training[:2]) == _RUN else training
+    return words[0] if words and not words[0].startswith("-") else ""
+
+
+def modules_of(training: Sequence[str]) -> list[str]:
+    """The modules that it starts by ``-m``, also by that of ``-m megaresume.run``."""
+    words, found = training, []
+    while tuple(words[:1]) == ("-m",) and len(words) > 1:
+        found.append(words[1])
+        words = words[2:] if tuple(words[:2]) == _RUN else ()
+    return found
 
 
 def shell_status(code: int) -> int:

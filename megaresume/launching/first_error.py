@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaresume.launching.driver import shell_status
@@ -31,7 +31,16 @@ _DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
 _BEGIN = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:Traceback \(most recent call last\)|megaresume: (?:rank \d+: |error: )"
     # of a program that was called in a wrong way, as argparse says it
-    r"|(?!srun|slurm)[\w.-]+: error: )"
+    r"|(?!srun|slurm)[\w.-]+: error: "
+    # of Python that has no script or module, a shell, Slurm or a container that has no program
+    r"|\S+: (?:can't open file |Error while finding module |No module named )"
+    r"|\S*\b(?:ba|da)?sh: .*(?:[Nn]ot found|No such file or directory|Permission denied|cannot execute)"
+    r"|slurmstepd: error: execve|FATAL: )"
+)
+#: errors of something that a node does not have, and another one may.
+_LACKING = re.compile(
+    r"can't open file|No such file|No module named|Error while finding module|[Nn]ot found|cannot (?:execute|open)"
+    r"|could not open|Permission denied|Input/output error|Stale file handle"
 )
 _OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 #: exit codes of ranks that had no time to print anything: bus error, out of memory, segmentation fault.
@@ -51,6 +60,8 @@ class FirstError:
     exit: int | None
     #: what it printed; (): nothing that looks like an error.
     lines: tuple[str, ...]
+    #: whether it says that something is missing, as no other node has said.
+    is_lacking: bool = False
 
     @property
     def headline(self) -> str:
@@ -81,6 +92,20 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
     """
     texts = {log.stem: _tail(log) for log in logs}
     of_srun = _of_srun(said)
+    found = _of_torchrun(texts, of_srun) or _without_torchrun(texts, of_srun)
+    if found is None:
+        return None
+    others = [_error(text) for node, text in texts.items() if node != found.node]
+    return replace(found, is_lacking=_lacks(found.lines) and not any(map(_lacks, others)))
+
+
+def _lacks(lines: tuple[str, ...]) -> bool:
+    """Whether it is an error of a node. Of one of megaresume nobody can tell: one rank says it for all."""
+    is_ours = bool(lines) and lines[0].startswith("megaresume: ")
+    return not is_ours and any(_LACKING.search(line) for line in lines)
+
+
+def _of_torchrun(texts: Mapping[str, str], of_srun: tuple[str, int, int | None] | None) -> FirstError | None:
     causes = []
     for node, text in texts.items():
         if found := _ROOT_CAUSE.search(text):
@@ -89,9 +114,7 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
             error = FirstError(node=node, rank=int(found["rank"]), exit=shell_status(int(found["exit"])), lines=lines)
             at = (error.is_victim or says_nothing, found["time"], of_srun is not None and of_srun[0] != node)
             causes.append((at, node, error))
-    if causes:
-        return min(causes, key=lambda cause: cause[:2])[2]
-    return _without_torchrun(texts, of_srun)
+    return min(causes, key=lambda cause: cause[:2])[2] if causes else None
 
 
 def _without_torchrun(texts: Mapping[str, str], of_srun: tuple[str, int, int | None] | None) -> FirstError | None:

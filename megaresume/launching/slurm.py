@@ -44,9 +44,9 @@ from megaresume.launching.decide import (
     decide,
     decide_start,
 )
-from megaresume.launching.driver import Driver, shell_status
+from megaresume.launching.driver import Driver, modules_of, script_of, shell_status
 from megaresume.launching.first_error import find_first_error, last_lines
-from megaresume.launching.node_check import answer_of, judge
+from megaresume.launching.node_check import Verdict, answer_of, judge
 from megaresume.launching.slurm_job import SlurmJob, listen
 from megaresume.launching.slurm_settings import Layout, SlurmSettings, check, tasks
 from megaresume.stream.errors import MegaresumeError, UsageError
@@ -261,7 +261,8 @@ class SlurmDriver(Driver):
         gpus = ranks if self.job.asked_for_gpus() else 0
         words = [*self.settings.container, self.settings.python, "-m", "megaresume.launching.node_check"]
         words += [str(self.run_dir), self.settings.data, str(gpus)]
-        words += [self.layout.address, str(self.layout.port), str(len(self.nodes))]
+        words += [self.layout.address, str(self.layout.port), str(len(self.nodes)), self.settings.launcher]
+        words += [*self.settings.train, *self.settings.flags]
         command, env = self._srun(1, ["--export=ALL", *words])
         answers: dict[str, Mapping[str, Any]] = {}
         received: dict[str, float] = {}
@@ -287,18 +288,34 @@ class SlurmDriver(Driver):
         if not answers:
             return Status(exit=1, unchecked=True, error=f"no node has answered: {' '.join(said[-3:])}")
         if set(answers) == set(self.nodes):
-            bad, everywhere = judge(self.nodes, answers, received)
+            verdict = judge(self.nodes, answers, received)
+            bad = verdict.bad
         else:  # nodes of one machine may all have its name
-            bad, everywhere = judge(tuple(answers), answers, received)
+            verdict = judge(tuple(answers), answers, received)
+            bad = verdict.bad
             if len(answers) > 1 or len(set(answers) & set(self.nodes)):
                 bad = (*bad, *(BadNode(name=n, why="did not answer") for n in self.nodes if n not in answers))
-        if self.settings.data in everywhere:
-            raise self.settings.no_data()
+        self._refuse_settings(verdict)
         if not bad:
             return None
         for node in bad:
             self.say(f"node {node.name} fails its check: {node.why}")
         return Status(exit=1, bad_nodes=bad, unchecked=True)
+
+    def _refuse_settings(self, verdict: Verdict) -> None:
+        """Raise UsageError for what no node has. The training says it better of anything but what starts it."""
+        settings = self.settings
+        if settings.data in verdict.missing:
+            raise settings.no_data()
+        if script_of(settings.train) in verdict.missing:
+            raise settings.no_script(f" (in {Path.cwd()})")
+        for module in modules_of(settings.train):
+            if f"module {module}" in verdict.missing:
+                action = "correct TRAIN, or set PYTHON to the one of the environment that has it"
+                raise UsageError(f"PYTHON={settings.python} has no module {module}", action=action)
+        for module, error in verdict.broken:
+            action = f"set PYTHON to one that LAUNCHER={settings.launcher} can start"
+            raise UsageError(f"PYTHON={settings.python} cannot import {module}: {error}", action=action)
 
     def _train(self, ranks: int, ledgers: Ledgers) -> Status:
         settings, layout = self.settings, self.layout
@@ -355,7 +372,8 @@ class SlurmDriver(Driver):
         # The log of a node may have the name of a machine that plays several nodes.
         is_bad = error.node in self.nodes and not error.is_victim
         bad = (BadNode(name=error.node, why=f"{error}: {error.headline}"),) if is_bad else ()
-        return Status(exit=exit_status, rank_exit=error.exit, error=error.headline, bad_nodes=bad)
+        of_node = is_bad and error.is_lacking and len(self.nodes) > 1
+        return Status(exit=exit_status, rank_exit=error.exit, error=error.headline, bad_nodes=bad, of_node=of_node)
 
     # ---- signals
 
@@ -417,6 +435,8 @@ class SlurmDriver(Driver):
         slurm = SlurmState(
             reason=self.reason,
             requeued=self.requeued,
+            # Asked now: while the ranks wait for the signal nobody waits for the controller.
+            preempting=self.signal is not None and self.reason is None and self.job.is_preempted(),
             may_requeue=self.settings.requeue == "yes",
             successor=self.successor,
             other_nodes=self.job.other_nodes(tuple(self.attempts.excluded)) if status.bad_nodes else 0,

@@ -88,6 +88,10 @@ class SlurmJob:
         """Such as RUNNING; "" if nobody knows."""
         return run("squeue", "-h", "-j", self.id, "-o", "%T").stdout.strip()
 
+    def is_preempted(self) -> bool:
+        """Whether Slurm has decided to give its nodes to another job, of which the user's signal tells beforehand."""
+        return self.show().get("PreemptTime", "None")[:1].isdigit()
+
     def end_time(self) -> int | None:
         """Of the time limit, seconds since 1970."""
         end = self.show().get("EndTime", "")

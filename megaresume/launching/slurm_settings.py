@@ -86,6 +86,7 @@ def check(settings: SlurmSettings, job: SlurmJob, run_dir: Path) -> int:
         settings.check_python(f" on {env.get('SLURMD_NODENAME')}")
         if settings.node_check == "no":
             settings.check_data()
+            settings.check_script()
     return ranks
 
 

@@ -204,6 +204,69 @@ def test_a_node_that_lacks_the_data_is_left_out(slurm: Cluster, tmp_path: Path) 
     assert "n2" not in lines[4].split("rank(s)")[0] and lines[-1].startswith("the run is over")
 
 
+def test_a_node_without_the_script_is_left_out(slurm: Cluster, tmp_path: Path) -> None:
+    """By the node check; and without one, when Python has said that it cannot open it."""
+    if slurm.mode != "ns":
+        pytest.skip("the nodes share this machine's mounts: cluster.sh was not started as root")
+    program = tmp_path / "program"
+    program.mkdir()
+    (program / "train.py").touch()
+    text = launch_script("slurm/train.sbatch").read_text()
+    script = tmp_path / "train.sbatch"
+    train = f"\nTRAIN=({program}/train.py)\n"
+    script.write_text(re.sub(r"\nTRAIN=\(.*?\n\)\n", lambda _: train, text, flags=re.DOTALL))
+    play = """
+if not Path(sys.argv[1]).exists():
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+if node != "n2" and attempt == 0:
+    time.sleep(600)  # until the other task is seen to have failed
+say("finished", 7)
+"""
+    slurm.exec("n2", "mount", "-t", "tmpfs", "none", str(program))
+    try:
+        for check in ("yes", "no"):
+            run_dir = str(tmp_path / check)
+            submit(slurm, tmp_path, play, "--nodes=2", script=script, NODE_CHECK=check, RUN_DIR=run_dir)
+            lines = said(tmp_path, "the run is over", run=check)
+            without = "attempt 1 in a row without a new checkpoint, MAX_RESTARTS=3"
+            if check == "yes":
+                why = f"has no {program}/train.py, which other nodes have"
+                again = f"queued again: nodes failed their check: n2: {why}, {without}"
+            else:
+                assert re.fullmatch(r"rank 1 on n2 failed first: \S+: can't open file .*", lines[1])
+                why = lines[1]
+                again = f"queued again: failed with status 137 (2 of the rank that failed first), {without}"
+            assert lines[2] == again
+            assert lines[3] == f"node n2 is left out from now on: {why}"
+            assert "n2" not in lines[4].split("rank(s)")[0] and lines[-1].startswith("the run is over")
+    finally:
+        slurm.exec("n2", "umount", str(program))
+
+
+def test_a_preemption_before_the_first_step_does_not_count(slurm: Cluster, tmp_path: Path) -> None:
+    """Slurm says by USR1 that it will end the job, and why only when the job has ended itself already."""
+    play = """
+stop = Path(sys.argv[sys.argv.index("--megaresume-stop-file") + 1])
+if attempt == 0:
+    (here / "begun").touch()
+    while not stop.exists():
+        time.sleep(0.1)
+else:
+    say("finished", 7)
+"""
+    submit(slurm, tmp_path, play, MAX_RESTARTS="0")
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    words = ["sbatch", "-p", "urgent", "--nodes=4", "--exclusive", "-o", "/dev/null", "--wrap", "true"]
+    slurm.slurm(*words)
+    lines = said(tmp_path, "the run is over")
+    assert lines[1:3] == [
+        "USR1 came: all ranks save at the end of their step",
+        "queued again: stopped by USR1 (preemption), no new checkpoint, which does not count",
+    ]
+
+
 def test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_job(slurm: Cluster, tmp_path: Path) -> None:
     """One fails its check, and then a rank of another one fails; the third attempt is the end."""
     if slurm.mode != "ns":

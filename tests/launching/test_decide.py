@@ -93,6 +93,26 @@ CASES = [
     ),
     Case(what="USR1 before the first step", signal="USR1", then="requeue", why="attempt 1 in a row", fruitless=1),
     Case(
+        what="a preemption that USR1 announces before the first step, however often (was: counted)",
+        seen="test_a_preemption_before_the_first_step_does_not_count",
+        signal="USR1",
+        slurm=SlurmState(preempting=True),
+        history=History(fruitless=3),
+        then="requeue",
+        why="stopped by USR1 (preemption), no new checkpoint, which does not count",
+        fruitless=3,
+    ),
+    Case(
+        what="such a preemption, and a rank fails",
+        signal="USR1",
+        status=FAILED,
+        slurm=SlurmState(preempting=True),
+        history=History(fruitless=3),
+        then="refuse",
+        why="failed with status 1 after USR1, attempt 4 in a row",
+        fruitless=4,
+    ),
+    Case(
         what="USR1, and a rank fails in its save",
         signal="USR1",
         status=FAILED,
@@ -215,6 +235,16 @@ CASES = [
         then="refuse",
         why="failed with status 1 (2 of the rank that failed first): a mistake",
         fruitless=1,
+    ),
+    Case(
+        what="a script that one node alone does not have (seen: refused for good)",
+        seen="test_a_node_without_the_script_is_left_out",
+        status=Status(exit=1, rank_exit=2, bad_nodes=(N2,), of_node=True),
+        slurm=SlurmState(other_nodes=1),
+        then="requeue",
+        why="failed with status 1 (2 of the rank that failed first), attempt 1",
+        fruitless=1,
+        exclude=("n2",),
     ),
     Case(
         what="status 2 of srun, of a rank that died otherwise",
@@ -433,7 +463,8 @@ def test_a_decision(case: Case) -> None:
 
 def test_no_sequence_of_ends_goes_on_for_ever() -> None:
     """Whatever ends attempts without progress, unless it comes from outside, the run stops being queued."""
-    ends = [case for case in CASES if case.progress == NOTHING and case.slurm.reason not in ("preemption", "requeue")]
+    outside = [case for case in CASES if case.slurm.reason in ("preemption", "requeue") or case.slurm.preempting]
+    ends = [case for case in CASES if case.progress == NOTHING and case not in outside]
     for case in ends:
         fruitless = 0
         for _ in range(5):

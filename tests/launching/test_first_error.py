@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megaresume.launching.first_error import find_first_error
 
 TORCHRUN = """Traceback (most recent call last):
@@ -77,6 +79,38 @@ def test_torchrun_hides_the_status_of_a_mistake(tmp_path: Path) -> None:
     assert found is not None and found.exit == 2
     assert found.lines == ("megaresume: rank 0: there is no such flag", "  found: --x")
     assert found.headline == found.lines[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/env/bin/python: can't open file '/shared/train.py': [Errno 2] No such file or directory",
+        "/env/bin/python: No module named my_training",
+        "/env/bin/python: Error while finding module specification for 'a.b' (No module named 'a')",
+        "bash: line 1: exec: apptainer: not found",
+        "bash: line 1: /env/bin/python: cannot execute: required file not found",
+        "/bin/sh: 1: exec: /env/bin/python: Permission denied",
+        "slurmstepd: error: execve(): /env/bin/python: No such file or directory",
+        "FATAL:   could not open image /shared/image.sif: failed to retrieve path for /shared/image.sif",
+    ],
+)
+def test_what_one_node_alone_does_not_have(tmp_path: Path, line: str) -> None:
+    text = f"slurmstepd: error: no cgroup\nstep 1\n{line}\nmore\n"
+    logs = [log(tmp_path, "n1", "step 1\n"), log(tmp_path, "n2", text)]
+    said = "srun: error: n2: task 1: Exited with exit code 2\n"
+    found = find_first_error(logs, said)
+    assert found is not None and found.is_lacking
+    assert (found.node, found.exit, found.lines) == ("n2", 2, (line,))
+    # If another one has not got it either, the node is as good as any.
+    found = find_first_error([log(tmp_path, "n1", text), logs[1]], said)
+    assert found is not None and found.node == "n2" and not found.is_lacking
+
+
+def test_a_mistake_of_all_is_no_nodes_lack(tmp_path: Path) -> None:
+    said = "srun: error: n2: task 1: Exited with exit code 2\n"
+    for text in ("train.py: error: unrecognized: --x\n", "megaresume: rank 0: No such file: web.idx\n"):
+        found = find_first_error([log(tmp_path, "n1", ""), log(tmp_path, "n2", text)], said)
+        assert found is not None and found.lines and not found.is_lacking
 
 
 def test_srun_alone(tmp_path: Path) -> None:

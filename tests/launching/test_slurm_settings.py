@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megaresume.launching.attempts import Attempts, read_attempts, write_attempts
+from megaresume.launching.node_check import Verdict
 from megaresume.launching.slurm import SlurmDriver
 from megaresume.launching.slurm_commands import usable
 from megaresume.launching.slurm_job import SlurmJob
@@ -71,6 +73,32 @@ def test_refusals(tmp_path: Path, changes: dict[str, str], words: str) -> None:
         begin(driver(tmp_path, **changes))
     assert refused.value.args[0].startswith(words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    """Of one node alone the node check tells; here nobody is asked."""
+    (tmp_path / "data.yaml").touch()
+    begun = driver(tmp_path, node_check="no")
+    begun.settings = replace(begun.settings, train=("gone.py",))
+    with pytest.raises(UsageError, match="there is no script gone"):
+        begun._check()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        (Verdict(bad=(), missing=("gone.py", "web")), "there is no script gone.py (in "),
+        (Verdict(bad=(), missing=("module my.training",)), f"PYTHON={sys.executable} has no module my.training"),
+        (Verdict(bad=(), broken=(("torch", "no luck"),)), f"PYTHON={sys.executable} cannot import torch: no luck"),
+    ],
+)
+def test_what_no_node_has_is_refused(tmp_path: Path, verdict: Verdict, words: str) -> None:
+    begun = driver(tmp_path)
+    training = ("gone.py",) if verdict.missing[:1] == ("gone.py",) else ("-m", "my.training")
+    begun.settings = replace(begun.settings, train=training)
+    with pytest.raises(UsageError) as refused:
+        begun._refuse_settings(verdict)
+    assert refused.value.args[0].startswith(words)
 
 
 def test_a_heterogeneous_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
