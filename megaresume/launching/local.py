@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.launching.attempts import Ledgers, checkpoint_roots
+from megaresume.launching.attempts import Ledgers, checkpoint_roots, without_pins
 from megaresume.launching.decide import Progress
 from megaresume.launching.driver import Driver, Settings, count_gpus, shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
@@ -97,6 +97,10 @@ class LocalDriver(Driver):
             )
             restarts = 0
             while True:
+                if restarts and ledgers.progress().saved is not None:
+                    training, pins = without_pins(training)
+                    if pins:
+                        self.say(f"{' '.join(pins)} is left out: it has saved since, and goes on from there")
                 status = self._train([*command, *training])
                 # torchrun restarts its ranks itself.
                 if not status or self.signal or self.launcher == "torchrun" or restarts >= int(settings.max_restarts):
@@ -139,6 +143,7 @@ class LocalDriver(Driver):
         settings = self.settings
         settings.check_python()
         settings.check_data(f" (in {Path.cwd()})")
+        settings.check_script(f" (in {Path.cwd()})")
         least, colon, most = settings.nnodes.partition(":")
         is_range = self.launcher == "torchrun" and colon and most.isdecimal()
         if not least.isdecimal() or (colon and not is_range):
@@ -156,6 +161,12 @@ class LocalDriver(Driver):
             if settings.node_rank and several and not settings.master_addr:
                 action = "MASTER_ADDR=address-of-node-0, the same on all nodes"
                 raise UsageError("NODE_RANK without MASTER_ADDR", action=action)
+        restarts_in_place = self.launcher == "torchrun" and (int(settings.max_restarts) or colon)
+        if restarts_in_place and (pins := without_pins(self.training)[1]):
+            raise UsageError(
+                f"each restart in place would begin at {' '.join(pins)} again, whatever was saved since",
+                action="MAX_RESTARTS=0 and a fixed NNODES for this start; once it has saved, without the flag",
+            )
         ranks = settings.ranks_per_node(lambda: str(count_gpus() or 1))
         self.make_run_dir(self.run_dir)
         return ranks
@@ -244,7 +255,8 @@ class LocalDriver(Driver):
                         os.kill(process, signal.SIGUSR1)
 
     def _end(self, status: int, progress: Progress) -> int:
-        again = "the same command goes on"
+        pins = without_pins(self.training)[1] if progress.saved is not None else []
+        again = f"the same command{' without ' if pins else ''}{' '.join(pins)} goes on"
         if progress.finished is not None:
             self.say(f"the run is over: it has said so after step {progress.finished}")
             return 0

@@ -24,6 +24,26 @@ from megaresume.training.records import read_records
 from tests.launch.conftest import ENDLESS, FLAGS
 
 PATIENCE = 300
+#: in the place of PYTHON: notes how it was started, saves the second time, and fails.
+SAVES_AND_FAILS = """
+import os, sys
+from pathlib import Path
+
+if "deepspeed.launcher.runner" not in sys.argv:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+run = Path(os.environ["RUN_DIR"])
+with open(run / "commands", "a") as commands:
+    commands.write("pinned\\n" if "--ckpt-step" in sys.argv else "free\\n")
+if len((run / "commands").read_text().split()) == 2:
+    from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, with_attempt
+    from megaresume.checkpoint.paths import ledger_path
+    from megaresume.checkpoint.topology import Topology
+
+    words = dict(tag=None, samples=7, digest="0" * 16, run="a" * 16, time="", topology=Topology())
+    entry = LedgerEntry(kind="checkpoint", iteration=31, **words, details=with_attempt({}))
+    append_ledger(ledger_path(run / "checkpoints"), entry)
+sys.exit(3)
+"""
 
 
 class Node:
@@ -214,6 +234,22 @@ def test_deepspeed_is_not_started_again_for_ever(start: Start, directory: Path) 
     assert node.decisions[1:] == [
         "failed: status 3; restart 1 of 1 from the last checkpoint",
         "failed: status 3; the same command goes on from the last checkpoint",
+    ]
+
+
+def test_a_restart_goes_on_from_what_was_saved_since(start: Start, directory: Path) -> None:
+    """`--ckpt-step` is for the attempts until one has saved: else each would do the same steps."""
+    python = directory / "saves-and-fails"
+    python.write_text(f"#!{sys.executable}\n{SAVES_AND_FAILS}")
+    python.chmod(0o755)
+    settings = {"RUN_DIR": "pinned", "PYTHON": python, "PROCS_PER_NODE": 1, "MAX_RESTARTS": 2}
+    node = start("deepspeed.sh", f"{ENDLESS} --ckpt-step 20", **settings)
+    assert node.wait() == 3, node.text
+    assert (directory / "pinned" / "commands").read_text().split() == ["pinned", "pinned", "free"]
+    assert node.decisions[2:] == [
+        "failed: status 3; restart 2 of 2 from the last checkpoint",
+        "--ckpt-step 20 is left out: it has saved since, and goes on from there",
+        "failed: status 3; the same command without --ckpt-step 20 goes on from the last checkpoint",
     ]
 
 
