@@ -26,6 +26,7 @@ import torch
 import torch.utils.data
 import xxhash
 
+from megaresume.batches.items.streaming import calls_instead, is_streaming
 from megaresume.data.files import written_atomically
 from megaresume.data.scan import contents_hash, sized_fingerprint
 from megaresume.stream.errors import CorpusError, StateError, UsageError
@@ -52,14 +53,16 @@ def check_map_style(dataset: Any, name: str) -> None:
     is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if not is_iterable and all(hasattr(type(dataset), member) for member in ("__len__", "__getitem__")):
         return
+    of_files, instead = calls_instead(dataset) if is_streaming(dataset) else ("", "the map-style form of the same data")
     raise UsageError(
         f"dataset '{name}' has no items by number",
         found=f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        + (", an IterableDataset" if is_iterable or hasattr(type(dataset), "__iter__") else ""),
+        + (", an IterableDataset" if is_iterable or hasattr(type(dataset), "__iter__") else "")
+        + of_files,
         expected="a map-style dataset: len(dataset), and dataset[i] for each i below it",
         cause="an IterableDataset can only be read from its beginning, so no position of it can be returned to",
-        action="use the map-style form of the same data (datasets.load_dataset without streaming=True); or give its "
-        "own loader, with state_dict and load_state_dict, to megaresume.attach(engine, loader), under DeepSpeed",
+        action=f"use {instead}; or, under DeepSpeed, give its own loader, with state_dict and load_state_dict, to "
+        "megaresume.attach(engine, loader)",
     )
 
 
