@@ -20,16 +20,16 @@ launching/     the drivers of the launch scripts
 training/      the reference pretraining program, and the demo
 run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
 hosts/         DeepSpeed, Megatron, other people's loaders
-session/       one training process and the protocol, whatever trains
 trace/         the stream of a run planned again
+runs/          a run, as its checkpoint directory tells it
+checkpoint/    the protocol: save, choose, lock, keep; and the process that follows it, whatever trains
 batches/       samples to batches
 patching/      scripts adapted by a codemod
 data/          documents and records, and what a data config names, opened
 images/        records to tokens and pixels
 text/          text and conversations to tokens
-runs/          a run, as its checkpoint directory tells it
-checkpoint/    the protocol on a directory: save, choose, lock, keep
-render.py, shipped.py, testing.py  tables and pages; files of a checkout; a check for your own sources
+files.py, render.py, shipped.py, testing.py  files replaced whole; tables and pages; files of a checkout; a check for
+               your own sources
 stream/        the order of samples: ids and lengths alone
 """
 
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from megaresume.batches.dataset import StreamDataset
     from megaresume.batches.loader import StreamLoader
     from megaresume.batches.open import open_stream
+    from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
+    from megaresume.checkpoint.session.stopping import StopConditions, Stopped
     from megaresume.hosts.attach import attach
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
-    from megaresume.session.settings import Checkpoints, DataOptions, Loader
-    from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import Balance, BatchSchedule
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.errors import MegaresumeError
@@ -80,13 +80,13 @@ __all__ = [
 _HOMES = {
     "Balance": "megaresume.stream.batches",
     "BatchSchedule": "megaresume.stream.batches",
-    "Checkpoints": "megaresume.session.settings",
+    "Checkpoints": "megaresume.checkpoint.session.settings",
     "DataLoader": "megaresume.batches.data_loader",
-    "DataOptions": "megaresume.session.settings",
-    "Loader": "megaresume.session.settings",
+    "DataOptions": "megaresume.checkpoint.session.settings",
+    "Loader": "megaresume.checkpoint.session.settings",
     "MegaresumeError": "megaresume.stream.errors",
-    "StopConditions": "megaresume.session.stopping",
-    "Stopped": "megaresume.session.stopping",
+    "StopConditions": "megaresume.checkpoint.session.stopping",
+    "Stopped": "megaresume.checkpoint.session.stopping",
     "Stream": "megaresume.stream.stream",
     "StreamConfig": "megaresume.stream.config",
     "StreamDataset": "megaresume.batches.dataset",
@@ -107,7 +107,7 @@ _EXTRAS = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
-    from megaresume.session.refusals import show_refusals
+    from megaresume.checkpoint.session.refusals import show_refusals
 
     show_refusals()
     try:
@@ -120,6 +120,6 @@ def __getattr__(name: str) -> Any:
 
 
 if os.environ.get("LOCAL_RANK") == "0":  # of a launcher: DeepSpeed is about to build what it needs, or to wait for it
-    from megaresume.session.build_locks import warn_of_dead_locks
+    from megaresume.checkpoint.system import warn_of_dead_locks
 
     warn_of_dead_locks()

@@ -24,11 +24,10 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from megaresume.checkpoint.session.refusals import end, run_program, say
 from megaresume.hosts.hugging_face import launch as hugging_face
 from megaresume.hosts.megatron.hooks import install as megatron
 from megaresume.hosts.megatron.project import find_project, package_name
-from megaresume.session import ending
-from megaresume.session.refusals import end, say
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 USAGE = "usage: megaresume run SCRIPT [ARGS]   or   megaresume run -m MODULE [ARGS]"
@@ -223,4 +222,4 @@ class _WithoutOurFrames:
 
 
 if __name__ == "__main__":
-    ending.run(main)
+    run_program(main)

@@ -18,7 +18,7 @@
 
 What makes it hold:
 
-- Every file of ours is replaced atomically (`files`) and carries a checksum of its own bytes (sealed).
+- Every file of ours is replaced atomically (`megaresume.files`) and carries a checksum of its own bytes (sealed).
 - The **manifest** says that a checkpoint is complete; the pointers only say which one was meant. DeepSpeed moves its
   own ``latest`` before the other ranks are done, so a pointer proves nothing.
 - The **marker** tells a save that was killed from a directory that somebody wrote without us, and pointers that a
@@ -45,13 +45,13 @@ Files:
     choosing/       what a run goes on from
     start.py        the beginning and the end of a run
     step_file.py    state and marker of a step           paths.py        names and paths
-    data_state.py   the state of the data, its envelope  files.py        opening, replacing, deleting
-    formats.py      sealed JSON, the format of records
-    manifest.py     every file, its size and checksum    system.py       time, process, mounts
-    pointers.py     ``latest`` and the tracker           topology.py     how a run is laid out
+    data_state.py   the state of the data, its envelope  topology.py     how a run is laid out
+    formats.py      sealed JSON, the format of records   system.py       time, process, mounts, dead locks of builds
+    manifest.py     every file, its size and checksum
     ledger.py       one line for every checkpoint, start and end
     lock.py         one job at a time; claim.py: by whom
     foreign/        checkpoints of other programs
+    session/        one training process and this protocol: all its ranks, whatever trains
 
-Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
+Outside session/, nothing here imports torch or numpy, unpickles anything, or knows about ranks.
 """

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from megaresume.checkpoint.files import read_file
+from megaresume.files import read_file
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.text import parse_json, visible
 

@@ -3,7 +3,7 @@
 It outlives pruned checkpoints, tells which run a directory belongs to, and in which order things happened: which
 checkpoints lie on the path to the present, and which on a branch that was given up.
 
-Every line is sealed (`megaresume.checkpoint.files`). A kill in the middle of an append leaves a torn last line: it is
+Every line is sealed (`megaresume.files`). A kill in the middle of an append leaves a torn last line: it is
 reported, not used, and closed off by the next append. Damaged lines elsewhere are reported by number.
 """
 
@@ -20,7 +20,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
-from megaresume.checkpoint.files import (
+from megaresume.checkpoint.formats import SealError, count, is_version, seal, text, unseal
+from megaresume.checkpoint.paths import recorded_tag
+from megaresume.checkpoint.topology import Topology
+from megaresume.files import (
     check_regular,
     fsync_dir,
     fsync_file,
@@ -30,9 +33,6 @@ from megaresume.checkpoint.files import (
     write_all,
     write_error,
 )
-from megaresume.checkpoint.formats import SealError, count, is_version, seal, text, unseal
-from megaresume.checkpoint.paths import recorded_tag
-from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
 
 FORMAT = "megaresume.ledger"

@@ -45,10 +45,10 @@ from megaresume.checkpoint.claim import (
     this_process,
     write_alive,
 )
-from megaresume.checkpoint.files import make_dir, write_atomic
 from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import read_run
 from megaresume.checkpoint.paths import ledger_path, records_dir
+from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError
 
 #: how often an owner raises its counter.

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import xxhash
 
-from megaresume.checkpoint.files import open_file
 from megaresume.checkpoint.formats import count, flag, read_record, rows, seal, text
 from megaresume.checkpoint.paths import rank_file_words, recorded_tag, records_dir
 from megaresume.checkpoint.system import boots_up
+from megaresume.files import open_file
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.text import one_line
 

@@ -18,18 +18,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.candidates import examine, list_candidates
+from megaresume.checkpoint.choosing.candidates import examine, list_candidates, read_pointer, write_tracker
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
-from megaresume.checkpoint.files import make_dir, remove_leftovers
 from megaresume.checkpoint.ledger import EntryKind, LedgerEntry, append_ledger, read_ledger, with_attempt
 from megaresume.checkpoint.paths import TRACKER, ledger_path, marker_path, megatron_tag, records_dir, same_place
-from megaresume.checkpoint.pointers import read_pointer, write_tracker
 from megaresume.checkpoint.saving.commit import publish
 from megaresume.checkpoint.step_file import new_id, read_marker, remove_marker, run_of
 from megaresume.checkpoint.system import process_age, utc
 from megaresume.checkpoint.topology import Topology
+from megaresume.files import make_dir, remove_leftovers
 from megaresume.stream.errors import CheckpointError, UsageError
 
 

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.session.flags import add_settings
+from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli import plan_interval
 from megaresume.cli.flags import at_least
 from megaresume.data.split import split_ranges
 from megaresume.dryrun import DryRun, Flags, dry_run
 from megaresume.render import text_table
-from megaresume.session.flags import add_settings
-from megaresume.session.settings import Checkpoints, DataOptions, Loader
 from megaresume.stream.errors import ConfigError, UsageError
 from megaresume.stream.ranges import parse_range, parse_steps, union
 from megaresume.stream.skips import SkipConfig

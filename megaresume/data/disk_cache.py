@@ -24,7 +24,7 @@ from pathlib import Path
 
 import xxhash
 
-from megaresume.checkpoint.files import leftover_name, open_file, write_all
+from megaresume.files import leftover_name, open_file, write_all
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from megaresume.checkpoint.files import open_file
 from megaresume.data.layout import idx_path
 from megaresume.data.spans import spans_path
+from megaresume.files import open_file
 from megaresume.stream.errors import CorpusError, SetupError
 
 

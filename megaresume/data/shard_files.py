@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megaresume.checkpoint.files import open_file
 from megaresume.data.disk_cache import DiskCache
 from megaresume.data.remote import RemoteStore, is_url
 from megaresume.data.shard_index import MAX_RECORD_BYTES
+from megaresume.files import open_file
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
 #: local shards that are kept open, by each process.

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.files import open_file
+from megaresume.files import open_file
 from megaresume.stream.errors import CorpusError, SetupError
 from megaresume.stream.text import parse_json
 

@@ -41,7 +41,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.checkpoint.files import read_file
 from megaresume.data.files import (
     CorpusIdentity,
     FileIdentity,
@@ -49,6 +48,7 @@ from megaresume.data.files import (
     write_json_atomically,
     written_atomically,
 )
+from megaresume.files import read_file
 from megaresume.stream.documents.pieces import STRIDE, LongDocuments, find_long
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.progress import progress

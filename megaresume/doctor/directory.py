@@ -16,9 +16,7 @@ from shlex import quote
 
 from megaresume.checkpoint.foreign import Layout
 from megaresume.checkpoint.foreign.base import subdirectories
-from megaresume.checkpoint.foreign.deepspeed import DEEPSPEED, ranks_of
-from megaresume.checkpoint.foreign.hugging_face import HUGGING_FACE
-from megaresume.checkpoint.foreign.verl import VERL
+from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, VERL, ranks_of
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files

@@ -17,10 +17,9 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from megaresume.checkpoint.system import is_shared, mount_of
+from megaresume.checkpoint.system import dead_locks, is_shared, mount_of, remedy
 from megaresume.doctor import Check, Status
 from megaresume.render import spell_bytes
-from megaresume.session.build_locks import dead_locks, remedy
 
 _machine = partial(Check, "environment")
 _filesystem = partial(Check, "filesystem")

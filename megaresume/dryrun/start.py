@@ -14,6 +14,7 @@ from typing import Literal
 from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.data_state import stream_of
 from megaresume.checkpoint.paths import TRACKER, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.session.host import without_state
 from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.findings import Findings, Flags
 from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, Partitions, check_zero, choose_to_load
@@ -21,7 +22,6 @@ from megaresume.hosts.megatron import load_rules
 from megaresume.hosts.megatron.guard.record import OrderRecord
 from megaresume.hosts.megatron.schedule import schedule_from_args
 from megaresume.runs.run import Run
-from megaresume.session.host import without_state
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState

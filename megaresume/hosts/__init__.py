@@ -1,4 +1,4 @@
-"""The training programs of other people, each as the host of a `megaresume.session.session.Session`.
+"""The training programs of other people, each as the host of a `megaresume.checkpoint.session.session.Session`.
 
     attach.py    `megaresume.attach`: the table of them, and the one call
     deepspeed/   a DeepSpeed engine in the user's own loop

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaresume.checkpoint.session.settings import Checkpoints, Loader
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts.instances import kind_of
-from megaresume.session.settings import Checkpoints, Loader
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError, missing_package
 from megaresume.stream.schema import near
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megaresume.checkpoint.files import make_dir, write_atomic
 from megaresume.checkpoint.formats import read_sealed, seal
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
+from megaresume.files import make_dir, write_atomic
 from megaresume.launching.decide import Progress
 from megaresume.stream.errors import CheckpointError, SetupError, StateError
 

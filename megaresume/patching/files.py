@@ -8,7 +8,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from megaresume.checkpoint.files import fsync_dir, fsync_file
+from megaresume.files import fsync_dir, fsync_file
 from megaresume.patching.errors import PatchError
 from megaresume.stream.errors import SetupError, UsageError
 

@@ -4,8 +4,7 @@ run.py            `Run`: the directory, each part read once
 history.py        the path to the present: states, topologies, batch sizes
 steps.py          samples to steps, ranks and micro-batches
 newest.py         the newest complete checkpoint, whoever wrote it
-rank_log.py       what every rank trained, step by step, as it writes it down
-rank_steps.py     reads that
+rank_steps.py     what every rank trained, step by step, as it wrote it down
 losses.py         the losses of a run, from any log of it, and two runs compared
 report.py         what the records tell, as plain JSON
 report_page.py    that as a page

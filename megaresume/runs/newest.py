@@ -20,9 +20,7 @@ from megaresume.checkpoint.choosing.candidates import Candidate
 from megaresume.checkpoint.choosing.search import Rejected
 from megaresume.checkpoint.foreign import LAYOUTS
 from megaresume.checkpoint.foreign.base import Layout, Look, subdirectories
-from megaresume.checkpoint.foreign.deepspeed import DEEPSPEED
-from megaresume.checkpoint.foreign.hugging_face import HUGGING_FACE
-from megaresume.checkpoint.foreign.megatron import MEGATRON, RELEASE
+from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, MEGATRON, RELEASE
 from megaresume.checkpoint.paths import LATEST, TRACKER, records_dir
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, UsageError

@@ -16,16 +16,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from megaresume.checkpoint.choosing.candidates import Candidate, Examined, resolve_pointer
+from megaresume.checkpoint.choosing.candidates import Candidate, Examined, Pointer, read_pointers, resolve_pointer
 from megaresume.checkpoint.choosing.search import Choice, Search
-from megaresume.checkpoint.files import is_leftover
 from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import LedgerReading, read_ledger
 from megaresume.checkpoint.lock import Holder, holder_of
 from megaresume.checkpoint.manifest import Progress
 from megaresume.checkpoint.paths import ledger_path, parse_record_name, records_dir
-from megaresume.checkpoint.pointers import Pointer, read_pointers
 from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
+from megaresume.files import is_leftover
 from megaresume.runs.history import History, read_history
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 

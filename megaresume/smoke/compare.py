@@ -3,7 +3,7 @@
 What a training recorded of its steps is the file of the reference program, or the directory in which ranks write.
 
     records                       one line a step, of all ranks (`megaresume.training.logging`)
-    records/rank_00000.jsonl ...  a file a rank (`megaresume.runs.rank_log`): Megatron-LM, megaresume.attach
+    records/rank_00000.jsonl ...  a file a rank (`checkpoint.session.rank_log`): Megatron-LM, megaresume.attach
 
 Both become a `RunRecords`. What a directory does not have is None there: hashes over all ranks, losses. Its losses
 are those that the training printed.

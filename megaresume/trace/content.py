@@ -19,9 +19,9 @@ import xxhash
 from megaresume.batches.arrays import Arrays
 from megaresume.batches.assemble import Assembler
 from megaresume.batches.documents import Images
+from megaresume.checkpoint.session.rank_log import hash_rows
 from megaresume.data.source import Source
 from megaresume.data.spans import spans_of
-from megaresume.runs.rank_log import hash_rows
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.trace.documents import of_stage

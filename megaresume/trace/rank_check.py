@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.runs.rank_log import hash_samples
+from megaresume.checkpoint.session.rank_log import hash_samples
 from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.steps import Steps
 from megaresume.stream.dealing import dealt_order

@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
+from megaresume.checkpoint.session.ranks import on_rank_0
+from megaresume.checkpoint.session.refusals import run_program
+from megaresume.checkpoint.session.settings import DataOptions
 from megaresume.hosts.attach import attach
-from megaresume.session import ending
-from megaresume.session.ranks import on_rank_0
-from megaresume.session.settings import DataOptions
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, missing_package
 from megaresume.training.arguments import Arguments, check_layout, end_of_run, is_over, parse_arguments, retention
 from megaresume.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
@@ -75,9 +75,9 @@ def _run(args: Arguments) -> int:
     import torch.distributed as dist
 
     from megaresume.batches.open import open_stream, open_validation
+    from megaresume.checkpoint.session.ranks import on_all_ranks
+    from megaresume.checkpoint.session.stopping import Stopped
     from megaresume.hosts.deepspeed.elastic.load import prepare_load
-    from megaresume.session.ranks import on_all_ranks
-    from megaresume.session.stopping import Stopped
     from megaresume.training.logging import SampleLog, Stopwatch
     from megaresume.training.loop import Trainer
     from megaresume.training.model import ModelParallelUnit, build_model
@@ -254,8 +254,8 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 
 def _load(args: Arguments, engine: Any) -> None:
     """Go on from --load, or make sure that a fresh start overwrites nothing."""
+    from megaresume.checkpoint.session.ranks import on_rank_0
     from megaresume.checkpoint.start import check_fresh_start
-    from megaresume.session.ranks import on_rank_0
 
     path = None
     if args.load is not None:
@@ -278,4 +278,4 @@ def _load(args: Arguments, engine: Any) -> None:
 
 
 if __name__ == "__main__":
-    ending.run(main)
+    run_program(main)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megaresume.checkpoint.saving.retention import Retention
-from megaresume.session.flags import flag, group, parse_flags
-from megaresume.session.settings import Checkpoints, DataOptions, LaunchOptions, Loader
-from megaresume.session.stopping import SIGNALS, StopConditions
+from megaresume.checkpoint.session.flags import flag, group, parse_flags
+from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, LaunchOptions, Loader
+from megaresume.checkpoint.session.stopping import SIGNALS, StopConditions
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import UsageError
 

@@ -7,7 +7,7 @@ import pytest
 from megaresume.batches.batch import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
-from megaresume.runs.rank_log import hash_rows
+from megaresume.checkpoint.session.rank_log import hash_rows
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.state import StreamState

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.older import make_room
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, make_room
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.eras import Era
 from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StageRecord, StreamState

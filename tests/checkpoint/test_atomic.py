@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.files import is_leftover, remove_leftovers, write_all, write_atomic
+from megaresume.files import is_leftover, remove_leftovers, write_all, write_atomic
 from megaresume.stream.errors import CheckpointError
 
 

@@ -24,9 +24,9 @@ from megaresume.checkpoint.saving.durable import (
     take_checksums,
     write_part,
 )
-from megaresume.checkpoint.saving.older import make_room, put_back
-from megaresume.session import durability
-from megaresume.session.durability import Durability
+from megaresume.checkpoint.saving.retention import make_room, put_back
+from megaresume.checkpoint.session import durability
+from megaresume.checkpoint.session.durability import Durability
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable

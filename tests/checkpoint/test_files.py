@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.files import open_file, read_file
 from megaresume.checkpoint.ledger import append_lines
+from megaresume.files import open_file, read_file
 from megaresume.stream.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(60)  # what is refused here would otherwise be waited for

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint.choosing.candidates import read_pointers
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.formats import unseal
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import rank_file
-from megaresume.checkpoint.pointers import read_pointers
 from megaresume.checkpoint.saving import rank_files
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.saving.durable import not_durable
-from megaresume.checkpoint.saving.older import put_back
+from megaresume.checkpoint.saving.retention import put_back
 from megaresume.checkpoint.start import record_start
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable

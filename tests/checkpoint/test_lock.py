@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import lock
+from megaresume.checkpoint.choosing.candidates import read_pointers, write_latest
 from megaresume.checkpoint.claim import claim, gone, newest, place, read_alive, read_owner, this_process
 from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.lock import holder_of, release, take
-from megaresume.checkpoint.pointers import read_pointers, write_latest
 from megaresume.stream.errors import CheckpointError
 from tests.checkpoint.conftest import save_checkpoint
 
@@ -29,7 +29,7 @@ PROGRAM = """
 import dataclasses, os, sys, time
 from pathlib import Path
 from megaresume.checkpoint import claim, lock
-from megaresume.checkpoint.pointers import write_latest
+from megaresume.checkpoint.choosing.candidates import write_latest
 from megaresume.stream.errors import CheckpointError
 root = Path(sys.argv[1])
 lock.RENEW_SECONDS, lock.PATIENCE_SECONDS = float(sys.argv[2]), float(sys.argv[3])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import files
+from megaresume import files
 from megaresume.checkpoint.choosing.candidates import examine, list_candidates
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger

@@ -15,12 +15,12 @@ from megaresume.batches.batch import make_batch
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
 from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
-from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
 from megaresume.text.turns import Selection
 from megaresume.trace.content import _hash

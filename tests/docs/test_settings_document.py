@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 
+from megaresume.checkpoint.session.flags import add_flags, add_settings
+from megaresume.checkpoint.session.settings import GROUPS
 from megaresume.hosts.megatron.arguments import add_arguments
-from megaresume.session.flags import add_flags, add_settings
-from megaresume.session.settings import GROUPS
 from megaresume.training.arguments import Arguments
 from tests.docs.settings_table import DOCUMENT, renewed
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.system import Mount
+from megaresume.checkpoint import system as build_locks
+from megaresume.checkpoint.system import Mount, dead_locks
 from megaresume.doctor.machine import environment_checks
-from megaresume.session import build_locks
-from megaresume.session.build_locks import dead_locks
 
 pytestmark = pytest.mark.process
 

@@ -66,7 +66,7 @@ def _collect(value: Any, places: list[tuple[Any, Any]]) -> None:
 
 
 def reseal(fields: dict[str, Any]) -> bytes:
-    """As `megaresume.checkpoint.files` would, whatever the fields are, NaN included."""
+    """As `megaresume.files` would, whatever the fields are, NaN included."""
     body = json.dumps({k: v for k, v in fields.items() if k != "checksum"}, separators=(", ", ": "))[:-1].encode()
     return body + f', "checksum": "{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint import manifest as manifests
+from megaresume.checkpoint.choosing.candidates import read_pointers
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.formats import unseal
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger, read_run
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.pointers import read_pointers
 from megaresume.checkpoint.saving.staging import read_staging
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file

@@ -20,9 +20,9 @@ import torch.distributed as dist  # isort: skip
 
 import megaresume
 from megaresume.checkpoint import lock
-from megaresume.session import directory
-from megaresume.session.ranks import on_rank_0
-from megaresume.session.stopping import StopConditions
+from megaresume.checkpoint.session import directory
+from megaresume.checkpoint.session.ranks import on_rank_0
+from megaresume.checkpoint.session.stopping import StopConditions
 
 #: holds a root, as a process of another job.
 OTHER = """

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.manifest import FileEntry, Manifest
-from megaresume.session.file_errors import reading, writing
+from megaresume.checkpoint.session.file_errors import reading, writing
 from megaresume.stream.errors import CheckpointError, StateError
 
 

@@ -19,9 +19,9 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.manifest import FileEntry, Manifest
 from megaresume.checkpoint.paths import rank_file, rank_file_words
 from megaresume.checkpoint.saving import rank_files
+from megaresume.checkpoint.session import random_state
+from megaresume.checkpoint.session.random_state import RandomState
 from megaresume.checkpoint.topology import Topology
-from megaresume.session import random_state
-from megaresume.session.random_state import RandomState
 from megaresume.stream.errors import StateError
 
 CPU = torch.device("cpu")

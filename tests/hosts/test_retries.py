@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megaresume.checkpoint.files import write_error
-from megaresume.session.ranks import known_to_all
-from megaresume.session.retries import Retries, may_pass
+from megaresume.checkpoint.session.ranks import known_to_all
+from megaresume.checkpoint.session.retries import Retries, may_pass
+from megaresume.files import write_error
 from megaresume.stream.errors import CheckpointError, UsageError
 
 

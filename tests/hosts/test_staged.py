@@ -14,7 +14,7 @@ import pytest
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.saving.retention import KEEP_ALL
-from megaresume.session.directory import Staged
+from megaresume.checkpoint.session.directory import Staged
 from megaresume.stream.errors import SetupError, UsageError
 from tests.data.conftest import _simple_corpus
 

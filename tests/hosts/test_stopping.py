@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.session.stopping import StopConditions, Stopper, job_end
+from megaresume.checkpoint.session.stopping import StopConditions, Stopper, job_end
 from megaresume.stream.errors import UsageError
 
 

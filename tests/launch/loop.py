@@ -25,11 +25,11 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.data_state import Envelope, stream_of
 from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.session.host import Reading, change_lines
+from megaresume.checkpoint.session.random_state import RandomState
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.checkpoint.topology import Topology
-from megaresume.session.host import Reading, change_lines
-from megaresume.session.random_state import RandomState
-from megaresume.session.session import Session
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.batches import BatchSchedule
 
 BATCH, VOCAB, SAVE_INTERVAL = 4, 256, 5

@@ -25,11 +25,11 @@ from typing import Final, Literal
 import pytest
 
 from megaresume.checkpoint import system
+from megaresume.checkpoint.choosing.candidates import read_pointer
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import TRACKER
-from megaresume.checkpoint.pointers import read_pointer
-from megaresume.checkpoint.saving.older import put_back
+from megaresume.checkpoint.saving.retention import put_back
 from megaresume.checkpoint.start import distrust_tracker
 from megaresume.hosts.megatron.tracker import check_tracker
 from megaresume.stream.errors import MegaresumeError

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 import megaresume
 from megaresume.checkpoint import system
 from megaresume.checkpoint.choosing.choose import confirm_choice
-from megaresume.session import directory as shared_directory
-from megaresume.session import session
+from megaresume.checkpoint.session import directory as shared_directory
+from megaresume.checkpoint.session import session
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.shim import Mode, Shim
 

@@ -33,8 +33,7 @@ KILLED_AT: Final = (5, 20, 26, 34, 47)
 
 def _save(root: Path, iteration: int, rng: random.Random, keep: int | None) -> None:
     from megaresume.checkpoint.saving.commit import begin_save, commit_save
-    from megaresume.checkpoint.saving.older import make_room
-    from megaresume.checkpoint.saving.retention import Retention
+    from megaresume.checkpoint.saving.retention import Retention, make_room
     from tests.checkpoint.conftest import make_state
     from tests.checkpoint.durability import make_durable
 
@@ -61,7 +60,7 @@ def _start(root: Path) -> None:
     from megaresume.checkpoint.choosing.choose import choose
     from megaresume.checkpoint.lock import take
     from megaresume.checkpoint.saving.durable import not_durable
-    from megaresume.checkpoint.saving.older import put_back
+    from megaresume.checkpoint.saving.retention import put_back
     from megaresume.checkpoint.start import record_start
     from tests.checkpoint.conftest import make_state
     from tests.checkpoint.durability import make_durable

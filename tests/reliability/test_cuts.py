@@ -45,7 +45,7 @@ SCRIPT = """
 import os, shutil, sys
 from pathlib import Path
 import torch
-from megaresume.checkpoint.files import write_atomic
+from megaresume.files import write_atomic
 from tests.reliability.shim import Shim
 root = Path(sys.argv[1])
 with Shim().armed(root, mode="record", log=os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)):

@@ -19,7 +19,7 @@ SCRIPT = """
 import os, shutil, sys
 from pathlib import Path
 import torch
-from megaresume.checkpoint.files import write_atomic
+from megaresume.files import write_atomic
 from tests.reliability.shim import Shim
 root = Path(sys.argv[1])
 shim = Shim()

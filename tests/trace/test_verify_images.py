@@ -12,11 +12,11 @@ import yaml
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream, open_validation
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError
 from tests.data.kit import encoder, write_shards

@@ -1,6 +1,6 @@
 """What a run goes on from: the newest checkpoint that is whole, with the reason for each that was passed over.
 
-    candidates.py   is this one whole?
+    candidates.py   which are there, is this one whole, and what do the pointers name?
     search.py       the rules of a choice
     choose.py       of one root or of two, and the same on all ranks
 

@@ -1,4 +1,14 @@
-"""Which checkpoints a root holds, and whether each of them is whole.
+"""Which checkpoints a root holds, whether each of them is whole, and which one the pointers name.
+
+The two pointer files, for us and for every other program that reads the directory.
+
+    latest                                  DeepSpeed's: the name of a tag directory
+    latest_checkpointed_iteration.txt       Megatron's, the tracker: an iteration, or the word ``release``
+
+DeepSpeed writes its own before the other ranks are done, and both upstreams write in place, so a kill leaves an
+empty file. Reading is therefore tolerant: it says what is there and what is wrong with it, and never raises.
+
+Which checkpoints a root holds, and whether each of them is whole.
 
 Listing looks at names only; examining one checkpoint reads its records and looks up the size of every file. So a root
 with a thousand checkpoints costs one examination when the newest is whole.
@@ -12,12 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.formats import NewerFormatError, SealError, unseal
+from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.manifest import Manifest, Progress, list_files, read_manifest
 from megaresume.checkpoint.paths import (
+    LATEST,
     RECORDS_DIR,
+    TRACKER,
     RecordKind,
+    check_tag,
     manifest_path,
     marker_path,
     older_dir,
@@ -27,9 +40,103 @@ from megaresume.checkpoint.paths import (
     tag_iteration,
     usual_tags,
 )
-from megaresume.checkpoint.pointers import Pointer
 from megaresume.checkpoint.step_file import StepFile, read_marker, read_step_file
-from megaresume.stream.errors import CheckpointError, MegaresumeError
+from megaresume.files import open_file, read_file
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+
+PointerName = Literal["latest", "latest_checkpointed_iteration.txt"]
+
+#: bytes; a pointer holds one short name, more is garbage.
+_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pointer:
+    """What one pointer file says."""
+
+    name: PointerName
+    status: Literal["ok", "absent", "empty", "garbled", "release", "dangling", "unreadable"]
+    #: what the file holds, cut to what can be shown; None: no file.
+    text: str | None = None
+    #: the tag that it names: a directory that exists where ``status`` is ok or release.
+    tag: str | None = None
+    #: the iteration that it names, where that is known without opening anything.
+    iteration: int | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, as a sentence; None for a pointer that is absent, ok, or ``release``."""
+        match self.status:
+            case "empty":
+                return f"{self.name} is empty (a writer was killed, or the disk was full)"
+            case "garbled":
+                wanted = "a tag" if self.name == LATEST else "an iteration or 'release'"
+                return f"{self.name} holds {self.text!r}, not {wanted}"
+            case "dangling":
+                return f"{self.name} names {self.text!r}, but there is no such checkpoint directory"
+            case "unreadable":
+                return f"{self.name} cannot be read: {self.text}"
+            case _:
+                return None
+
+
+def read_pointer(root: Path, name: PointerName) -> Pointer:
+    """Read one pointer and look whether what it names exists. Never raises."""
+    try:
+        with open_file(root / name) as file:
+            data = file.read(_MAX_BYTES)
+    except FileNotFoundError:
+        return Pointer(name=name, status="absent")
+    except OSError as error:
+        return Pointer(name=name, status="unreadable", text=error.strerror or str(error))
+    text = data.decode("utf-8", "backslashreplace").strip()
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    if not text:
+        return Pointer(name=name, status="empty", text="")
+    if name == LATEST:
+        return _read_latest(root, text, shown)
+    return _read_tracker(root, text, shown)
+
+
+def _read_latest(root: Path, text: str, shown: str) -> Pointer:
+    try:
+        check_tag(text)
+    except UsageError:
+        return Pointer(name=LATEST, status="garbled", text=shown)
+    there = (root / text).is_dir()
+    return Pointer(
+        name=LATEST, status="ok" if there else "dangling", text=shown, tag=text, iteration=tag_iteration(text)
+    )
+
+
+def _read_tracker(root: Path, text: str, shown: str) -> Pointer:
+    if text == "release":
+        there = (root / text).is_dir()
+        return Pointer(name=TRACKER, status="release" if there else "dangling", text=shown, tag=text)
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        return Pointer(name=TRACKER, status="garbled", text=shown)
+    iteration = int(text)
+    tag = next((tag for tag in usual_tags(iteration) if (root / tag).is_dir()), None)
+    # An iteration may also be that of a tag of the user's own: whether it dangles is for `survey` to say.
+    return Pointer(
+        name=TRACKER, status="ok" if tag is not None else "dangling", text=shown, tag=tag, iteration=iteration
+    )
+
+
+def read_pointers(root: Path) -> tuple[Pointer, Pointer]:
+    """``latest`` and the tracker."""
+    return read_pointer(root, LATEST), read_pointer(root, TRACKER)
+
+
+def write_latest(root: Path, tag: str) -> None:
+    """Point ``latest`` to a tag directory, atomically. Raises CheckpointError, UsageError for an impossible tag."""
+    write_fenced(root, root / LATEST, check_tag(tag).encode())
+
+
+def write_tracker(root: Path, iteration: int) -> None:
+    """Point the tracker to an iteration, atomically. Raises CheckpointError."""
+    write_fenced(root, root / TRACKER, str(iteration).encode())
+
 
 T = TypeVar("T")
 

@@ -25,12 +25,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megaresume.checkpoint.choosing.candidates import Candidate, Examined, examine, list_candidates, resolve_pointer
+from megaresume.checkpoint.choosing.candidates import (
+    Candidate,
+    Examined,
+    Pointer,
+    examine,
+    list_candidates,
+    read_pointers,
+    resolve_pointer,
+)
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.ledger import LedgerReading, abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.manifest import Manifest, Progress, directories_of_models
 from megaresume.checkpoint.paths import ledger_path, step_path
-from megaresume.checkpoint.pointers import Pointer, read_pointers
 from megaresume.checkpoint.step_file import StepFile, read_step_file
 from megaresume.stream.errors import CheckpointError, StateError
 

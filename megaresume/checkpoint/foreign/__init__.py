@@ -6,16 +6,13 @@
     hugging-face   checkpoint-10/        no pointer                            (LLaMA-Factory too)
 
 Where megaresume saved, its manifest says what is complete. Elsewhere the files are held against what their layout
-demands: base.py looks at single files and at what they say of the others, distributed.py at PyTorch's distributed
-checkpoints, and one file for each layout (deepspeed.py, hugging_face.py, megatron.py, verl.py) at the whole.
+demands: base.py looks at single files, at what they say of the others, and at PyTorch's distributed checkpoints;
+layouts.py at the whole, for each of the four.
 `megaresume.runs.newest` chooses. Nothing is unpickled, and no tensor is read.
 """
 
 from megaresume.checkpoint.foreign.base import Layout, Look
-from megaresume.checkpoint.foreign.deepspeed import DEEPSPEED
-from megaresume.checkpoint.foreign.hugging_face import HUGGING_FACE
-from megaresume.checkpoint.foreign.megatron import MEGATRON
-from megaresume.checkpoint.foreign.verl import VERL
+from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, MEGATRON, VERL
 
 __all__ = ["LAYOUTS", "Layout", "Look"]
 

@@ -32,8 +32,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megaresume.checkpoint import system
+from megaresume.checkpoint.choosing.candidates import read_pointer, write_latest, write_tracker
 from megaresume.checkpoint.data_state import DataState
-from megaresume.checkpoint.files import make_dir, size_of, write_atomic, write_error
 from megaresume.checkpoint.ledger import append_ledger, with_attempt
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, list_files, unlisted
@@ -48,8 +48,7 @@ from megaresume.checkpoint.paths import (
     records_dir,
     step_path,
 )
-from megaresume.checkpoint.pointers import read_pointer, write_latest, write_tracker
-from megaresume.checkpoint.saving.older import put_back
+from megaresume.checkpoint.saving.retention import put_back
 from megaresume.checkpoint.step_file import (
     Marker,
     StepFile,
@@ -63,6 +62,7 @@ from megaresume.checkpoint.step_file import (
 )
 from megaresume.checkpoint.system import utc
 from megaresume.checkpoint.topology import Topology
+from megaresume.files import make_dir, size_of, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, UsageError
 
 

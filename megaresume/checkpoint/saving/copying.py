@@ -17,22 +17,11 @@ from pathlib import Path
 
 import xxhash
 
-from megaresume.checkpoint.choosing.candidates import examine, find
-from megaresume.checkpoint.files import (
-    fsync_dir,
-    fsync_file,
-    make_dir,
-    open_file,
-    size_of,
-    write_all,
-    write_atomic,
-    write_error,
-)
+from megaresume.checkpoint.choosing.candidates import examine, find, read_pointers, write_latest, write_tracker
 from megaresume.checkpoint.ledger import append_lines, read_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, read_manifest
 from megaresume.checkpoint.paths import data_path, ledger_path, manifest_path, marker_path, records_dir, step_path
-from megaresume.checkpoint.pointers import read_pointers, write_latest, write_tracker
 from megaresume.checkpoint.step_file import (
     Marker,
     StepFile,
@@ -43,6 +32,16 @@ from megaresume.checkpoint.step_file import (
     run_of,
     write_marker,
     write_step_file,
+)
+from megaresume.files import (
+    fsync_dir,
+    fsync_file,
+    make_dir,
+    open_file,
+    size_of,
+    write_all,
+    write_atomic,
+    write_error,
 )
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 

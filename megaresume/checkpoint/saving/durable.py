@@ -30,17 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import examine, list_candidates
-from megaresume.checkpoint.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
 from megaresume.checkpoint.formats import flag, read_sealed, seal, text
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import Manifest, checksum_file, read_manifest
 from megaresume.checkpoint.paths import TRACKER, ledger_path, manifest_path, part_path, records_dir, step_path
 from megaresume.checkpoint.saving.copying import write_copy
-from megaresume.checkpoint.saving.older import changing, remove_older
 from megaresume.checkpoint.saving.rank_files import remove_orphans
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, prune
+from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, changing, prune, remove_older
 from megaresume.checkpoint.step_file import StepFile, read_step_file
+from megaresume.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError
 
 FORMAT, VERSION = "megaresume.synced", 1

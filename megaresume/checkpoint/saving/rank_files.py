@@ -1,6 +1,6 @@
 """What every rank adds to a checkpoint in ``<save>/megaresume``: one file of each rank, in a directory of the step.
 
-    step_0000010.random/rank_00000.json    random state of rank 0 (`megaresume.session.random_state`)
+    step_0000010.random/rank_00000.json    random state of rank 0 (`megaresume.checkpoint.session.random_state`)
     step_0000010.loader/rank_00000.pkl     state of data-parallel rank 0's loader, where the run has a loader of its own
 
 They are written before the commit, and the manifest names them with size and checksum: they are part of the checkpoint.
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import xxhash
 
-from megaresume.checkpoint.files import make_dir, read_file, write_atomic
 from megaresume.checkpoint.manifest import FileEntry, Manifest
 from megaresume.checkpoint.paths import (
     RankFileKind,
@@ -27,6 +26,7 @@ from megaresume.checkpoint.paths import (
     records_dir,
     usual_tags,
 )
+from megaresume.files import make_dir, read_file, write_atomic
 from megaresume.stream.errors import StateError
 
 _DIRECTORY = re.compile(r"step_([0-9]{7,18})(?:@(.+))?\.(?:loader|random|synced)")

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import Candidate, list_candidates
-from megaresume.checkpoint.files import make_dir, remove_leftovers, write_atomic
 from megaresume.checkpoint.formats import count, read_sealed, seal, text
 from megaresume.checkpoint.paths import check_tag, records_dir
 from megaresume.checkpoint.saving.copying import is_copied, share_ledger, stage
 from megaresume.checkpoint.saving.rank_files import remove_orphans
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, prune
 from megaresume.checkpoint.step_file import StepFile, run_of
+from megaresume.files import make_dir, remove_leftovers, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 log = logging.getLogger(__name__)

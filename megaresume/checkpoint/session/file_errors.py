@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.session.ranks import FailedElsewhereError, Failure, Meeting, is_known_to_all, known_to_all
+from megaresume.checkpoint.session.ranks import FailedElsewhereError, Failure, Meeting, is_known_to_all, known_to_all
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 T = TypeVar("T")

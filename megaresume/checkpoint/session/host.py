@@ -23,7 +23,7 @@ from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
 if TYPE_CHECKING:
-    from megaresume.session.session import Session
+    from megaresume.checkpoint.session.session import Session
     from megaresume.stream.stream import Stream
 
 

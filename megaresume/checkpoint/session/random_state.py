@@ -43,8 +43,8 @@ from megaresume.checkpoint.formats import SealError, seal, text, unseal
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files
+from megaresume.checkpoint.session.ranks import gather, is_rank_0, on_all_ranks, rank
 from megaresume.checkpoint.topology import Topology
-from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, rank
 from megaresume.stream.errors import StateError
 
 #: by name: ``random.getstate()``, ``numpy.random.get_state(legacy=False)``, or uint8 tensors of torch's.

@@ -8,10 +8,13 @@ one of the user's own code that made us refuse.
     each for itself, in a process group    the first to sign the group's store
     before there is one                    rank 0; the others wait for their launcher to end them, and then say it too,
                                            unless it was said on their node in the same step of srun, which ends nobody
+
+How our own programs end a process that still has a process group of gloo's.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -107,14 +110,14 @@ def _with_others(error: MegaresumeError, speak: Callable[[Callable[[], None]], N
 
 def _say_together(say_it: Callable[[], None]) -> None:
     """All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0."""
-    from megaresume.session.ranks import on_rank_0  # deferred: torch
+    from megaresume.checkpoint.session.ranks import on_rank_0  # deferred: torch
 
     on_rank_0(say_it)
 
 
 def _say_if_first(error: MegaresumeError, say_it: Callable[[], None]) -> None:
     """Other ranks may have found the same by themselves."""
-    from megaresume.session.ranks import is_rank_0, shared_store  # deferred: torch
+    from megaresume.checkpoint.session.ranks import is_rank_0, shared_store  # deferred: torch
 
     if not is_rank_0():
         time.sleep(_AHEAD)
@@ -189,3 +192,31 @@ _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 
 def _is_theirs(file: str) -> bool:
     return not file.startswith(("<", _OURS, *_INSTALLED))
+
+
+def run_program(main: Callable[[], int]) -> None:
+    """Run a program and end the process with its status, as Python does, but for taking the interpreter apart.
+
+    Threads of gloo's drop the tensors of the last collectives of a script, and need Python for that: if it is ending by
+    then, torch aborts the process, after a run that went well (pytorch#190489). An exception that the program leaves to
+    Python ends as ever.
+    """
+    try:
+        status: object = main()
+    except SystemExit as end:
+        status = end.code
+    if not _has_gloo():
+        sys.exit(status)  # type: ignore[arg-type]
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)  # as Python does
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that Python waits for
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit((status or 0) & 0xFF)
+
+
+def _has_gloo() -> bool:
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return any(task.read_text().startswith("pt_gloo_runloop") for task in tasks)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from megaresume.session.ranks import gather, is_known_to_all, is_rank_0, on_rank_0
+from megaresume.checkpoint.session.ranks import gather, is_known_to_all, is_rank_0, on_rank_0
 from megaresume.stream.errors import MegaresumeError, UsageError
 
 T = TypeVar("T")

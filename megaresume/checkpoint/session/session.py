@@ -36,8 +36,33 @@ from megaresume.checkpoint.manifest import FileEntry, Manifest
 from megaresume.checkpoint.paths import ledger_path, manifest_path, same_place, step_path
 from megaresume.checkpoint.saving.commit import PendingCheckpoint, abandon_save, begin_save, commit_save
 from megaresume.checkpoint.saving.durable import not_durable
-from megaresume.checkpoint.saving.older import has_older, make_room, put_back
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, has_older, make_room, put_back
+from megaresume.checkpoint.session.directory import Staged, check_clocks, claim_directory
+from megaresume.checkpoint.session.durability import Durability, find_damage
+from megaresume.checkpoint.session.file_errors import read_undamaged, reading, writing
+from megaresume.checkpoint.session.host import (
+    Data,
+    Host,
+    Loaded,
+    Reading,
+    Resume,
+    Save,
+    check_same,
+    seed_of,
+    without_state,
+)
+from megaresume.checkpoint.session.random_state import RandomState, Snapshot
+from megaresume.checkpoint.session.ranks import (
+    gather,
+    is_rank_0,
+    known_to_all,
+    on_all_ranks,
+    on_rank_0,
+    same_on_all_ranks,
+    written_by_all,
+)
+from megaresume.checkpoint.session.retries import Retries
+from megaresume.checkpoint.session.stopping import StopConditions, Stopped, Stopper
 from megaresume.checkpoint.start import (
     MAX_STARTS,
     NOTHING_TO_TRAIN,
@@ -49,24 +74,6 @@ from megaresume.checkpoint.start import (
 )
 from megaresume.checkpoint.step_file import StepFile, read_step_file
 from megaresume.checkpoint.topology import Topology
-from megaresume.session.clocks import check_clocks
-from megaresume.session.directory import Staged, claim_directory
-from megaresume.session.durability import Durability
-from megaresume.session.file_errors import read_undamaged, reading, writing
-from megaresume.session.host import Data, Host, Loaded, Reading, Resume, Save, check_same, seed_of, without_state
-from megaresume.session.random_state import RandomState, Snapshot
-from megaresume.session.ranks import (
-    gather,
-    is_rank_0,
-    known_to_all,
-    on_all_ranks,
-    on_rank_0,
-    same_on_all_ranks,
-    written_by_all,
-)
-from megaresume.session.retries import Retries
-from megaresume.session.stopping import StopConditions, Stopped, Stopper
-from megaresume.session.verification import find_damage
 from megaresume.stream.errors import CheckpointError, UsageError
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
     attach(engine, data, checkpoints=Checkpoints(...), loader=Loader(...), data_options=DataOptions(...), stop=...)
 
 From here come the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.training` and of ``megaresume
-plan`` (`megaresume.session.flags`), and the table in docs/settings.md.
+plan`` (`megaresume.checkpoint.session.flags`), and the table in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megaresume.checkpoint.saving.retention import Retention
+from megaresume.checkpoint.session.flags import described, setting
+from megaresume.checkpoint.session.retries import OnSaveFailure, Retries
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.checkpoint.start import MAX_STARTS
-from megaresume.session.flags import described, setting
-from megaresume.session.retries import OnSaveFailure, Retries
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.batches import TOKEN_COST, Balance, Objective
 from megaresume.stream.config import OnChange
 from megaresume.stream.data_yaml import Append

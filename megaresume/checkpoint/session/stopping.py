@@ -26,8 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from megaresume.session.flags import described, setting
-from megaresume.session.ranks import finished, gather, is_rank_0, world_size
+from megaresume.checkpoint.session.flags import described, setting
+from megaresume.checkpoint.session.ranks import finished, gather, is_rank_0, world_size
 from megaresume.stream.errors import UsageError
 
 #: what Slurm and people send before they kill.

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.checkpoint.files import fsync_dir
 from megaresume.data.prepare.measure import SHOWN, IndexSpec, ShardTask
 from megaresume.data.shard_index import COLUMNS, COLUMNS_AT, FORMAT, VERSION, Preamble, column_places
 from megaresume.data.shard_paths import portable
+from megaresume.files import fsync_dir
 
 
 @dataclass(slots=True)

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.checkpoint.files import fsync_dir
 from megaresume.data.layout import IndexHeader, bin_path, idx_path
 from megaresume.data.places import HEADER_BYTES, PLACE, places_path, write_header
 from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.work import WorkDirectory
 from megaresume.data.sidecar import sidecar_path, write_tokenizer
 from megaresume.data.spans import SpansWriter, spans_path
+from megaresume.files import fsync_dir
 
 #: boundaries written at once.
 CHUNK = 1 << 20

@@ -22,16 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megaresume.batches.open import open_stream
+from megaresume.checkpoint.session.rank_log import RankLog
+from megaresume.checkpoint.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.data.data_config import Data
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.hooks import hook, session_of
 from megaresume.hosts.deepspeed.host import EngineHost
 from megaresume.hosts.deepspeed.loaders import AttachedLoader, attach_loader
 from megaresume.hosts.deepspeed.training_data import TrainingData
-from megaresume.runs.rank_log import RankLog
-from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
-from megaresume.session.settings import Checkpoints, DataOptions, Loader
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 from megaresume.stream.fingerprints import same_corpora

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megaresume.checkpoint.session.host import Resume
+from megaresume.checkpoint.session.random_state import RandomState
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.stopping import Stopped
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import Batches, EngineHost
 from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep
-from megaresume.session.host import Resume
-from megaresume.session.random_state import RandomState
-from megaresume.session.session import Session
-from megaresume.session.stopping import Stopped
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.hosts import instances
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.host import EngineHost, around_load
-from megaresume.session.session import Session
-from megaresume.session.settings import Checkpoints
 from megaresume.stream.errors import UsageError
 
 #: where an engine keeps what is attached to it.

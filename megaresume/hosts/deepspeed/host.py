@@ -18,6 +18,11 @@ from typing import Any, Protocol
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import FORMAT, Envelope
 from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.session.file_errors import read_on_all_ranks, writing
+from megaresume.checkpoint.session.host import Data, Reading, Save
+from megaresume.checkpoint.session.random_state import RandomState
+from megaresume.checkpoint.session.ranks import Meeting, is_rank_0, on_all_ranks
+from megaresume.checkpoint.session.session import Pick, Session
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.deepspeed import decoupled
@@ -25,11 +30,6 @@ from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.elastic.conversion import remove_converted
 from megaresume.hosts.deepspeed.elastic.load import check_restorable, conversion, restore_rest
 from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, Partitions, choose_to_load
-from megaresume.session.file_errors import read_on_all_ranks, writing
-from megaresume.session.host import Data, Reading, Save
-from megaresume.session.random_state import RandomState
-from megaresume.session.ranks import Meeting, is_rank_0, on_all_ranks
-from megaresume.session.session import Pick, Session
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
@@ -65,7 +65,7 @@ class Batches(Data, Protocol):
 
 
 class EngineHost:
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         engine: what ``deepspeed.initialize`` returned first.

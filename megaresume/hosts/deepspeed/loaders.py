@@ -24,6 +24,9 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.hooks import hook, session_of
@@ -31,9 +34,6 @@ from megaresume.hosts.deepspeed.host import EngineHost
 from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, fingerprint, tokens_of
 from megaresume.hosts.loaders.adapters import LoaderReader, adapter_of
 from megaresume.hosts.loaders.states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.session import Session
-from megaresume.session.settings import Checkpoints
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError
 

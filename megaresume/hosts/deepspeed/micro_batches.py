@@ -36,8 +36,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from megaresume.checkpoint.session.rank_log import Noted
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.runs.rank_log import Noted
 from megaresume.stream.errors import MegaresumeError, StateError
 
 

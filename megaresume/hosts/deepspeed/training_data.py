@@ -21,15 +21,15 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.session.host import change_lines
+from megaresume.checkpoint.session.rank_log import RankLog, noted
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Loader
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep, fingerprint
 from megaresume.hosts.torch.feeds import RankFaults
-from megaresume.runs.rank_log import RankLog, noted
-from megaresume.session.host import change_lines
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.session import Session
-from megaresume.session.settings import Loader
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
 from megaresume.stream.errors import MegaresumeError, StateError

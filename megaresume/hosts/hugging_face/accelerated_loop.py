@@ -21,6 +21,9 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
+from megaresume.checkpoint.session.host import Reading, Resume, Save
+from megaresume.checkpoint.session.ranks import all_come, on_all_ranks, on_rank_0
+from megaresume.checkpoint.session.session import Session
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.deepspeed.engine import forget_gradients
@@ -36,9 +39,6 @@ from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.loop import StepLoop
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.host import Reading, Resume, Save
-from megaresume.session.ranks import all_come, on_all_ranks, on_rank_0
-from megaresume.session.session import Session
 from megaresume.stream.errors import UsageError
 
 #: see `check_loadable`.
@@ -65,7 +65,7 @@ class DataRecord:
 
 
 class AcceleratorHost(StepHost):
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         accelerator: Accelerate's, with models and optimizers prepared.

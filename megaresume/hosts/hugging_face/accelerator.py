@@ -21,15 +21,15 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts.hugging_face.accelerated_loop import AcceleratedLoop, AcceleratorHost
 from megaresume.hosts.hugging_face.backends import check_backend
 from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import feed_of
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.settings import Checkpoints
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError
 
 

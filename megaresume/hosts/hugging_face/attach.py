@@ -19,6 +19,9 @@ from typing import Any, Unpack
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.items.options import ItemOptions
 from megaresume.checkpoint.paths import records_dir
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts.hugging_face.backends import check_backend
 from megaresume.hosts.hugging_face.collators import collator, packing_collator
 from megaresume.hosts.hugging_face.families import check_methods, let_epochs_end
@@ -28,9 +31,6 @@ from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.hosts.torch.loop import open_session
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.settings import Checkpoints
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError
 from megaresume.stream.schema import near
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import hugging_face_tag
+from megaresume.checkpoint.session.random_state import kept
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.session import Session
 from megaresume.hosts.hugging_face.host import KEY, TrainerHost
 from megaresume.hosts.instances import hook, replaced
-from megaresume.session.random_state import kept
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.session import Session
 from megaresume.stream.errors import UsageError
 
 #: without ``get_train_dataloader``, which is replaced.

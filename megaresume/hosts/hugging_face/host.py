@@ -16,11 +16,11 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.session.host import Reading, Save
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.hugging_face.backends import Written, check_loadable, expected_files, failing_late, zero_stage
 from megaresume.hosts.torch.feeds import Items, micro_batches, micro_batches_to, say_left_over
 from megaresume.hosts.torch.host import StepHost, write_all
-from megaresume.session.host import Reading, Save
 from megaresume.stream.errors import StateError, UsageError
 
 #: the key in ``stateful_callbacks`` of trainer_state.json.
@@ -36,7 +36,7 @@ WRITTEN: Written = {
 
 
 class TrainerHost(StepHost):
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         trainer: transformers' Trainer.

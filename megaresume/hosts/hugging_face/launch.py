@@ -23,13 +23,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megaresume.checkpoint.session.flags import PREFIX, take_settings
+from megaresume.checkpoint.session.refusals import show_refusals
+from megaresume.checkpoint.session.settings import GROUPS, Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts.hooking import children
 from megaresume.hosts.hooking.importing import when_imported, wrap
 from megaresume.hosts.instances import SLOT
-from megaresume.session.flags import PREFIX, take_settings
-from megaresume.session.refusals import show_refusals
-from megaresume.session.settings import GROUPS, Checkpoints
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import SetupError, UsageError
 
 #: Environment variable for this process and its children: what our flags say, as JSON. Set: the launcher runs this for
@@ -102,8 +102,8 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
     def attached_train(
         trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any
     ) -> Any:
+        from megaresume.checkpoint.session.ranks import on_rank_0
         from megaresume.hosts.hugging_face.hooks import Hooks  # deferred: torch
-        from megaresume.session.ranks import on_rank_0
 
         hooks: Hooks | None = getattr(trainer, SLOT, None)
         if hooks is not None:  # by the script, whose call has come through our hook

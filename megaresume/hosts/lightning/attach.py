@@ -15,16 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
 from megaresume.hosts.lightning.hooks import Hooks
 from megaresume.hosts.lightning.host import LightningHost
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.ranks import is_rank_0, on_all_ranks
-from megaresume.session.session import Session
-from megaresume.session.settings import Checkpoints
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError
 
 #: of which a Trainer may be: one library under two names.

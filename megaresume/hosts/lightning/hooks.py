@@ -24,14 +24,14 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.session import random_state
+from megaresume.checkpoint.session.file_errors import writing
+from megaresume.checkpoint.session.host import Reading
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.session.session import Pick, Session
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.instances import hook
 from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost, Witness
-from megaresume.session import random_state
-from megaresume.session.file_errors import writing
-from megaresume.session.host import Reading
-from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
-from megaresume.session.session import Pick, Session
 from megaresume.stream.errors import StateError, UsageError
 
 FITTING = "fit"

@@ -17,14 +17,14 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.instances import replaced
 from megaresume.hosts.torch.feeds import micro_batches_to, say_left_over
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import is_rank_0, on_all_ranks
 from megaresume.stream.errors import CheckpointError, StateError
 
 #: in a tag directory, and in what Lightning saves.
@@ -34,7 +34,7 @@ _DEEPSPEED = "checkpoint"
 
 
 class LightningHost(StepHost):
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         trainer: Lightning's.

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megaresume.session.random_state import kept
+from megaresume.checkpoint.session.random_state import kept
 from megaresume.stream.errors import StateError, UsageError
 
 

@@ -24,8 +24,8 @@ from megaresume.checkpoint.formats import count, from_members, text
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files
+from megaresume.checkpoint.session.ranks import gather, on_all_ranks, rank
 from megaresume.hosts.loaders.adapters import Facts, LoaderReader
-from megaresume.session.ranks import gather, on_all_ranks, rank
 from megaresume.stream.errors import StateError, UsageError
 
 

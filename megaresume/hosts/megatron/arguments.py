@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
-from megaresume.session.flags import PREFIX, add_settings, flag_of
-from megaresume.session.settings import GROUPS, Checkpoints, Loader, Mode
-from megaresume.session.stopping import SIGNALS, StopConditions, minutes_before_end
+from megaresume.checkpoint.session.flags import PREFIX, add_settings, flag_of
+from megaresume.checkpoint.session.settings import GROUPS, Checkpoints, Loader, Mode
+from megaresume.checkpoint.session.stopping import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError

@@ -26,6 +26,9 @@ from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import megatron_tag
+from megaresume.checkpoint.session.file_errors import is_damage, read_on_all_ranks, read_undamaged
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.hosts.loaders.states import LoaderRecord
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.hooks.calls import check_save
@@ -38,9 +41,6 @@ from megaresume.hosts.megatron.host import (
     megatron_host,
     topology_of,
 )
-from megaresume.session.file_errors import is_damage, read_on_all_ranks, read_undamaged
-from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.stream.errors import CheckpointError
 
 # Save

@@ -16,6 +16,7 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.host import MegatronHost, can_be_written, switch_on
@@ -23,7 +24,6 @@ from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.hosts.megatron.project import Project, current_project, parse_version
 from megaresume.hosts.megatron.schedule import ignores_rampup
 from megaresume.hosts.megatron.tracker import check_tracker, mend_tracker
-from megaresume.session.ranks import is_rank_0, on_all_ranks
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: name on args -> (flag, why a stream cannot give it, the way out).

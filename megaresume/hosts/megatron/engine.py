@@ -16,17 +16,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.choosing.candidates import read_pointers
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import LATEST
-from megaresume.checkpoint.pointers import read_pointers
+from megaresume.checkpoint.session.file_errors import read_undamaged, reading
+from megaresume.checkpoint.session.ranks import on_all_ranks
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import EngineHost, around_load
 from megaresume.hosts.megatron.host import MegatronHost, envelope_on, latest_host, megatron_host
-from megaresume.session.file_errors import read_undamaged, reading
-from megaresume.session.ranks import on_all_ranks
 from megaresume.stream.errors import CheckpointError, SetupError
 
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import deepspeed_tag, megatron_tag
+from megaresume.checkpoint.session.host import Data, Save
+from megaresume.checkpoint.session.session import Session
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project
 from megaresume.hosts.megatron.schedule import schedule_from_args
-from megaresume.session.host import Data, Save
-from megaresume.session.session import Session
 from megaresume.stream.errors import MegaresumeError, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def can_be_written(save_dir: object) -> bool:
 
 
 class MegatronHost:
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         project: which Megatron this is.

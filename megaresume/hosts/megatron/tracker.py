@@ -17,13 +17,19 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.candidates import Candidate, examine, list_candidates
+from megaresume.checkpoint.choosing.candidates import (
+    Candidate,
+    Pointer,
+    examine,
+    list_candidates,
+    read_pointer,
+    write_tracker,
+)
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice, Theirs
-from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import TRACKER, ledger_path, marker_path, megatron_tag
-from megaresume.checkpoint.pointers import Pointer, read_pointer, write_tracker
+from megaresume.files import read_file
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 
@@ -37,7 +43,10 @@ def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def read_metadata(tracker_filename: Any, *args: Any, **kwargs: Any) -> Any:
-        from megaresume.session.ranks import on_all_ranks, on_rank_0  # deferred: torch, which `check_tracker` needs not
+        from megaresume.checkpoint.session.ranks import (  # deferred: torch, which `check_tracker` needs not
+            on_all_ranks,
+            on_rank_0,
+        )
 
         path = Path(tracker_filename)
         if "://" not in str(tracker_filename):

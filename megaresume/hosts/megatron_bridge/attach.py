@@ -17,10 +17,10 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
+from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.megatron_bridge.run import Run
 from megaresume.hosts.torch.host import of_trainer
-from megaresume.session.settings import Checkpoints
 
 #: imports Bridge.
 _MANAGER = "megaresume.hosts.megatron_bridge.manager"

@@ -14,12 +14,12 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.ranks import is_rank_0
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import replaced
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import is_rank_0
 
 #: ours, in the state of the schedule.
 KEY = "megaresume"
@@ -53,7 +53,7 @@ class Carrying:
 
 
 class BridgeHost(StepHost):
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         config: Bridge's.

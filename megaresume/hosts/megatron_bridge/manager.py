@@ -25,10 +25,10 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import is_usual_tag, megatron_tag, tag_iteration
+from megaresume.checkpoint.session.host import Reading
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.instances import SLOT, replaced
 from megaresume.hosts.megatron_bridge.run import Run
-from megaresume.session.host import Reading
 
 
 class Manager:

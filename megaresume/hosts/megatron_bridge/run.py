@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.session.random_state import kept
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.hosts.megatron_bridge.host import BridgeHost
 from megaresume.hosts.torch.feeds import Feed, Samples, feed_of
 from megaresume.hosts.torch.host import check_sizes
 from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.random_state import kept
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.session import Session
-from megaresume.session.settings import Checkpoints
 from megaresume.stream.errors import StateError, UsageError
 
 #: what of a stream's batch Bridge takes.

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from megaresume.checkpoint.session.file_errors import writing
+from megaresume.checkpoint.session.host import Save
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.hosts.torch import files
-from megaresume.session.file_errors import writing
-from megaresume.session.host import Save
-from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.stream.errors import MegaresumeError
 
 

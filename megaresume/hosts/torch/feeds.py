@@ -17,10 +17,10 @@ from megaresume.batches.items.planned import available
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.session.host import Data, change_lines
+from megaresume.checkpoint.session.ranks import gather, world_size
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import kind_of
-from megaresume.session.host import Data, change_lines
-from megaresume.session.ranks import gather, world_size
 from megaresume.stream.dealing import in_parts
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.faults import NO_FAULTS, Faults

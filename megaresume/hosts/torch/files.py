@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
 from megaresume.hosts.instances import kind_of
-from megaresume.session.ranks import is_rank_0, on_all_ranks
 from megaresume.stream.errors import StateError, UsageError
 
 Writer = Literal["dcp", "dcp_async", "torch"]

@@ -10,24 +10,24 @@ from typing import Any, TypeVar
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.session.file_errors import writing
+from megaresume.checkpoint.session.host import Host, Reading, Save
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import refuse
 from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.feeds import Feed
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.file_errors import writing
-from megaresume.session.host import Host, Reading, Save
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.settings import Checkpoints
 from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
 
 
 class StepHost(Host):
-    """What a host answers that trains by `Steps`: see `megaresume.session.host.Host`; and what it does at a save and at
-    a load."""
+    """What a host answers that trains by `Steps`: see `megaresume.checkpoint.session.host.Host`; and what it does at a
+    save and at a load."""
 
     #: what it has trained.
     steps: Steps

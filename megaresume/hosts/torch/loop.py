@@ -28,23 +28,23 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.session.host import Host, Reading, Resume, Save
+from megaresume.checkpoint.session.random_state import RandomState
+from megaresume.checkpoint.session.ranks import all_come, is_rank_0, on_all_ranks, same_on_all_ranks
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts.torch import files
 from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.feeds import Feed, feed_of
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.shares import check_averaged, check_shares
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.host import Host, Reading, Resume, Save
-from megaresume.session.random_state import RandomState
-from megaresume.session.ranks import all_come, is_rank_0, on_all_ranks, same_on_all_ranks
-from megaresume.session.session import Session
-from megaresume.session.settings import Checkpoints
-from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError
 
 
 class LoopHost(StepHost):
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         steps: what the loop has trained.

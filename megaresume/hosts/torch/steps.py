@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megaresume.checkpoint.session.session import Session
 from megaresume.hosts.torch.feeds import Feed
-from megaresume.session.session import Session
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 _END = object()

@@ -12,6 +12,9 @@ import atexit
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Feed, feed_of
 from megaresume.hosts.torch.host import check_sizes, of_trainer
@@ -19,9 +22,6 @@ from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.hooks import OF_MANAGER, OF_TRAINER, Hooks
 from megaresume.hosts.torchtitan.host import DATALOADER, TitanHost
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.settings import Checkpoints
-from megaresume.session.stopping import StopConditions
 
 #: what is read or called of a CheckpointManager, besides what is hooked.
 _OF_MANAGER = ("_should_save", "dcp_save", "folder", "interval", "keep_latest_k", "states", "save_future")

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megaresume.checkpoint.paths import records_dir, torchtitan_tag
+from megaresume.checkpoint.session.random_state import kept
+from megaresume.checkpoint.session.session import Session
 from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.torch.feeds import Samples
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.host import TitanHost
-from megaresume.session.random_state import kept
-from megaresume.session.session import Session
 from megaresume.stream.errors import StateError
 
 #: torchtitan's IGNORE_INDEX.

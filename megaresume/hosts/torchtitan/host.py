@@ -13,13 +13,13 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.ranks import is_rank_0
 from megaresume.hosts.instances import replaced
 from megaresume.hosts.torch import files
 from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import is_rank_0
 
 #: torchtitan's name of what a dataloader puts into a checkpoint; and ours within it.
 DATALOADER, KEY = "dataloader", "megaresume"
@@ -42,7 +42,7 @@ class Carried:
 
 
 class TitanHost(StepHost):
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         trainer: torchtitan's Trainer.

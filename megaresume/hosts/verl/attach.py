@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
@@ -20,8 +22,6 @@ from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.verl.hooks import Hooks
 from megaresume.hosts.verl.host import Batches, VerlHost
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.settings import Checkpoints
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import UsageError
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import verl_tag
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.session import Session
 from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.verl.host import VerlHost
-from megaresume.session.ranks import on_all_ranks
-from megaresume.session.session import Session
 
 
 class Hooks:

@@ -21,12 +21,12 @@ import torch
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import tag_iteration
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.ranks import on_all_ranks, world_size
 from megaresume.hosts.instances import replaced
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import on_all_ranks, world_size
 from megaresume.stream.errors import CheckpointError
 
 #: the file of the loader's state, and what it has in the place of torchdata's.
@@ -74,7 +74,7 @@ class Batches:
 
 
 class VerlHost(StepHost):
-    """See `megaresume.session.host.Host`.
+    """See `megaresume.checkpoint.session.host.Host`.
 
     Args:
         trainer: VeRL's ``SFTTrainer``.

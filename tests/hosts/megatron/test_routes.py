@@ -163,8 +163,8 @@ GROUP = (
     + """
 import os, time
 import torch.distributed as dist
-from megaresume.session import refusals
-from megaresume.session.ranks import on_all_ranks
+from megaresume.checkpoint.session import refusals
+from megaresume.checkpoint.session.ranks import on_all_ranks
 
 refusals.PATIENCE = float(os.environ.get("PATIENCE", refusals.PATIENCE))
 rank = int(os.environ["RANK"])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.session import ranks
+from megaresume.checkpoint.session import ranks
 
 ITEMS, BASE = 100, 32
 

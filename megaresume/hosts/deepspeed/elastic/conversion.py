@@ -30,10 +30,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-from megaresume.checkpoint.files import delete_soon, fsync_dir, leftover_name, make_dir, write_error
 from megaresume.checkpoint.formats import read_record, rows, seal, text
 from megaresume.checkpoint.manifest import FileEntry, checksum_files, file_entry, list_files, verify_files
 from megaresume.checkpoint.paths import records_dir
+from megaresume.files import delete_soon, fsync_dir, leftover_name, make_dir, write_error
 from megaresume.stream.errors import CheckpointError
 
 SUFFIX = "_universal"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megaresume.checkpoint.choosing.choose import choose, choose_of_two
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.manifest import Manifest, Progress
 from megaresume.checkpoint.topology import Topology
+from megaresume.files import read_file
 from megaresume.hosts.deepspeed.elastic.conversion import Universal, read_universal
 from megaresume.stream.errors import CheckpointError
 

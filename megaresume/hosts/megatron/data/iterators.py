@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from megaresume.checkpoint.data_state import stream_of
+from megaresume.checkpoint.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
 from megaresume.data.source import is_document_source
 from megaresume.data.spans import has_spans
 from megaresume.hosts.megatron.checks import check_flags
@@ -31,7 +32,6 @@ from megaresume.hosts.megatron.data.provider import coordinates, end_of_document
 from megaresume.hosts.megatron.hooks.calls import check_load, is_built
 from megaresume.hosts.megatron.host import MegatronHost, megatron_host
 from megaresume.hosts.megatron.load_rules import check_mode
-from megaresume.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import same_corpora
 

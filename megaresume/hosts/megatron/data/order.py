@@ -14,9 +14,9 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.session.host import Data, change_lines
 from megaresume.hosts.megatron.data.streams import Streams
 from megaresume.hosts.megatron.load_rules import without_state
-from megaresume.session.host import Data, change_lines
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.skips import NO_SKIP, SkipConfig

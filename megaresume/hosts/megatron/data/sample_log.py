@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from megaresume.checkpoint.session.rank_log import RankLog, images_of
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import data_parallel
 from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY
 from megaresume.hosts.megatron.host import MegatronHost
-from megaresume.runs.rank_log import RankLog, images_of
 
 
 def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterators: Any, *, chunk: int) -> Any:

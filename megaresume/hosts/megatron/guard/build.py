@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import RECORDS_DIR
+from megaresume.checkpoint.session.ranks import on_rank_0
 from megaresume.hosts.megatron.guard.compare import Comparison, compare, grown_too_far, refuse
 from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_empty_splits, refuse_spans
 from megaresume.hosts.megatron.guard.extend import Extension, extend, extension_record, plan_extension
@@ -24,7 +25,6 @@ from megaresume.hosts.megatron.guard.pinned import (
 from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, SplitRecord
 from megaresume.hosts.megatron.guard.request import Request
 from megaresume.hosts.megatron.guard.verify import mismatches
-from megaresume.session.ranks import on_rank_0
 from megaresume.stream.errors import StateError
 
 

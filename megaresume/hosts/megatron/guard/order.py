@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from megaresume.checkpoint.data_state import OpaqueState
+from megaresume.checkpoint.session.host import Data
+from megaresume.checkpoint.session.ranks import broadcast, gather, is_rank_0, on_all_ranks, rank, same_on_all_ranks
 from megaresume.hosts.megatron.guard.compare import Difference, refuse
 from megaresume.hosts.megatron.guard.foreign import differences, looks, observe_foreign
 from megaresume.hosts.megatron.guard.record import BuilderRecord, OrderRecord
-from megaresume.session.host import Data
-from megaresume.session.ranks import broadcast, gather, is_rank_0, on_all_ranks, rank, same_on_all_ranks
 from megaresume.stream.errors import StateError
 
 if TYPE_CHECKING:

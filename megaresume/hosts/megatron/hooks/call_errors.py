@@ -7,6 +7,7 @@ from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from megaresume.checkpoint.paths import TRACKER
+from megaresume.checkpoint.session.ranks import known_to_all
 from megaresume.hosts.hooking.importing import STRANGERS, reaches
 from megaresume.hosts.megatron.hooks.seams import (
     ITERATORS,
@@ -20,7 +21,6 @@ from megaresume.hosts.megatron.hooks.seams import (
 )
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.hosts.megatron.project import current_project, package_name
-from megaresume.session.ranks import known_to_all
 from megaresume.stream.errors import MegaresumeError, SetupError
 
 if TYPE_CHECKING:

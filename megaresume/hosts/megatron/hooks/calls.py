@@ -29,8 +29,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.paths import TRACKER
+from megaresume.files import read_file
 from megaresume.hosts.hooking.importing import wrap
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.hooks.call_errors import (
@@ -291,7 +291,7 @@ def at_exit() -> None:
         os._exit(1)  # whatever a program made of the error that it was given
     if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
         return
-    from megaresume.session.refusals import say
+    from megaresume.checkpoint.session.refusals import say
 
     error = _passed_by(current)
     if error is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope, OpaqueState
-from megaresume.session.host import Loaded
+from megaresume.checkpoint.session.host import Loaded
 
 
 def order_state(content: Mapping[str, Any], samples: int) -> OpaqueState:
