@@ -15,21 +15,19 @@ those below it (``lint-imports`` checks that):
 
 cli/           the program
 smoke/         the resume test on a cluster
-dryrun/, doctor/  what would a launch do, what is wrong
+runs/          a run's directory, and every question that is asked of it, with its command
 launching/     the drivers of the launch scripts
 training/      the reference pretraining program, and the demo
 run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
 hosts/         DeepSpeed, Megatron, other people's loaders
-trace/         the stream of a run planned again
-runs/          a run, as its checkpoint directory tells it
 checkpoint/    the protocol: save, choose, lock, keep; and the process that follows it, whatever trains
 batches/       samples to batches
 patching/      scripts adapted by a codemod
 data/          documents and records, and what a data config names, opened
 images/        records to tokens and pixels
 text/          text and conversations to tokens
-files.py, render.py, shipped.py, testing.py  files replaced whole; tables and pages; files of a checkout; a check for
-               your own sources
+files.py, render.py, command_line.py, shipped.py, testing.py  files replaced whole; tables and pages; flags of
+               commands; files of a checkout; a check for your own sources
 stream/        the order of samples: ids and lengths alone
 """
 

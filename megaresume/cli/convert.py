@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaresume.cli.flags import at_least
+from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
 from megaresume.hosts.deepspeed.elastic.load_rules import choose_to_load
 from megaresume.stream.errors import CheckpointError, UsageError

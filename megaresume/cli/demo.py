@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megaresume.cli.flags import need_packages
+from megaresume.command_line import need_packages
 from megaresume.stream.errors import UsageError
 
 

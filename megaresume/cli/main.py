@@ -13,11 +13,11 @@ import sys
 import traceback
 
 import megaresume
-from megaresume.cli.flags import Parser, near, normalise
+from megaresume.command_line import Parser, near, normalise
 from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
-#: In the order of a newcomer's first day. Each is a module of this package with add_arguments and run.
+#: In the order of a newcomer's first day. Each is a module with add_arguments and run: see `_module`.
 COMMANDS = {
     "demo": "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped",
     "prepare": "build .bin/.idx from text, or the index of tar shards",
@@ -34,6 +34,10 @@ COMMANDS = {
     "run": "run an unmodified Megatron script with exact data resume",
     "smoke": "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",
 }
+
+#: questions about a run, and those of them that have a folder of their own.
+_QUESTIONS = ("doctor", "inspect", "latest", "plan", "report", "stream", "trace", "verify")
+_FOLDERS = ("doctor", "plan", "trace")
 
 DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."
 
@@ -59,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asked = next((word for word in argv if word in COMMANDS), None)
         if asked is not None:  # no other command is imported
-            module = importlib.import_module(f"megaresume.cli.{asked.replace('-', '_')}")
+            module = importlib.import_module(_module(asked))
             module.add_arguments(parsers[asked])
             parsers[asked].words = argv
         args, unknown = parser.parse_known_args(argv)
@@ -94,6 +98,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megaresume: interrupted", file=sys.stderr)
         return 130
+
+
+def _module(command: str) -> str:
+    """The module of a command."""
+    if command in _QUESTIONS:
+        return f"megaresume.runs.{command}" + ".command" * (command in _FOLDERS)
+    return f"megaresume.cli.{command}"
 
 
 def _unexpected(error: Exception) -> MegaresumeError:

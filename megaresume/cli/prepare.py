@@ -9,9 +9,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from megaresume.cli.flags import at_least, names_of
 from megaresume.cli.prepare_chat import add_chat_arguments, chat_options
 from megaresume.cli.prepare_shards import add_shard_arguments, run_shards, wants_shards
+from megaresume.command_line import at_least, names_of
 
 DESCRIPTION = """\
 Builds OUTPUT.bin and OUTPUT.idx, which Megatron opens, and OUTPUT.megaresume.json, which remembers the tokenizer.

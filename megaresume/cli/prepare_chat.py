@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megaresume.cli.flags import given_of, names_of
+from megaresume.command_line import given_of, names_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.cli.flags import given_of, names_of
+from megaresume.command_line import given_of, names_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import math
 import shlex
 from pathlib import Path
 
-from megaresume.cli.flags import need_packages
+from megaresume.command_line import need_packages
 from megaresume.smoke.job import Launcher, cleaned_up
 from megaresume.smoke.local import LocalLauncher
 from megaresume.smoke.plan import Options, Plan, make_plan

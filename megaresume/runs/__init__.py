@@ -1,14 +1,19 @@
-"""A run, as its checkpoint directory tells it, from records alone: no corpus is opened.
+"""A run, as its checkpoint directory tells it, and the questions that are asked of it: each with its command.
 
-run.py            `Run`: the directory, each part read once
-history.py        the path to the present: states, topologies, batch sizes
-steps.py          samples to steps, ranks and micro-batches
-newest.py         the newest complete checkpoint, whoever wrote it
-rank_steps.py     what every rank trained, step by step, as it wrote it down
-losses.py         the losses of a run, from any log of it, and two runs compared
-report.py         what the records tell, as plain JSON
-report_page.py    that as a page
-interval.py       how often to save, from what the ledger recorded
+    run.py          `Run`: the directory, each part read once
+    history.py      the path to the present: states, topologies, batch sizes; samples to steps, ranks, micro-batches
+    rank_steps.py   what every rank trained, step by step, as it wrote it down
+    losses.py       the losses of a run, from any log of it, and two runs compared
 
-What needs the corpora is in `megaresume.trace`. Nothing here imports torch, or unpickles anything.
+    inspect.py      what is there, and would a resume find it?
+    latest.py       which is the newest complete checkpoint, whoever wrote it?
+    plan/           what would a launch with other flags do? how often should it save?
+    trace/          which documents did these steps train on, or will they?
+    verify.py       is what was recorded the stream of these corpora?
+    report.py       what became of it, on one page
+    doctor/         what is wrong: with the directory, the machine, a launch
+    stream.py       what does a data config give? (before there is a run)
+
+A question has two functions for the program: ``add_arguments`` and ``run``. What needs no corpus imports neither torch
+nor numpy. Nothing here unpickles anything.
 """

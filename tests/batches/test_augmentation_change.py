@@ -8,12 +8,12 @@ from megaresume.batches.batch import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.session.rank_log import hash_rows
+from megaresume.runs.trace.ranks import Contents
+from megaresume.runs.trace.replan import Planned
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
-from megaresume.trace.content import Contents
-from megaresume.trace.replan import Planned
 from tests.batches.conftest import Blend
 
 WAS = [{"flip": {"p": 0.5}}, {"crop": {"scale": [0.6, 1.0], "p": 1.0}}]

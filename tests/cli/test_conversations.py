@@ -21,9 +21,9 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.runs.trace.ranks import _hash
 from megaresume.stream.batches import BatchSchedule
 from megaresume.text.turns import Selection
-from megaresume.trace.content import _hash
 from tests.cli.conftest import SavedRun, megaresume
 from tests.text.families import FAMILIES
 from tests.text.kit import write_tokenizer

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from megaresume.cli.flags import normalise
 from megaresume.cli.main import COMMANDS, main
+from megaresume.command_line import normalise
 from tests.cli.conftest import megaresume, megaresume_process
 
 

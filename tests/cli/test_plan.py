@@ -15,7 +15,7 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
 from megaresume.checkpoint.topology import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
-from megaresume.dryrun.start import steps_until
+from megaresume.runs.plan.start import steps_until
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.training.arguments import end_of_run

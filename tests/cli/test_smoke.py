@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.flags import normalise
+from megaresume.command_line import normalise
 from tests.cli.conftest import megaresume
 
 BAD = {

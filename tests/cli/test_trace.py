@@ -18,8 +18,8 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.data.catalog import open_sources
 from megaresume.runs.run import Run
-from megaresume.trace.documents import Decoder
-from megaresume.trace.trace import Trace
+from megaresume.runs.trace.documents import Decoder
+from megaresume.runs.trace.trace import Trace
 from tests.cli.conftest import megaresume
 
 

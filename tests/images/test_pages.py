@@ -12,8 +12,8 @@ from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_source import ShardSource
 from megaresume.images.document import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
+from megaresume.runs.trace.documents import show
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.trace.documents import show
 from tests.data.kit import key, same, write_shard
 from tests.images.kit import KEY, file, picture
 

@@ -18,6 +18,7 @@ from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.layout import bin_path
+from megaresume.runs.trace.replay import Recorded, replay
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import comparable
@@ -25,7 +26,6 @@ from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
-from megaresume.trace.verify import Recorded, replay
 
 SEQ, BATCH = 32, 6
 SIZES = random.Random(3)

@@ -13,13 +13,13 @@ import pytest
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
 from megaresume.checkpoint.topology import Topology
 from megaresume.runs.run import Run
+from megaresume.runs.trace.find import Sought, as_json, find, parse_documents
+from megaresume.runs.trace.trace import Trace
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.documents.pieces import LongDocuments
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import Fingerprint, SourceCursor
 from megaresume.stream.stream import Stream
-from megaresume.trace.find import Sought, as_json, find, parse_documents
-from megaresume.trace.trace import Trace
 from tests.stream.orders import document_at, order_of
 from tests.trace.conftest import ToyRun, config
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.history import UNKNOWN, Span
 from megaresume.runs.run import Run
-from megaresume.runs.steps import UNKNOWN, Span
+from megaresume.runs.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, write_parquet
+from megaresume.runs.trace.trace import Piece, Trace, places
 from megaresume.stream.config import StreamConfig
-from megaresume.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, write_parquet
-from megaresume.trace.trace import Piece, Trace, places
 from tests.trace.conftest import ToyRun, config, segments_of
 
 NAMES = ['we"b, 1', "code", "Wörter"]

@@ -17,8 +17,8 @@ import pytest
 from megaresume.batches.batch import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.cli.main import main
+from megaresume.runs.trace import images as images_module
 from megaresume.stream.errors import CorpusError
-from megaresume.trace import images as images_module
 from tests.trace.vlm import BATCH, BROKEN, PROCESSOR, VlmRun, vlm_run
 
 STOP = 40

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from megaresume.runs.run import Run
+from megaresume.runs.trace.find import find
+from megaresume.runs.trace.formats import Writer, csv_rows, heading
+from megaresume.runs.trace.trace import Trace
 from megaresume.stream.ranges import absolute
 from megaresume.stream.state import StreamState
-from megaresume.trace.find import find
-from megaresume.trace.formats import Writer, csv_rows, heading
-from megaresume.trace.trace import Trace
 from tests.trace.conftest import ToyRun, config
 
 SKIP = {"samples": ["30:37", "60:62"], "documents": {"web": [7, 30, 55]}}
@@ -93,11 +93,11 @@ def test_a_state_of_a_branch_without_the_skip_is_not_used(skipping: ToyRun) -> N
 
 
 def test_verify(skipping: ToyRun) -> None:
+    from megaresume.runs.trace.replay import Recorded, replay
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.cursor import comparable
     from megaresume.stream.left_out import NO_SKIPS
     from megaresume.stream.stream import Stream
-    from megaresume.trace.verify import Recorded, replay
 
     last = skipping.states[22]
     stream = Stream(

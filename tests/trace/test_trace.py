@@ -11,12 +11,12 @@ import pytest
 
 from megaresume.checkpoint.paths import deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.history import _runs
 from megaresume.runs.run import Run
-from megaresume.runs.steps import _runs
+from megaresume.runs.trace.trace import Trace
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, CorpusError, StateError, StreamExhausted, UsageError
 from megaresume.testing import LengthList
-from megaresume.trace.trace import Trace
 from tests.trace.conftest import ToyRun, config, segments_of
 
 BEFORE, AFTER = config(), config("web 1 code 1 wiki 2", seq_length=48, packing={"mode": "split"})

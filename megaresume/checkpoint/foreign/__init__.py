@@ -8,7 +8,7 @@
 Where megaresume saved, its manifest says what is complete. Elsewhere the files are held against what their layout
 demands: base.py looks at single files, at what they say of the others, and at PyTorch's distributed checkpoints;
 layouts.py at the whole, for each of the four.
-`megaresume.runs.newest` chooses. Nothing is unpickled, and no tensor is read.
+`megaresume.runs.latest` chooses. Nothing is unpickled, and no tensor is read.
 """
 
 from megaresume.checkpoint.foreign.base import Layout, Look

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.foreign import LAYOUTS
-from megaresume.runs.newest import find_newest, recognise
+from megaresume.runs.latest import find_newest, recognise
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, UsageError
 from tests.runs.newest.conftest import Copy

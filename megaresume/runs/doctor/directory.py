@@ -1,0 +1,290 @@
+"""A directory of checkpoints: what the next start takes, what is wrong with the others, and with the pointers.
+
+Whoever wrote it: `megaresume.checkpoint.foreign`. Reads only, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+
+from megaresume.checkpoint.foreign import Layout
+from megaresume.checkpoint.foreign.base import subdirectories
+from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, VERL, ranks_of
+from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.checkpoint.lock import PATIENCE_SECONDS
+from megaresume.checkpoint.manifest import list_files
+from megaresume.checkpoint.paths import records_dir, step_path
+from megaresume.checkpoint.start import starts_from
+from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.deepspeed.elastic.load_rules import Partitions
+from megaresume.runs.doctor import Check, Status
+from megaresume.runs.latest import Newest, find_newest, look_at, named_by, recognise
+from megaresume.runs.run import Run
+from megaresume.stream.changes import check_recorded
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
+from megaresume.stream.state import StreamState
+
+#: starts from one place without a save in between, from which on something is wrong.
+_STARTS = 3
+#: what saves leave that were killed before their rename: ours, VeRL's tracker, older releases of transformers.
+_TEMPORARY = re.compile(r".+\.tmp|tmp-checkpoint-\d+")
+
+
+@dataclass(kw_only=True)
+class DirectoryReport:
+    """What was looked at, and the size of a checkpoint."""
+
+    checks: list[Check] = field(default_factory=list)
+    #: the newest complete checkpoint: bytes, files; None: there is none.
+    size: int | None = None
+    num_files: int | None = None
+
+    def add(self, name: str, status: Status, found: str, cause: str | None = None, action: str | None = None) -> None:
+        """Note one check."""
+        self.checks.append(Check("checkpoints", name, status, found, cause, action))
+
+
+def directory_checks(
+    run: Run, layout: Layout | None, *, dp: int | None = None, zero_stage: int | None = None, last: int = 5
+) -> DirectoryReport:
+    """Look at a directory.
+
+    Args:
+        run: where checkpoints lie side by side.
+        layout: whose; None: recognised.
+        dp: data-parallel size of the next launch; None: not asked.
+        zero_stage: its ZeRO stage; None: as it was.
+        last: how many of the newest checkpoints are looked at, besides the one that would be taken.
+
+    Raises:
+        UsageError: one checkpoint, or those of several programs.
+    """
+    found = DirectoryReport()
+    layout = layout or recognise(run.root)
+    if layout is None:
+        found.add("newest", "note", f"no checkpoint in {run.root}", action="nothing, if the run has not saved yet")
+        return found
+    newest = _newest(run, layout, found)
+    _each(run.root, layout, newest, last, found)
+    _pointers(run, layout, newest, found)
+    _leftovers(run, found)
+    _holder(run, found)
+    entries = _ledger(run, found)
+    if newest is not None and newest.path is not None and dp is not None:
+        _ranks(newest.path, layout, entries, dp, zero_stage, found)
+    return found
+
+
+def _newest(run: Run, layout: Layout, found: DirectoryReport) -> Newest | None:
+    try:
+        newest = find_newest(run, layout)
+    except UsageError:
+        raise
+    except MegaresumeError as error:
+        found.add("newest", "problem", _words(error), cause=error.cause, action=error.action)
+        return None
+    if newest is None or newest.path is None:
+        found.add("newest", "note", f"no checkpoint of {layout.title}, or only a first save that was killed")
+        return newest
+    files = list_files(newest.path)
+    found.size, found.num_files = sum(entry.size for entry in files), len(files)
+    age = time.time() - newest.path.stat().st_mtime
+    by = "by its manifest" if newest.has_manifest else f"by its files ({layout.title})"
+    found.add("newest", "ok", f"{newest.path.name} is complete, {by}; saved {_age(age)} ago")
+    for note in newest.notes:
+        found.add("newest", "warning", note)
+    if newest.has_manifest and newest.iteration is not None:
+        _state(run.root, newest.iteration, newest.path.name, found)
+    return newest
+
+
+def _state(root: Path, iteration: int, tag: str, found: DirectoryReport) -> None:
+    """Whether a start can go on from the data state of a checkpoint."""
+    try:
+        state = read_step_file(step_path(root, iteration, tag)).state
+        if isinstance(state, StreamState):
+            check_recorded(state)
+    except MegaresumeError as error:
+        found.add("data state", "problem", f"{tag}: {_words(error)}", cause=error.cause, action=error.action)
+
+
+def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: DirectoryReport) -> None:
+    """The newest directories, one by one: those that were passed over, and older ones that would be the next."""
+    passed = {} if newest is None else {rejected.tag: rejected.reason for rejected in newest.passed}
+    for tag, reason in passed.items():
+        found.add(
+            tag,
+            "warning",
+            reason,
+            action="nothing: an older one is taken; restore its files from a copy, or delete it",
+        )
+    if newest is None or newest.path is None:
+        return  # the reasons were said with "newest"
+    names = [name for name in subdirectories(root) if layout.number(name) is not None and name not in passed]
+    names.sort(key=lambda name: -(layout.number(name) or 0))
+    managed = records_dir(root).is_dir() and layout.managed
+    for name in names[:last]:
+        if name == newest.path.name or managed:
+            continue
+        look = look_at(root, layout, name)
+        if look.problems:
+            more = f"; and {len(look.problems) - 3} more" if len(look.problems) > 3 else ""
+            text = "; ".join(look.problems[:3]) + more
+            found.add(name, "warning", text, action="nothing, while newer ones are complete; it is no fallback")
+        for note in look.notes:
+            found.add(name, "note", note)
+
+
+def _pointers(run: Run, layout: Layout, newest: Newest | None, found: DirectoryReport) -> None:
+    if layout.pointer is None:
+        return
+    root = run.root
+    named, _, problem = named_by(run, layout, subdirectories(root))
+    taken = None if newest is None or newest.path is None else newest.path
+    if problem is not None:
+        action = None
+        if taken is not None and newest is not None:
+            # Without an iteration it is Megatron's ``release``.
+            value = taken.name if layout is DEEPSPEED or newest.iteration is None else newest.iteration
+            action = f"printf %s {quote(str(value))} > {quote(str(root / layout.pointer))}"
+        status: Status = "note" if problem.startswith("there is no ") and taken is None else "problem"
+        cause = f"without megaresume the next start of {layout.title} begins anew, or stops"
+        found.add("pointer", status, problem, cause=cause, action=action)
+    elif named is not None and taken is not None and named != taken.name:
+        found.add(
+            "pointer",
+            "problem",
+            f"{layout.pointer} names {named}, the newest complete checkpoint is {taken.name}",
+            cause=f"without megaresume the next start of {layout.title} takes {named}",
+            action=f"megaresume latest {quote(str(root))} in the launch script: docs/latest.md",
+        )
+    elif named is not None:
+        found.add("pointer", "ok", f"{layout.pointer} names {named}")
+
+
+def _leftovers(run: Run, found: DirectoryReport) -> None:
+    names = list(run.leftovers)
+    with contextlib.suppress(OSError):  # who cannot list it has been told so with "newest"
+        names = sorted({*names, *(name for name in os.listdir(run.root) if _TEMPORARY.fullmatch(name))})
+    if names:
+        shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
+        action = "delete them while no job saves here; those of megaresume the next start deletes"
+        found.add("temporary files", "note", shown, cause="saves that were killed before their rename", action=action)
+
+
+def _holder(run: Run, found: DirectoryReport) -> None:
+    holder = None
+    with contextlib.suppress(CheckpointError):  # who cannot list it has been told so with "newest"
+        holder = run.holder(ask_slurm=True)
+    if holder is None or holder.status == "released":
+        return
+    if holder.status == "gone":
+        found.add(
+            "owner", "note", f"left behind by {holder}: {holder.reason}", action="nothing: the next start takes it"
+        )
+        return
+    end = "" if holder.owner is None else f"{holder.owner.how_to_end}; or "
+    found.add(
+        "owner",
+        "warning",
+        f"held by {holder}",
+        cause="a job writes here; or it is over, which cannot be told from here: then the next start sees that in "
+        f"{PATIENCE_SECONDS:g} s",
+        action=f"nothing, if that is the run; to start another: {end}another --save",
+    )
+
+
+def _ledger(run: Run, found: DirectoryReport) -> Sequence[LedgerEntry]:
+    try:
+        reading = run.ledger
+    except StateError as error:
+        found.add("ledger", "problem", f"{error.headline}: {error.found}", action=error.action)
+        return ()
+    for problem in reading.problems:
+        status: Status = "warning" if problem.kind == "damaged" else "note"
+        found.add("ledger", status, str(problem))
+    events = reading.events
+    starts = len(starts_from(events, events[-1].iteration)) if events else 0
+    if starts >= _STARTS:
+        found.add(
+            "progress",
+            "problem",
+            f"{starts} starts from iteration {events[-1].iteration:,}, and no save after any of them",
+            cause="the job dies before its next save, or has less time than it needs to get there",
+            action="look at the end of its log: megaresume doctor --log LOG; or save more often: --save-interval",
+        )
+    return reading.entries
+
+
+def _ranks(
+    path: Path, layout: Layout, entries: Sequence[LedgerEntry], dp: int, zero_stage: int | None, found: DirectoryReport
+) -> None:
+    """Whether what was saved fits the ranks of the next launch."""
+    if layout is VERL:
+        sizes = {int(m[1]) for p in path.rglob("model_world_size_*.pt") if (m := re.search(r"size_(\d+)_", p.name))}
+        if sizes and sizes != {dp}:
+            saved = " and ".join(map(str, sorted(sizes)))
+            found.add(
+                "ranks",
+                "problem",
+                f"FSDP's files are of {saved} ranks, the launch has {dp}",
+                cause="each rank loads the file of its own rank and of this world size",
+                action=f"start on {saved} ranks, or merge them: python -m verl.model_merger merge --backend fsdp",
+            )
+        return
+    before = next((e.topology for e in reversed(entries) if e.kind == "checkpoint" and e.tag == path.name), None)
+    tag, managed = path, before is not None
+    if before is None:
+        if layout is HUGGING_FACE:
+            tags = [name for name in subdirectories(path) if DEEPSPEED.number(name) is not None]
+            tag = path / tags[-1] if tags else path
+        elif layout is not DEEPSPEED:
+            return
+        try:
+            saved_dp, stage = ranks_of(tag)
+        except OSError:
+            return
+        if saved_dp is None:
+            return
+        before = Topology(dp=saved_dp, zero_stage=stage)
+    stage = before.zero_stage if zero_stage is None else zero_stage
+    if Partitions(ranks=dp, zero_stage=stage or 0).differ_from(before):
+        into = (
+            f"megaresume convert {quote(str(path.parent))} --tag {path.name}"
+            if managed
+            else f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+            f"{quote(str(tag))} --output_folder {quote(f'{tag}_universal')}, then set "
+            '"checkpoint": {"load_universal": true} in the DeepSpeed config'
+        )
+        found.add(
+            "ranks",
+            "problem",
+            f"saved with ZeRO {before.zero_stage} on {before.dp * before.cp} data-parallel ranks, the launch has {dp}",
+            cause="DeepSpeed cannot divide the optimizer state over another number of ranks; the data could go on",
+            action=f"start on {before.dp * before.cp} ranks, or: {into}",
+        )
+    else:
+        words = f"saved on {before.dp} data-parallel ranks"
+        zero = "" if before.zero_stage is None else f" with ZeRO {before.zero_stage}"
+        found.add("ranks", "ok", f"{words}{zero}; {dp} can load it")
+
+
+def _words(error: MegaresumeError) -> str:
+    if error.found is None:
+        return error.headline
+    return f"{error.headline}{'' if str(error.found).startswith(chr(10)) else ': '}{error.found}"
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} seconds"

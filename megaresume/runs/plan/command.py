@@ -1,0 +1,298 @@
+"""``megaresume plan DIR``: a dry run of a resume with new flags, before any GPU is used.
+
+Answers in well under a second: neither torch nor DeepSpeed nor Megatron is imported, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.session.flags import add_settings
+from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.topology import Topology
+from megaresume.command_line import at_least
+from megaresume.data.split import split_ranges
+from megaresume.render import text_table
+from megaresume.runs.plan import DryRun, Flags, dry_run
+from megaresume.runs.plan import interval as plan_interval
+from megaresume.stream.errors import ConfigError, UsageError
+from megaresume.stream.ranges import parse_range, parse_steps, union
+from megaresume.stream.skips import SkipConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command: those of a training program, with their meaning there."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    data = parser.add_argument_group("data (default: as the run was last saved)")
+    data.add_argument("--data", metavar="NEW.yaml", type=Path, help="the data config of the launch")
+    data.add_argument("--split", help="split of corpora without their own")
+    data.add_argument("--seed", type=int, help="if the data config does not set it")
+    data.add_argument("--seq-length", type=at_least(1), metavar="S", help="tokens per sample")
+    add_settings(data, DataOptions, "plan")
+    data.add_argument(
+        "--skip-train-iteration-range",
+        nargs="+",
+        metavar="FIRST-LAST",
+        default=(),
+        help="steps to leave out, counted from 1",
+    )
+    layout = parser.add_argument_group("ranks and batches (default: as the checkpoint was saved)")
+    layout.add_argument("--dp", type=at_least(1), metavar="D", help="data-parallel size")
+    layout.add_argument("--nodes", type=at_least(1), metavar="N", help="machines, with as many ranks each as before")
+    layout.add_argument(
+        "--micro-batch-size", type=at_least(1), metavar="M", help="samples per rank in one forward pass"
+    )
+    layout.add_argument("--global-batch-size", type=at_least(1), metavar="B", help="samples per step")
+    layout.add_argument(
+        "--rampup-batch-size",
+        type=at_least(1),
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+        help="batch ramp-up",
+    )
+    layout.add_argument("--num-workers", type=at_least(0), metavar="W", help="worker processes per rank")
+    layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
+    add_settings(layout, Checkpoints, "plan")
+    add_settings(layout, Loader, "plan")
+    layout.add_argument("--universal-checkpoint", action="store_true", help="load what ds_to_universal wrote")
+    length = parser.add_argument_group("the run (not recorded: give what the launch gives)")
+    length.add_argument("--ckpt-step", type=int, metavar="N", help="load exactly this iteration")
+    length.add_argument("--train-iters", type=at_least(1), metavar="N", help="steps of the run")
+    length.add_argument("--train-samples", type=at_least(1), metavar="N", help="samples of the run")
+    plan_interval.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan a resume; 1 if the launch would be refused."""
+    flags = _flags(args)
+    if plan_interval.is_asked(args):
+        return plan_interval.run(args, flags)
+    result = dry_run(args.dir, flags)
+    print(json.dumps(_report(result)) if args.json else _text(result))
+    return 1 if result.refused else 0
+
+
+def _flags(args: argparse.Namespace) -> Flags:
+    given = {name: value for name, value in vars(args).items() if name in Flags.__dataclass_fields__}
+    if args.rampup_batch_size is not None:
+        given["rampup_batch_size"] = tuple(args.rampup_batch_size)
+    try:
+        if args.split is not None:
+            split_ranges(args.split, 1)
+        given["skip"] = SkipConfig(
+            samples=union(parse_range(word, "--skip-samples") for word in args.skip_samples or ()),
+            steps=tuple(parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range),
+        )
+    except ConfigError as error:
+        raise UsageError(error.headline, found=error.found, expected=error.expected, action=error.action) from error
+    return Flags(**given)
+
+
+def _verdict(result: DryRun) -> tuple[str, str]:
+    """(status, sentence)."""
+    found, last = result.found, result.last
+    if result.refused:
+        return "refused", next(f.headline for f in result.findings if f.kind == "refused")
+    if found.kind == "fresh":
+        return "fresh", "there is no checkpoint: the launch would begin at sample 0"
+    tag = "the checkpoint" if found.choice is None else found.choice.tag
+    if result.ending is not None and result.ending.finished:
+        return "finished", f"{tag} is the end of the run: nothing is left to train"
+    where = f"resumes from {tag}"
+    if result.state is not None:
+        where += f" at step {found.iteration:,}, sample {result.state.samples:,}"
+        if result.data is not None and result.data.outcome == "new stage":
+            where += ", in a new stage"
+    if last is not None:
+        where += f", and ends at step {last[0]:,}" + ("" if result.state is None else f", sample {last[1]:,}")
+    return "resumes", where
+
+
+# -- JSON
+
+
+def _report(result: DryRun) -> dict[str, Any]:
+    choice, state, data, guarded = result.found.choice, result.state, result.data, result.guarded
+    status, sentence = _verdict(result)
+    last = result.last
+    return {
+        "root": str(result.root),
+        "verdict": status,
+        "headline": sentence,
+        "refused": result.refused,
+        "findings": [asdict(finding) for finding in result.findings],
+        "checkpoint": None
+        if choice is None
+        else {
+            "tag": choice.tag,
+            "iteration": choice.iteration,
+            "samples": None if state is None else state.samples,
+            "digest": choice.digest,
+            "rejected": [asdict(rejected) for rejected in choice.rejected],
+            "notes": list(choice.notes),
+        },
+        "data": None
+        if data is None
+        else {
+            "config": None if data.path is None else str(data.path),
+            "changes": [{"field": name, "before": then, "after": now} for name, then, now in data.changes],
+            "outcome": data.outcome,
+            "accepted": list(data.accepted),
+            "stages_to_come": [{"name": s.name, f"from_{s.unit}": s.at} for s in data.to_come],
+            "with_on_change_stage": None if data.with_stage is None else list(data.with_stage),
+        },
+        # By promise; where they cannot be 0, the launch is refused.
+        "repeated": 0,
+        "skipped": 0,
+        "sources": [{**asdict(s.now), **{k: v for k, v in asdict(s).items() if k != "now"}} for s in result.sources],
+        "stream_ends": result.stream_ends,
+        "layout": {
+            "before": None if result.before is None else result.before.to_dict(),
+            "now": None if result.now is None else result.now.to_dict(),
+        },
+        "batches": None if result.schedule is None else [list(segment) for segment in result.schedule.segments],
+        "balance": None if result.gain is None else asdict(result.gain),
+        "end": None if last is None else {"step": last[0], "samples": None if state is None else last[1]},
+        "end_with_the_batch_size_before": None
+        if result.ending is None or result.ending.before is None
+        else dict(zip(("step", "samples"), result.ending.before, strict=True)),
+        "guard": None if guarded is None else {**asdict(guarded), "stock_reshuffles": guarded.stock_reshuffles},
+    }
+
+
+# -- text
+
+
+def _text(result: DryRun) -> str:
+    status, sentence = _verdict(result)
+    word = {"refused": "REFUSED", "finished": "FINISHED", "fresh": "NOTHING TO RESUME"}.get(status, "OK")
+    blocks = [f"{word}: {sentence}", _problems(result, "refused"), _problems(result, "warning")]
+    blocks += [_checkpoint(result), _data(result), _sources(result), _run(result), _guard(result)]
+    blocks += [_problems(result, "note")]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _problems(result: DryRun, kind: str) -> str:
+    title = {"refused": "in the way", "warning": "warnings", "note": "notes"}[kind]
+    lines = [f"  {line}" for finding in result.findings if finding.kind == kind for line in finding.lines()]
+    return "\n".join([title, *lines]) if lines else ""
+
+
+def _checkpoint(result: DryRun) -> str:
+    choice, state = result.found.choice, result.state
+    if choice is None:
+        return ""
+    lines = ["checkpoint", f"  {choice.tag_dir}"]
+    if state is not None:
+        lines.append(f"  sample {state.samples:,}, digest {state.digest}; repeated 0 skipped 0")
+    lines += [f"  passed over {rejected}" for rejected in choice.rejected]
+    return "\n".join([*lines, *(f"  {note}" for note in choice.notes)])
+
+
+def _data(result: DryRun) -> str:
+    data = result.data
+    if data is None:
+        return ""
+    what = {
+        "nothing": "the order goes on as it was",
+        "new stage": f"a new stage begins at sample {0 if result.state is None else result.state.samples:,}",
+        "refused": "refused",
+    }[data.outcome]
+    lines = [f"data: {what}"]
+    for name, then, now in data.changes:
+        lines.append(f"  {name}  {json.dumps(then)} -> {json.dumps(now)}")
+    lines += [f"  {line}" for line in data.grown]
+    if not data.changes and not data.grown:
+        lines.append(f"  nothing changed in {'the recorded config' if data.path is None else data.path}")
+    lines += [f"  to come: stage '{stage.name}' from {stage.unit} {stage.at:,}" for stage in data.to_come]
+    if data.with_stage:
+        lines.append("  with --megaresume-on-change stage a new stage would begin here, nothing repeated or skipped")
+    return "\n".join(lines)
+
+
+def _sources(result: DryRun) -> str:
+    if not result.sources:
+        return ""
+    rows = [["source", "share", "seen", "epoch", "remaining", "epoch lasts until", "epochs left", "at the end"]]
+    for source in result.sources:
+        now = source.now
+        until, last = _until(source.sample, source.step), ""
+        if source.epochs_left is not None:
+            last = f"{source.epochs_left}, {_until(source.last_sample, source.last_step)}"
+        at_end = "" if source.epochs_at_end is None else f"epoch {source.epochs_at_end:.2f}"
+        epoch = [f"{now.documents:,}", f"{now.epoch}", f"{now.remaining:,}"]
+        rows.append([now.name, f"{now.share:.4f}", *epoch, until, last or "no end", at_end])
+    return "sources, from here on\n" + text_table(rows)
+
+
+def _until(sample: int | None, step: int | None) -> str:
+    if sample is None:
+        return "not drawn"
+    return f"about step {step:,}" if step is not None else f"about sample {sample:,}"
+
+
+def _run(result: DryRun) -> str:
+    lines = []
+    if result.before is not None and result.now is not None:
+        lines.append(_change(result.before, result.now))
+    if result.schedule is not None and result.state is not None:
+        future = [s for s in result.schedule.segments if s[0] > result.state.samples]
+        sizes = [f"{result.schedule.size_at(result.state.samples):,} samples a step"]
+        lines.append("  " + ", ".join([*sizes, *(f"{size:,} from sample {first:,}" for first, size in future)]))
+    if result.gain is not None:
+        lines.append(f"  {result.gain}")
+    if result.last is not None:
+        step, sample = result.last
+        lines.append(f"  last step {step:,}" + ("" if result.state is None else f", last sample {sample - 1:,}"))
+    if result.ending is not None and result.ending.before is not None:
+        step, sample = result.ending.before
+        lines.append(f"  with the batch size as before it would be step {step:,}, sample {sample - 1:,}")
+    if result.ending is None and result.state is not None:
+        lines.append("  where it ends is not known: --train-iters N or --train-samples N")
+    return "\n".join(["run", *lines]) if lines else ""
+
+
+def _change(before: Topology, now: Topology) -> str:
+    pairs = [("nodes", "nodes"), ("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size")]
+    pairs += [("gbs", "global_batch_size"), ("zero", "zero_stage")]
+    words = []
+    for word, name in pairs:
+        old, new = getattr(before, name), getattr(now, name)
+        if old is None and new is None:
+            continue
+        shown = ["not known" if value is None else str(value) for value in (old, new)]
+        words.append(f"{word} {old}" if old == new else f"{word} {'->'.join(shown)}")
+    return "  " + "  ".join(words)
+
+
+def _guard(result: DryRun) -> str:
+    guarded, kind = result.guarded, result.found.kind
+    if kind == "adopt":
+        return "guard\n  nothing is recorded yet: the order is recorded from here on, as Megatron builds it"
+    if guarded is None:
+        return ""
+    sizes = (
+        f"{guarded.recorded_samples} samples recorded, {guarded.samples} asked for"
+        if guarded.recorded_samples
+        else "one epoch"
+    )
+    lines = [f"guard: {sizes}"]
+    for component in guarded.components or ():
+        then, now = component.before, component.now
+        if then is None or now is None:
+            lines.append(f"  {component.path}: what stock Megatron would do is not known")
+        elif component.is_reshuffled:
+            lines.append(f"  {component.path}: stock Megatron would go from {then} to {now}")
+        else:
+            lines.append(f"  {component.path}: {now}")
+    if guarded.stock_reshuffles:
+        lines.append("  stock Megatron would reshuffle: every sample from the first on another one, samples repeated")
+        lines.append("  and skipped without a word. The guard keeps the recorded order: repeated 0 skipped 0")
+    elif guarded.stock_reshuffles is False:
+        lines.append("  stock Megatron would keep this order as well. The guard checks it: repeated 0 skipped 0")
+    return "\n".join(lines)

@@ -1,0 +1,278 @@
+"""What of the data config changed, and what becomes of it.
+
+What balanced ranks would gain in the steps to come, from the lengths of the run's own data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaresume.checkpoint.paths import data_path
+from megaresume.data.catalog import open_sources
+from megaresume.data.data_config import DataConfig
+from megaresume.data.source import Source
+from megaresume.hosts.megatron.load_rules import check_stages
+from megaresume.runs.plan.start import Launch
+from megaresume.stream.aliases import resolved
+from megaresume.stream.batches import Balance, BatchSchedule, Objective
+from megaresume.stream.changes import Reconciled, changes_since, check_recorded, reconcile
+from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.errors import (
+    ConfigError,
+    CorpusError,
+    MegaresumeError,
+    SetupError,
+    StateError,
+    StreamExhausted,
+    UsageError,
+)
+from megaresume.stream.fingerprints import fingerprint_of, same_corpora
+from megaresume.stream.left_out import check_documents, no_schedule
+from megaresume.stream.planning.checks import check_remaining
+from megaresume.stream.planning.stages import Stage
+from megaresume.stream.ranges import Range
+from megaresume.stream.state import Fingerprint
+
+if TYPE_CHECKING:
+    from megaresume.stream.stream import Stream
+
+#: nothing: the order goes on. new stage: from the resume point on. refused: the launch stops.
+Outcome = Literal["nothing", "new stage", "refused"]
+
+
+@dataclass(kw_only=True)
+class Data:
+    """The data of the launch."""
+
+    outcome: Outcome = "nothing"
+    #: the file that was read; None: the config in the state, and no corpus was looked at.
+    path: Path | None = None
+    #: (field, then, now).
+    changes: list[tuple[str, Any, Any]] = field(default_factory=list)
+    #: what would be kept in the state for ever, in words.
+    accepted: tuple[str, ...] = ()
+    #: corpora that have grown, in words.
+    grown: tuple[str, ...] = ()
+    #: what ``--megaresume-on-change stage`` would make of a change that is refused without it; None: refused as well.
+    with_stage: tuple[str, ...] | None = None
+    #: of today, as given.
+    config: StreamConfig | None = None
+    sources: dict[str, Source] = field(default_factory=dict)
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    #: what holds from the resume point on, over all sources that the run ever had.
+    in_force: StreamConfig | None = None
+    to_come: tuple[Stage, ...] = ()
+
+    def stream(self, launch: Launch) -> Stream | None:
+        """What the launch would train on; None: the corpora were not opened."""
+        if not self.sources or self.config is None:
+            return None
+        from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
+
+        flags = launch.flags
+        stream = Stream(self.config, list(self.sources.values()), state=launch.state, on_change=flags.on_change)
+        if launch.schedule is not None:
+            stream.schedule = launch.schedule
+        stream.skip(flags.skip)
+        return stream
+
+
+def read_data(launch: Launch, *, end: int | None) -> Data:
+    """Open the data as the launch would, and reconcile it with the state.
+
+    Args:
+        launch: without a schedule no step can be skipped.
+        end: samples trained at the end of the run; None: not known, so that anything can be skipped.
+    """
+    data = Data()
+    try:
+        _open(data, launch)
+    except (ConfigError, CorpusError, SetupError, StateError, UsageError) as error:
+        if launch.flags.data is not None:
+            launch.findings.refuse(error)
+            data.outcome = "refused"
+            return data
+        # Nobody has said where the corpora are now: the launch has a data config of its own.
+        launch.findings.refuse(error, "note")
+        _from_state(data, launch)
+    _reconcile(data, launch, end)
+    return data
+
+
+def _open(data: Data, launch: Launch) -> None:
+    state, flags, recorded = launch.state, launch.flags, data_path(launch.root)
+    path = flags.data or (recorded if recorded.is_file() else None)
+    if path is None:
+        _from_state(data, launch)
+        return
+    data.path = path
+    named = DataConfig.of(path)
+    if flags.data is None:  # the file says what it was
+        named = replace(named, mapping={**named.mapping, **flags.config})
+    length = flags.seq_length
+    if length is None and named.mapping.get("seq_length") is None:
+        length = int(state.config["seq_length"])
+    config = named.stream_config(seq_length=length, seed=flags.seed)
+    data.config = resolved(config, state.config["sources"])
+    specs = {source.name: source.options for source in data.config.sources}
+    data.sources = open_sources(specs, base_dir=named.directory, split=flags.split or _recorded_split(recorded))
+    if launch.is_megatron:
+        check_stages(data.config, data.config.seq_length)
+    data.fingerprints = {name: fingerprint_of(source, name) for name, source in data.sources.items()}
+
+
+def _recorded_split(recorded: Path) -> str | None:
+    """``--split`` of the launch that saved, if its sources say all the same."""
+    if not recorded.is_file():
+        return None
+    sources = DataConfig.of(recorded).of_part("train").get("sources", {})
+    splits = {entry.get("split") for entry in sources.values() if isinstance(entry, Mapping)}
+    return splits.pop() if len(splits) == 1 else None
+
+
+def _from_state(data: Data, launch: Launch) -> None:
+    state = launch.state
+    data.path, data.sources = None, {}
+    data.config = StreamConfig.from_dict({**state.config, **launch.flags.config})
+    data.fingerprints = state.fingerprints
+
+
+def _reconcile(data: Data, launch: Launch, end: int | None) -> None:
+    assert data.config is not None
+    state, findings = launch.state, launch.findings
+    data.changes = changes_since(data.config, state)
+    try:
+        going_on = _go_on(data, launch, launch.flags.on_change, end)
+    except MegaresumeError as error:
+        data.outcome = "refused"
+        findings.refuse(error)
+        if launch.flags.on_change == "refuse":
+            # Whether the flag alone would do: found out now, and not at the next start.
+            try:
+                data.with_stage = _go_on(data, launch, "stage", end).accepted
+            except MegaresumeError as other:
+                if other.headline != error.headline:
+                    findings.refuse(other)
+        return
+    begun, stages = len(state.stages), going_on.course.stages
+    following = stages[begun] if begun < len(stages) else None
+    # What is to come begins later than here: only the new stage begins at the resume point.
+    is_new = following is not None and following.unit == "samples" and following.at == state.samples
+    data.outcome = "new stage" if is_new else "nothing"
+    data.accepted, data.grown = going_on.accepted, tuple(map(str, going_on.grown))
+    for line in same_corpora(data.fingerprints):
+        findings.warn(line)
+    new = len(state.skips.log)
+    skips = going_on.course.skips
+    for record in skips.log[new:]:
+        (findings.warn if record.late else findings.note)(str(record))
+    begin = f"from sample {state.samples:,} on"
+    for skip, known in zip_longest(skips.documents, state.skips.documents):
+        if known is None:
+            findings.note(f"skip {skip.documents} {begin}")
+        elif skip.until != known.until:
+            findings.note(f"do not skip {skip.documents} any more, {begin}")
+    current = begun + is_new
+    data.in_force, data.to_come = stages[current - 1].config, stages[current:]
+
+
+def _go_on(data: Data, launch: Launch, on_change: OnChange, end: int | None) -> Reconciled:
+    """What the stream of the launch would make of the state, or refuse."""
+
+    def samples_of(steps: Range) -> Range:
+        if launch.schedule is None:
+            raise no_schedule(steps)
+        return launch.schedule.after(0, steps[0] - 1), launch.schedule.after(0, steps[1])
+
+    assert data.config is not None
+    going_on = reconcile(
+        data.config,
+        data.fingerprints,
+        launch.state,
+        on_change,
+        skip=(launch.flags.skip,),
+        steps_to_samples=samples_of,
+        end=end,
+        sources=data.sources,
+    )
+    check_documents(going_on.course.skips, {name: f.documents for name, f in data.fingerprints.items()})
+    check_remaining(going_on.course, data.sources, launch.state)
+    check_recorded(launch.state.replace(config=going_on.config.to_dict()))  # of the next state
+    return going_on
+
+
+#: steps that are planned for it, and samples at most.
+_STEPS, _SAMPLES = 20, 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """How much the slowest rank has to do, by the costs of its samples, in units of the mean over ranks."""
+
+    objective: Objective
+    token_cost: int
+    #: that were planned.
+    steps: int
+    #: in the order of the stream; and balanced.
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        waits = "a step" if self.objective == "step" else "a micro-step"
+        return (
+            f"the slowest rank of {waits} has {self.before:.3f} times the work of the mean in the order of the stream, "
+            f"{self.after:.3f} with --balance {self.objective} (next {self.steps:,} steps)"
+        )
+
+
+def gain(launch: Launch, data: Data) -> Gain | None:
+    """Plan the next steps, and deal them both ways. None: something for it is not known, as a note tells."""
+    now, balance = launch.now, launch.findings.attempt(lambda: launch.flags.balanced)
+    if balance is None:
+        return None
+    stream = None if launch.schedule is None else data.stream(launch)
+    if now.micro_batch_size is None or launch.schedule is None or stream is None:
+        launch.findings.note(
+            "what balanced ranks gain is not known: the corpora were not opened, or the batches are not recorded",
+            action="--data DATA.yaml --micro-batch-size M --global-batch-size B",
+        )
+        return None
+    first, micro = launch.state.samples, now.micro_batch_size
+    return _expected(stream, launch.schedule, balance, sample=first, micro=micro, dp=now.dp)
+
+
+def _expected(
+    stream: Stream, schedule: BatchSchedule, balance: Balance, *, sample: int, micro: int, dp: int
+) -> Gain | None:
+    """The gain of the steps from a sample on; None: there is no such step, which other findings tell."""
+    from megaresume.stream.dealing import costs, dealt_order
+
+    waited, means, steps, first = [0, 0], 0.0, 0, sample
+    while steps < _STEPS and (not steps or sample - first < _SAMPLES):
+        size = schedule.size_at(sample)
+        if size % (micro * dp):
+            break
+        try:
+            plan = stream.plan(sample, sample + size)
+        except StreamExhausted:
+            break
+        cost = costs(plan, balance)
+        for k, how in enumerate((None, balance)):
+            order = dealt_order(plan, how, micro_batch_size=micro, dp_size=dp) - sample
+            parts = cost[order].reshape(-1, dp, micro).sum(axis=2)
+            waited[k] += int(parts.sum(axis=0).max() if balance.objective == "step" else parts.max(axis=1).sum())
+        means += float(cost.sum()) / dp
+        steps, sample = steps + 1, sample + size
+    if not steps:
+        return None
+    return Gain(
+        objective=balance.objective,
+        token_cost=balance.token_cost,
+        steps=steps,
+        before=waited[0] / means,
+        after=waited[1] / means,
+    )

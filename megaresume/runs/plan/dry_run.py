@@ -1,0 +1,386 @@
+"""`dry_run`: all of it together; and what lies ahead: last step and sample, epochs left, the end of the stream."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megaresume.checkpoint.paths import split_root
+from megaresume.checkpoint.topology import Topology
+from megaresume.runs.plan.data import Data, Gain, gain, read_data
+from megaresume.runs.plan.guard import Guarded, compare_with_record
+from megaresume.runs.plan.start import (
+    Findings,
+    Flags,
+    Launch,
+    StartingPoint,
+    check_layout,
+    find_start,
+    planned_sizes,
+    steps_until,
+    topology,
+)
+from megaresume.runs.run import Run
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.changes import SourceOutlook, outlook
+from megaresume.stream.config import SourceConfig, StreamConfig
+from megaresume.stream.errors import StreamExhausted, UsageError
+from megaresume.stream.state import StreamState
+from megaresume.training.arguments import end_of_run, is_over
+
+#: samples planned between two looks at the clock, and seconds after which the search for the end is given up.
+_CHUNK, _PATIENCE = 2048, 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """In optimizer steps and samples since the start of the run."""
+
+    step: int
+    sample: int
+    #: nothing is left to train.
+    finished: bool
+    #: (step, sample) of the end with the batch size that the checkpoint was saved with; None: it is the same.
+    before: tuple[int, int] | None
+
+
+def ending(launch: Launch, planned: BatchSchedule) -> Ending | None:
+    """The end of the run; None: neither steps nor samples are given.
+
+    Args:
+        launch: under Megatron it ends as Megatron's training loop does, otherwise as `megaresume.training`.
+        planned: global batch sizes that the flags mean, from sample 0.
+    """
+    flags, step, sample = launch.flags, launch.step, launch.state.samples
+    if launch.schedule is None or (flags.train_iters is None and flags.train_samples is None):
+        return None
+    before = BatchSchedule(launch.state.batches) if launch.state.batches else launch.schedule
+    rule = _megatron if launch.is_megatron else _ours
+    end, old = (rule(launch, *sizes) for sizes in ((planned, launch.schedule), (before, before)))
+    finished = end[0] <= step
+    if finished:
+        name, given, done = "iters", flags.train_iters, step
+        if flags.train_samples is not None:
+            name, given, done = "samples", flags.train_samples, sample
+        found = f"{step} steps over {sample} samples are trained; --train-{name} {given}"
+        _warn_finished(launch.findings, found, f"--train-{name} above {done}")
+    elif launch.is_megatron:
+        _check_megatron_steps(launch, planned, end)
+    return Ending(step=end[0], sample=end[1], finished=finished, before=None if old == end else old)
+
+
+def _ours(launch: Launch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
+    step, sample = launch.step, launch.state.samples
+    length = {"train_iters": launch.flags.train_iters, "train_samples": launch.flags.train_samples}
+    return (step, sample) if is_over(step, sample, **length) else end_of_run(schedule, step, sample, **length)
+
+
+def _megatron(launch: Launch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
+    last = max(_megatron_iterations(planned, launch.flags), launch.step)
+    return last, schedule.after(launch.state.samples, last - launch.step)
+
+
+def _megatron_iterations(planned: BatchSchedule, flags: Flags) -> int:
+    """``args.train_iters`` as Megatron's ``update_train_iters`` sets it: from the flags alone, never from the
+    checkpoint, and without a partial last batch.
+    """
+    if flags.train_samples is None:
+        return flags.train_iters or 0
+    steps, samples, total = 0, 0, flags.train_samples
+    ramp, final = flags.rampup_batch_size, planned.segments[-1][1]
+    while ramp is not None and samples <= ramp[2] and samples <= total:
+        samples = planned.after(samples, 1)
+        steps += 1
+    return steps + max(total - samples, 0) // final
+
+
+def guarded_ending(step: int, flags: Flags, findings: Findings) -> Ending | None:
+    """The end of a run under guard; its steps are known, its samples are inside the checkpoint."""
+    size = flags.global_batch_size
+    if (flags.train_iters is None and flags.train_samples is None) or size is None:
+        return None
+    rampup = Topology(global_batch_size=size)
+    planned = findings.attempt(lambda: planned_sizes(rampup, flags, is_megatron=True))
+    if planned is None:
+        return None
+    last = _megatron_iterations(planned, flags)
+    finished = last <= step
+    if finished:
+        _warn_finished(findings, f"{step} steps are trained; the flags mean {last}", f"--train-iters above {step}")
+    return Ending(step=max(last, step), sample=planned.after(0, last), finished=finished, before=None)
+
+
+def _warn_finished(findings: Findings, found: str, action: str) -> None:
+    headline = "the run is finished already: the launch would train nothing and exit with 0"
+    findings.warn(headline, found=found, expected="a longer run, or none", action=action)
+
+
+def _check_megatron_steps(launch: Launch, planned: BatchSchedule, end: tuple[int, int]) -> None:
+    """What Megatron's arithmetic makes of a batch size that changed in the middle of a run."""
+    final, samples = planned.segments[-1][1], launch.flags.train_samples
+    if samples is not None and samples - end[1] >= final:
+        needed = launch.step + (samples - launch.state.samples) // final
+        launch.findings.warn(
+            "Megatron would end before all samples are trained",
+            found=f"step {end[0]}, sample {end[1]} of --train-samples {samples}",
+            expected=f"step {needed}",
+            cause="Megatron takes the number of steps from --train-samples and the batch size of today, as if it "
+            "had been that from the start",
+            action=f"--train-iters {needed} in place of --train-samples",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ahead:
+    """One source from the resume point on, under the weights that hold there. Samples and steps are estimates."""
+
+    now: SourceOutlook
+    #: epochs that may still be begun or finished, the one at hand included; None: no end.
+    epochs_left: int | None
+    #: the end of the epoch at hand; None: the source is not drawn.
+    sample: int | None
+    step: int | None
+    #: the end of its last epoch; None: it has none, or is not drawn.
+    last_sample: int | None
+    last_step: int | None
+    #: epochs drawn when the run ends, with a fraction; None: not known.
+    epochs_at_end: float | None
+
+
+def sources_ahead(launch: Launch, data: Data, end: Ending | None) -> list[Ahead]:
+    """Every source under the config that holds from the resume point on."""
+    assert data.in_force is not None
+    known = launch.state.replace(fingerprints={**data.fingerprints, **launch.state.fingerprints})
+    rows = outlook(known, data.in_force)
+    return [_ahead(launch, row, source, end) for row, source in zip(rows, data.in_force.sources, strict=True)]
+
+
+def _ahead(launch: Launch, row: SourceOutlook, source: SourceConfig, end: Ending | None) -> Ahead:
+    state = launch.state
+    cursor = state.sources.get(row.name)
+    left = None
+    if source.max_epochs is not None and source.on_exhausted != "repeat":
+        left = max(source.max_epochs - row.epoch, 0)
+
+    def at(samples: float | None) -> tuple[int | None, int | None]:
+        if samples is None:
+            return None, None
+        sample = state.samples + round(samples)
+        return sample, launch.steps_until(sample)
+
+    # Samples that one piece of the source takes, as `outlook` reckons.
+    rate = None if row.samples_left is None or not row.remaining else row.samples_left / row.remaining
+    last = None if rate is None or left is None else max((left - 1) * row.size + row.remaining, 0) * rate
+    sample, until = at(row.samples_left)
+    last_sample, last_step = at(last)
+    drawn = None
+    if row.size and end is not None:
+        further = 0.0 if rate is None else (end.sample - state.samples) / max(rate, 1e-9)
+        drawn = (0.0 if cursor is None else cursor.epochs) + further / row.size
+        drawn = drawn if left is None else min(drawn, row.epoch + left)
+    return Ahead(
+        now=row,
+        epochs_left=left,
+        sample=sample,
+        step=until,
+        last_sample=last_sample,
+        last_step=last_step,
+        epochs_at_end=drawn,
+    )
+
+
+def end_of_stream(launch: Launch, data: Data, end: Ending | None) -> int | None:
+    """Samples that the stream holds, where that is fewer than the run is to train; None: enough.
+
+    Planned, not estimated. Only a stream whose sources have an end is looked at.
+    """
+    configs = [data.in_force, *(stage.config for stage in data.to_come)]
+    if not any(config is not None and _may_end(config) for config in configs):
+        return None
+    stream = data.stream(launch)
+    if stream is None or data.config is None:
+        launch.findings.note(
+            "whether the stream ends before the run does is not known: its corpora were not opened",
+            action="--data DATA.yaml",
+        )
+        return None
+    first = launch.state.samples
+    held = _search(stream.plan, first, None if end is None or end.sample <= first else end.sample, launch.findings)
+    if held is None:
+        return None
+    last = launch.steps_until(held)
+    names = [s.name for s in data.config.sources if s.max_epochs is not None and s.on_exhausted != "repeat"]
+    if end is None or held < end.sample:
+        launch.findings.warn(
+            "the stream ends before the run does",
+            found=f"{held} samples" + ("" if last is None else f", enough for {last} steps"),
+            expected="no end" if end is None else f"{end.sample} samples, for step {end.step}",
+            cause=f"sources with an end: {', '.join(names)}",
+            action=("" if last is None else f"--train-iters {last}, or ")
+            + f"in the data config raise max_epochs of {', '.join(names)} or set on_exhausted: repeat",
+        )
+    return held
+
+
+def _may_end(config: StreamConfig) -> bool:
+    drawn = [source for source in config.sources if source.weight]
+    ends = [s for s in drawn if s.max_epochs is not None and s.on_exhausted != "repeat"]
+    return len(ends) == len(drawn) or any(s.on_exhausted == "stop" for s in ends)
+
+
+def _search(plan: object, first: int, goal: int | None, findings: Findings) -> int | None:
+    """Plan up to the goal; the number of samples that there are, if the stream ends before."""
+    began, position = time.monotonic(), first
+
+    def reaches(stop: int) -> bool:
+        try:
+            plan(stop - 1, stop)  # type: ignore[operator]
+        except StreamExhausted:
+            return False
+        return True
+
+    while goal is None or position < goal:
+        stop = position + _CHUNK if goal is None else min(position + _CHUNK, goal)
+        if not reaches(stop):
+            low, high = position, stop  # the stream holds low samples, and not high
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if reaches(middle) else (low, middle)
+            return low
+        position = stop
+        if time.monotonic() - began > _PATIENCE:
+            findings.note(
+                f"the stream has no end before sample {position}; further was not looked",
+                found=f"planned for {_PATIENCE:.0f} s",
+            )
+            return None
+    return None
+
+
+@dataclass(kw_only=True)
+class DryRun:
+    """What a launch would do."""
+
+    root: Path
+    flags: Flags
+    found: StartingPoint
+    #: what the launch would be told, the most important first.
+    findings: Findings = field(default_factory=Findings)
+    #: how the run was laid out when it saved, and would be now; None: not recorded.
+    before: Topology | None = None
+    now: Topology | None = None
+    #: planned global batch sizes of the whole run, the past included.
+    schedule: BatchSchedule | None = None
+    ending: Ending | None = None
+    data: Data | None = None
+    sources: list[Ahead] = field(default_factory=list)
+    #: samples that the stream holds, where it ends before the run; None: enough.
+    stream_ends: int | None = None
+    #: what balanced ranks gain; None: not asked for, or not known.
+    gain: Gain | None = None
+    guarded: Guarded | None = None
+
+    @property
+    def state(self) -> StreamState | None:
+        """The data state that the launch would go on from."""
+        state = None if self.found.choice is None else self.found.choice.state
+        return state if isinstance(state, StreamState) else None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the launch would stop before its first step."""
+        return self.findings.refused
+
+    @property
+    def last(self) -> tuple[int, int] | None:
+        """(step, sample) at which the run ends: the flags' end, or the last whole step of a stream that ends before."""
+        if self.ending is None or self.stream_ends is None or self.schedule is None or self.state is None:
+            return None if self.ending is None else (self.ending.step, self.ending.sample)
+        steps = steps_until(self.schedule, self.state.samples, self.stream_ends)
+        return self.found.iteration + steps, self.schedule.after(self.state.samples, steps)
+
+
+def dry_run(directory: Path, flags: Flags) -> DryRun:
+    """Try a resume from a ``--save`` directory. Reads only.
+
+    Raises:
+        UsageError: no such directory, a tag directory, or flags that say too little or contradict each other.
+    """
+    run = _check(directory, flags)
+    findings = Findings()
+    found = find_start(run, flags, findings)
+    result = DryRun(root=directory, flags=flags, found=found, findings=findings)
+    if found.record is not None:
+        result.guarded = compare_with_record(found.record, flags, findings)
+    choice, state = found.choice, result.state
+    if found.kind in ("guard", "adopt"):
+        result.ending = guarded_ending(found.iteration, flags, findings)
+    if choice is not None and choice.step is not None and state is not None:
+        _stream(result, choice.step.topology, state)
+    order = {"refused": 0, "warning": 1, "note": 2}
+    findings.sort(key=lambda finding: order[finding.kind])
+    return result
+
+
+def _check(directory: Path, flags: Flags) -> Run:
+    root, tag = split_root(directory)
+    if tag is not None:
+        raise UsageError(
+            "this is a tag directory, not a checkpoint root",
+            found=str(directory),
+            expected=f"the directory that holds it: {root}",
+            action=f"megaresume plan {root} --ckpt-step N",
+        )
+    if flags.data is not None and not flags.data.is_file():
+        raise UsageError(
+            "no such data config", found=f"--data {flags.data}", expected="a data.yaml", action="check the path"
+        )
+    if flags.train_iters is not None and flags.train_samples is not None:
+        raise UsageError(
+            "the length of the run must be given once",
+            found=f"--train-iters {flags.train_iters}, --train-samples {flags.train_samples}",
+            expected="one of the two",
+            action="remove one of the flags",
+        )
+    return Run(directory)
+
+
+def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
+    flags, findings, found, choice = result.flags, result.findings, result.found, result.found.choice
+    assert choice is not None
+    result.before, result.now = before, topology(before, flags)
+    launch = Launch(
+        root=result.root.absolute(),
+        flags=flags,
+        findings=findings,
+        choice=choice,
+        state=state,
+        is_megatron=found.is_megatron,
+        step=found.iteration,
+        now=result.now,
+    )
+    planned = findings.attempt(lambda: planned_sizes(launch.now, flags, is_megatron=launch.is_megatron))
+    if planned is not None:
+        ahead = planned_sizes(launch.now, flags, is_megatron=launch.is_megatron, start=state.samples)
+        result.schedule = None if ahead is None else ahead.resumed(state.batches, state.samples)
+        launch = replace(launch, schedule=result.schedule)
+        is_said = flags.rampup_batch_size is not None or flags.global_batch_size is not None
+        if len({size for _, size in state.batches}) > 1 and not is_said:
+            findings.note(
+                f"the batch size changed in this run; {launch.now.global_batch_size} samples a step are taken from "
+                "here on",
+                action="--rampup-batch-size START INCREMENT SAMPLES, if the launch has it",
+            )
+    check_layout(launch)
+    if planned is not None:
+        result.ending = ending(launch, planned)
+    end = result.ending
+    result.data = data = read_data(launch, end=None if end is None else end.sample)
+    if data.in_force is None:
+        return
+    result.sources = sources_ahead(launch, data, end)
+    if end is None or not end.finished:
+        result.stream_ends = end_of_stream(launch, data, end)
+    if flags.balance is not None:
+        result.gain = gain(launch, data)

@@ -1,0 +1,206 @@
+"""``megaresume stream DATA.yaml --samples A:B``: what the stream holds there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaresume.batches.open import open_stream
+from megaresume.checkpoint.step_file import read_step_file
+from megaresume.command_line import number_range
+from megaresume.data.layout import bin_path, idx_path, prefix_of
+from megaresume.data.spans import has_spans, spans_of
+from megaresume.runs.trace.trace import ShardRecords, record_words
+from megaresume.stream.errors import UsageError
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.plan import Plan
+from megaresume.stream.progress import progress
+from megaresume.stream.ranges import absolute
+from megaresume.stream.state import FORMAT, StreamState
+from megaresume.stream.stream import Stream
+from megaresume.stream.text import parse_json
+
+#: Samples shown at once: their plan lies in memory.
+MOST_SAMPLES = 1_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument(
+        "data", nargs="+", metavar="DATA", help="a data.yaml, or the arguments of Megatron's --data-path"
+    )
+    parser.add_argument(
+        "--samples", metavar="A:B", help="samples A to B-1 (default: the first 8, or the 8 that follow --state)"
+    )
+    parser.add_argument("--seq-length", type=int, help="tokens per sample, if the data config does not set it")
+    parser.add_argument("--seed", type=int, help="if the data config does not set it")
+    parser.add_argument("--split", help="shares of train, valid and test, as in Megatron: 969,30,1")
+    parser.add_argument("--part", choices=["train", "valid", "test"], default="train", help="part of the split")
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="continue from the data state in this file: SAVE/megaresume/step_0000010.json, or a state's JSON",
+    )
+    parser.add_argument("--summary", action="store_true", help="totals only, not every sample")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the samples."""
+    samples = None if args.samples is None else number_range("--samples", args.samples, 0)
+    data = args.data[0] if len(args.data) == 1 and args.data[0].endswith((".yaml", ".yml")) else args.data
+    _check_paths(data, args.state)
+    seed = 1234 if args.seed is None else args.seed
+    stream = open_stream(data, seq_length=args.seq_length, seed=seed, split=args.split, part=args.part)
+    if args.state is not None:
+        stream.restore(_state(Path(args.state)))
+    first, stop = samples or (stream.start, stream.start + 8)
+    _check_size(first, stop)
+    plan = stream.plan(first, stop)
+    report = _summary(stream, plan)
+    if not args.summary:
+        report["samples"] = _samples(stream, plan)
+    print(json.dumps(report) if args.json else _text(stream, report))
+    return 0
+
+
+def _check_paths(data: str | list[str], state: str | None) -> None:
+    """A path on the command line that leads nowhere is bad usage; what a data config names is not."""
+    missing = [] if state is None or Path(state).is_file() else [(state, "a file with a data state")]
+    for word in data if isinstance(data, list) else ():
+        prefix = prefix_of(word)
+        if not re.fullmatch(r"[0-9.eE+-]+", word) and not (idx_path(prefix).is_file() or bin_path(prefix).is_file()):
+            missing.append((word, "a data.yaml, or the common part of a .bin and an .idx"))
+    for path, expected in missing:
+        raise UsageError(f"{path} does not exist", found="no such file", expected=expected, action="check the path")
+
+
+def _state(path: Path) -> StreamState:
+    """The state in a record beside a checkpoint, or what `StreamState.to_json` wrote."""
+    try:
+        data = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        data = None  # the reader of records says what is wrong
+    if isinstance(data, dict) and data.get("format") == FORMAT:
+        return StreamState.from_json(data)
+    return read_step_file(path).stream
+
+
+def _check_size(first: int, stop: int) -> None:
+    if stop - first > MOST_SAMPLES:
+        raise UsageError(
+            "too many samples at once",
+            found=f"{stop - first} samples",
+            expected=f"at most {MOST_SAMPLES}",
+            action=f"for example --samples {first}:{first + MOST_SAMPLES}",
+        )
+
+
+def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
+    """Every sample of the plan; those that hold image-text records read them, which takes its time on a store."""
+    records, samples = ShardRecords(stream.sources), []
+    with progress("reading samples", len(plan), "samples") as bar:
+        for sample in range(plan.first, plan.stop):
+            samples.append(_sample(stream, plan, sample, records))
+            bar.update(1)
+    return samples
+
+
+def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> dict[str, Any]:
+    names = [s.name for s in stream.config.sources]
+    segments = [
+        {
+            "source": names[s.source],
+            "epoch": s.epoch,
+            "document": s.document,
+            "offset": s.offset,
+            "length": s.length,
+            **records.place(s.source, s.document),
+            **records.describe(s.source, s.document),
+        }
+        for s in plan.segments(sample)
+    ]
+    index = sample - plan.first
+    number = absolute(stream.skips.ranges, sample)
+    return {
+        "sample": sample,
+        # where samples before it are left out
+        **({"absolute": number} if number != sample else {}),
+        "tokens": sum(s["length"] for s in segments),
+        "hash": f"{int(plan.hashes[index]):016x}",
+        "digest": f"{int(plan.digests[index]):016x}",
+        "segments": segments,
+    }
+
+
+def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
+    """Labels that count of each segment, by number of its source, if that says which: int64[n] over all segments."""
+    found = {}
+    for i, source in enumerate(stream.sources):
+        if has_spans(source):
+            mine = plan.table[:, SOURCE] == i
+            spans = spans_of(source, plan.table[mine, DOCUMENT])
+            assert spans is not None, "it had spans a moment ago"
+            found[i] = np.zeros(len(plan.table), np.int64)
+            found[i][mine] = spans.count(plan.table[mine, OFFSET] + 1, plan.table[mine, LENGTH])
+    return found
+
+
+def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
+    config = stream.config
+    lengths, which = plan.table[:, 4], plan.table[:, 0]
+    total = int(lengths.sum())
+    weights = sum(s.weight for s in config.sources)
+    trained = _trained(stream, plan)
+    sources = {
+        s.name: {
+            "segments": int(np.count_nonzero(which == i)),
+            "tokens": int(lengths[which == i].sum()),
+            "share": round(int(lengths[which == i].sum()) / total, 6) if total else 0.0,
+            "weight": round(s.weight / weights, 6),
+            **({"trained": int(trained[i].sum())} if i in trained else {}),
+        }
+        for i, s in enumerate(config.sources)
+    }
+    return {
+        "first": plan.first,
+        "stop": plan.stop,
+        "seq_length": config.seq_length,
+        "packing": config.packed_by,
+        "tokens": total,
+        "fill": round(total / (len(plan) * config.seq_length), 6),
+        "sources": sources,
+    }
+
+
+def _text(stream: Stream, report: dict[str, Any]) -> str:
+    seq_length = report["seq_length"]
+    lines = []
+    for sample in report.get("samples", ()):
+        parts = [
+            f"{s['source']}:{s['document']}"
+            + (f"[{s['offset']}:{s['offset'] + s['length']}]" if s["offset"] else f"[:{s['length']}]")
+            + (f" epoch {s['epoch']}" if s["epoch"] else "")
+            + record_words(s)
+            for s in sample["segments"]
+        ]
+        fill = f"{100 * sample['tokens'] / seq_length:6.2f} %"
+        number = f"  absolute {sample['absolute']:>9}" if "absolute" in sample else ""
+        lines.append(f"sample {sample['sample']:>9}{number}  {fill}  {sample['hash']}  {', '.join(parts)}")
+    if lines:
+        lines.append("")
+    lines.append(
+        f"samples {report['first']} to {report['stop'] - 1}: {report['tokens']:,} tokens, "
+        f"{100 * report['fill']:.3f} % of {seq_length} a sample ({report['packing']})"
+    )
+    width = max(len(name) for name in report["sources"])
+    lines.append(f"  {'source':<{width}}  {'segments':>10}  {'tokens':>14}  {'share':>8}  {'weight':>8}")
+    for name, s in report["sources"].items():
+        words = f"  {name:<{width}}  {s['segments']:>10,}  {s['tokens']:>14,}  {s['share']:>8.4f}  {s['weight']:>8.4f}"
+        lines.append(words + (f"  {s['trained']:,} trained" if "trained" in s else ""))
+    return "\n".join(lines)

@@ -1,0 +1,366 @@
+"""When a document was or will be seen.
+
+The permutation is invertible, so that the positions of a document's pieces in any epoch are known at once. Which
+samples hold them only planning tells: from the last state that had not drawn a position yet, found by halving, or ahead
+from the newest state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import count, groupby
+from typing import Any, Literal
+
+import numpy as np
+
+from megaresume.runs.history import Point
+from megaresume.runs.trace.trace import Trace, places
+from megaresume.stream.changes import outlook
+from megaresume.stream.documents.order import SourceOrder
+from megaresume.stream.errors import StreamExhausted, UsageError
+from megaresume.stream.left_out import DocumentSkip
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
+from megaresume.stream.state import StreamState
+
+Status = Literal["trained", "partly trained", "waiting", "left out", "to come", "not planned", "never"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """A segment of the document; None where no record tells."""
+
+    step: int | None
+    sample: int
+    rank: int | None
+    micro_batch: int | None
+    #: tokens: where it lies in the sample, of the document before it, its own.
+    place: int
+    offset: int
+    length: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Occurrence:
+    """A document in one epoch."""
+
+    epoch: int
+    #: of its pieces in the source, epochs included, as far as they are known.
+    positions: list[int]
+    #: trained: all of it was, when the newest state was saved. partly trained: some of it was. waiting: drawn then, in
+    #: an open bin. to come: planned ahead. left out: it lies in samples that are skipped, or is skipped by its number.
+    #: not planned: further ahead than was asked for. never: the stream ends before it.
+    status: Status
+    parts: list[Seen] = field(default_factory=list)
+    #: pieces of the source that come before it, and about which sample it comes with (not planned).
+    pieces_ahead: int | None = None
+    about_sample: int | None = None
+    #: tokens of it in samples that are left out.
+    left_out: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Sought:
+    """A document that was looked for, and when it was or will be seen."""
+
+    source: str
+    document: int
+    #: 0: an empty document, which is passed over.
+    tokens: int
+    occurrences: list[Occurrence] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Target:
+    """What is looked for: a piece that was drawn, or what of a document is still to come in an epoch."""
+
+    found: Sought
+    occurrence: Occurrence
+    #: number of the source.
+    source: int
+    #: None: whatever is to come.
+    position: int | None
+    #: of them as many are missing.
+    tokens: int
+
+
+def parse_documents(text: str) -> list[tuple[str, int]]:
+    """``web:17,code:5`` as (source, document) pairs; a number alone is of the source before it.
+
+    Raises:
+        UsageError: something else.
+    """
+    documents: list[tuple[str, int]] = []
+    for word in text.split(","):
+        name, colon, number = word.strip().rpartition(":")
+        name = name if colon else (documents[-1][0] if documents else "")
+        if not name or not number.isdecimal():
+            raise UsageError(
+                "bad --find",
+                found=repr(text),
+                expected="SOURCE:DOC[,SOURCE:DOC...]",
+                action="for example --find web:17,code:5",
+            )
+        documents.append((name, int(number)))
+    return documents
+
+
+def find(
+    trace: Trace,
+    documents: Iterable[tuple[str, int]],
+    *,
+    epochs: int | None = None,
+    until_sample: int | None = None,
+    progress: Callable[[int], object] = lambda samples: None,
+) -> list[Sought]:
+    """Look for documents.
+
+    Args:
+        trace: the run.
+        documents: (source, document).
+        epochs: plan ahead until each was found in so many epochs.
+        until_sample: plan ahead up to this sample. With neither, nothing is planned ahead but what is drawn already.
+        progress: called with the samples planned since the last call.
+
+    Raises:
+        UsageError: an unknown source or document; or ``epochs`` of a source that is not drawn any more.
+    """
+    state = trace.history.state
+    result: list[Sought] = []
+    past: list[tuple[Point | None, _Target]] = []
+    listed: list[tuple[Point | None, _Target]] = []
+    ahead: list[_Target] = []
+    orders = trace.replan.orders
+    for name, document in documents:
+        source = _checked(trace, name, document)
+        order = orders[source]
+        length = int(trace.replan.sources[source].lengths(np.array([document], np.int64))[0])
+        found = Sought(source=name, document=document, tokens=length)
+        result.append(found)
+        if not length:
+            continue
+        drawn = state.sources[name].position if name in state.sources else 0
+        for epoch, positions in _positions(trace, order, source, document, drawn, epochs):
+            status: Status = "waiting" if min(positions) < drawn else "not planned"
+            occurrence = Occurrence(epoch=epoch, positions=positions, status=status)
+            found.occurrences.append(occurrence)
+            skipped = _skipped(trace, name, document, epoch)
+            pieces = _pieces(order, found, occurrence, source)
+            for target in pieces:
+                if target.position is not None and target.position < drawn:
+                    (listed if skipped else past).append((trace.history.before_drawing(name, target.position), target))
+            coming = [t for t in pieces if t.position is not None and t.position >= drawn]
+            if not coming:
+                continue
+            if any(skip.until is None for skip in skipped):
+                occurrence.status = "left out"
+            elif epochs is not None or until_sample is not None:
+                tokens = sum(t.tokens for t in coming)
+                ahead.append(_Target(found=found, occurrence=occurrence, source=source, position=None, tokens=tokens))
+            else:
+                _estimate(trace, occurrence, name, min(t.position or 0 for t in coming) - drawn)
+    _look_back(trace, past, progress)
+    # Passed over or taken out of a bin, it is found nowhere: then the search ends with the past.
+    _look_back(trace, listed, progress, stop=state.samples)
+    for _, target in listed:
+        if not target.occurrence.parts:
+            target.occurrence.status = "left out"
+    if ahead:
+        if epochs is not None and until_sample is None:
+            _check_ends(trace, ahead)
+        _look_ahead(trace, ahead, until_sample, progress)
+    for found in result:
+        for occurrence in found.occurrences:
+            _set_status(occurrence, found.tokens, state)
+    return result
+
+
+def _checked(trace: Trace, name: str, document: int) -> int:
+    if name not in trace.names:
+        raise UsageError(
+            f"the run has no source '{name}'",
+            found=f"--find {name}:{document}",
+            expected=f"one of {', '.join(trace.names)}",
+        )
+    source = trace.names.index(name)
+    num = len(trace.replan.sources[source])
+    if document >= num:
+        raise UsageError(
+            f"source '{name}' has no document {document}",
+            found=f"--find {name}:{document}",
+            expected=f"a document from 0 to {num - 1}" if num else "it has no documents",
+        )
+    return source
+
+
+def _positions(
+    trace: Trace, order: SourceOrder, source: int, document: int, drawn: int, epochs: int | None
+) -> Iterator[tuple[int, list[int]]]:
+    """(epoch, positions) of a document: all that were drawn; of those to come as many as are wanted."""
+    entry = trace.replan.last_config.sources[source]
+    last = entry.max_epochs if entry.max_epochs is not None and entry.on_exhausted != "repeat" else None
+    for epoch in count():
+        positions = order.positions_of(document, epoch)
+        if not positions:
+            continue  # it came to the corpus later
+        to_come = max(positions) >= drawn
+        if to_come and ((last is not None and epoch >= last) or (epochs is not None and epoch >= epochs)):
+            return
+        yield epoch, positions
+        if to_come and epochs is None:
+            return  # the next one; how many more lie before a sample only planning tells
+
+
+def _pieces(order: SourceOrder, found: Sought, occurrence: Occurrence, source: int) -> list[_Target]:
+    """The pieces of a document in one epoch."""
+    pieces, left = [], found.tokens
+    for position in occurrence.positions:
+        tokens = min(order.piece_length(position) or left, left)
+        left -= tokens
+        pieces.append(_Target(found=found, occurrence=occurrence, source=source, position=position, tokens=tokens))
+    return pieces
+
+
+def _skipped(trace: Trace, name: str, document: int, epoch: int) -> list[DocumentSkip]:
+    """The lists of documents to skip, of now and of earlier, that this one is on."""
+    return [
+        skip
+        for skip in trace.replan.skips.documents
+        if skip.documents.source == name and skip.documents.holds_in(epoch) and document in skip.documents.numbers()
+    ]
+
+
+def _look_back(
+    trace: Trace,
+    past: list[tuple[Point | None, _Target]],
+    progress: Callable[[int], object],
+    stop: int | None = None,
+) -> None:
+    """Occurrences that were drawn: each bracket of two states is planned once for all of them."""
+
+    def samples(item: tuple[Point | None, _Target]) -> int:
+        return item[0].samples if item[0] is not None else 0
+
+    for first, group in groupby(sorted(past, key=samples), key=samples):
+        _scan(trace, [target for _, target in group], first, stop, None, progress)
+
+
+def _look_ahead(
+    trace: Trace, targets: list[_Target], until_sample: int | None, progress: Callable[[int], object]
+) -> None:
+    state = trace.history.state
+    if until_sample is None or until_sample > state.samples:
+        _scan(trace, targets, state.samples, until_sample, state, progress, later=until_sample is not None)
+
+
+def _scan(
+    trace: Trace,
+    targets: list[_Target],
+    first: int,
+    stop: int | None,
+    start: StreamState | None,
+    progress: Callable[[int], object],
+    *,
+    later: bool = False,
+) -> None:
+    """Plan until every target is found as a whole.
+
+    Args:
+        trace: the run.
+        targets: what to look for: pieces by their positions, or what is to come of documents.
+        first, stop, start, progress: see `Replan.plans`.
+        later: go on to ``stop``, and look for the same documents in later epochs too.
+    """
+    drawn = {name: source.position for name, source in trace.history.state.sources.items()}
+    pieces = {(t.source, t.position): t for t in targets if t.position is not None}
+    coming = {(t.source, t.found.document, t.occurrence.epoch): t for t in targets if t.position is None}
+    founds = {(t.source, t.found.document): t.found for t in targets}
+    documents = np.array(sorted({document for _, document in founds}), np.int64)
+    try:
+        for planned in trace.replan.plans(first, stop, start=start, progress=progress, left_out=True):
+            plan = planned.plan
+            rows = np.flatnonzero(np.isin(plan.table[:, DOCUMENT], documents))
+            at = places(plan.table[:, LENGTH], plan.starts, planned.config.packing.align) if len(rows) else rows
+            for k in rows.tolist():
+                source, position, document, offset, length = plan.table[k].tolist()
+                target = pieces.get((source, position))
+                found = founds.get((source, document))
+                if target is None and found is not None and position >= drawn.get(found.source, 0):
+                    key = source, document, plan.orders[source].epoch_of(position)
+                    if later and key not in coming:
+                        coming[key] = _again(found, source, key[2], position)
+                    target = coming.get(key)
+                if target is None or target.tokens <= 0:
+                    continue
+                target.tokens -= length
+                if planned.left_out:
+                    target.occurrence.left_out += length
+                    if not target.occurrence.parts:
+                        target.occurrence.status = "left out"
+                    continue
+                sample = plan.first + int(np.searchsorted(plan.starts, k, side="right")) - 1
+                target.occurrence.parts.append(_seen(trace, sample, int(at[k]), offset, length))
+            if not later and all(target.tokens <= 0 for target in targets):
+                return
+    except StreamExhausted:
+        for target in targets:
+            if target.tokens > 0 and not target.occurrence.parts:
+                target.occurrence.status = "never"
+
+
+def _again(found: Sought, source: int, epoch: int, position: int) -> _Target:
+    """The same document in a later epoch."""
+    occurrence = Occurrence(epoch=epoch, positions=[position], status="not planned")
+    found.occurrences.append(occurrence)
+    found.occurrences.sort(key=lambda o: o.epoch)
+    return _Target(found=found, occurrence=occurrence, source=source, position=None, tokens=found.tokens)
+
+
+def _seen(trace: Trace, sample: int, place: int, offset: int, length: int) -> Seen:
+    step, rank, micro = trace.place(sample)
+    return Seen(step=step, sample=sample, rank=rank, micro_batch=micro, place=place, offset=offset, length=length)
+
+
+def _check_ends(trace: Trace, targets: list[_Target]) -> None:
+    """Planning ahead ends only where the source is drawn in the last stage."""
+    state, config = trace.history.state, trace.replan.last_config
+    for target in targets:
+        name = target.found.source
+        exhausted = name in state.sources and state.sources[name].exhausted
+        if config.sources[target.source].weight == 0 or exhausted:
+            raise UsageError(
+                f"source '{name}' is not drawn any more",
+                found=f"weight 0 in the stage '{trace.replan.last_stage}'" if not exhausted else "all its epochs seen",
+                expected="a source that goes on, to plan ahead until its documents come",
+                action="bound the search: --until-step N",
+            )
+
+
+def _estimate(trace: Trace, occurrence: Occurrence, name: str, pieces_ahead: int) -> None:
+    """About when an occurrence comes, or what is left of it, without planning."""
+    state = trace.history.state
+    occurrence.pieces_ahead = pieces_ahead
+    for row in outlook(state, trace.replan.config_now):
+        if row.name == name and row.samples_left is not None and row.remaining:
+            ahead = pieces_ahead * row.samples_left / row.remaining
+            occurrence.about_sample = state.samples + round(ahead)
+
+
+def _set_status(occurrence: Occurrence, tokens: int, state: StreamState) -> None:
+    if not occurrence.parts:
+        return
+    occurrence.parts.sort(key=lambda part: (part.sample, part.place))
+    trained = sum(part.length for part in occurrence.parts if part.sample < state.samples)
+    if trained:
+        occurrence.status = "trained" if trained + occurrence.left_out >= tokens else "partly trained"
+    elif occurrence.status != "waiting":
+        occurrence.status = "to come"
+
+
+def as_json(trace: Trace, found: Sought) -> dict[str, Any]:
+    """Plain JSON; with the step at which something comes about, where it was not planned."""
+    data = asdict(found)
+    for occurrence in data["occurrences"]:
+        about = occurrence["about_sample"]
+        occurrence["about_step"] = None if about is None else trace.steps.step_of(about)
+    return data
