@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: copies of ``patches/`` and ``launch/`` in the package, and the index's page.
 
 In a checkout, also one installed with ``pip install -e``, ``megaresume.patching.recipe`` and
-``megaresume.smoke.scripts`` find them where they lie.
+``megaresume.cluster.scripts`` find them where they lie.
 """
 
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent
 #: what is copied, from where, to where in the build.
 COPIES = [
     ("*.yaml", "patches", "megaresume/patching/recipes"),
-    ("**/*", "launch", "megaresume/smoke/launch"),
+    ("**/*", "launch", "megaresume/cluster/launch"),
 ]
 
 

@@ -27,7 +27,7 @@ RENDEZVOUS=${RENDEZVOUS:-keep_alive_interval=5,keep_alive_max_attempt=3,last_cal
 # What is trained. Flags given to this script come last, and win. Instead of the reference program, a Megatron script:
 #   TRAIN=(-m megaresume.run pretrain_gpt.py --megaresume-data "$DATA" ...your flags...)
 TRAIN=(
-  -m megaresume.training --megaresume-data "$DATA"
+  -m megaresume.cluster.training --megaresume-data "$DATA"
   --num-layers 12 --hidden-size 768 --num-attention-heads 12
   --micro-batch-size 8 --global-batch-size 64 --train-iters 10000
   --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5 --lr-warmup-fraction 0.01
@@ -39,7 +39,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # threads of one rank on CPUs
 # ==== nothing below needs editing: docs/launching.md says what the driver does ========================================
 
 "$PYTHON" -c 'import megaresume' || { echo "${0##*/}: refused: PYTHON=$PYTHON has no megaresume" >&2 && exit 2; }
-exec "$PYTHON" -m megaresume.launching torchrun --script "$0" --run-dir "$RUN_DIR" --data "$DATA" --python "$PYTHON" \
+exec "$PYTHON" -m megaresume.cluster.launching torchrun --script "$0" --run-dir "$RUN_DIR" --data "$DATA" --python "$PYTHON" \
   --procs-per-node "$PROCS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" \
   --master-port "$MASTER_PORT" --max-restarts "$MAX_RESTARTS" --stop-status "$STOP_STATUS" \
   --rendezvous "$RENDEZVOUS" --hostfile "$HOSTFILE" -- ::: "${TRAIN[@]}" ::: "$@"

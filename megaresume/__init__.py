@@ -14,10 +14,8 @@ Names are imported when they are first used, so that the command line stays fast
 those below it (``lint-imports`` checks that):
 
 cli/           the program
-smoke/         the resume test on a cluster
+cluster/       launching, the resume test of a cluster, the demo, and their small trainer
 runs/          a run's directory, and every question that is asked of it, with its command
-launching/     the drivers of the launch scripts
-training/      the reference pretraining program, and the demo
 run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
 hosts/         DeepSpeed, Megatron, other people's loaders
 checkpoint/    the protocol: save, choose, lock, keep; and the process that follows it, whatever trains

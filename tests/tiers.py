@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 #: folders in which every test starts processes.
-FOLDERS = ("runs/newest", "launch", "reliability", "upstream")
+FOLDERS = ("runs/newest", "cluster/launch", "reliability", "upstream")
 #: fixtures that start processes; a test that uses one, also through another fixture, need not be marked.
 FIXTURES = frozenset({"launch", "mini", "runs", "cluster", "core_wheel", "shellcheck", "energon_dataset"})
 #: what the interpreter reports of a new process; `multiprocessing` has a way of its own, see `_watch`.

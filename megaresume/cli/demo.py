@@ -39,16 +39,16 @@ def run(args: argparse.Namespace) -> int:
         more = ("PIL", "sklearn") if args.vlm else ("tokenizers", "jinja2") if args.sft else ()
         needed = ("torch", "deepspeed", "megatron.core", "matplotlib", *more)
         need_packages("the demo", needed, extra="demo")
-    from megaresume.training.demo.run import run_demo
+    from megaresume.cluster.demo.run import run_demo
 
     if args.trainer:
-        from megaresume.training.demo.items import TRAINER as scenario
+        from megaresume.cluster.demo.items import TRAINER as scenario
     elif args.sft:
-        from megaresume.training.demo.sft import SFT as scenario
+        from megaresume.cluster.demo.sft import SFT as scenario
     elif args.vlm:
-        from megaresume.training.demo.vlm import VLM as scenario
+        from megaresume.cluster.demo.vlm import VLM as scenario
     else:
-        from megaresume.training.demo.text import TEXT as scenario
+        from megaresume.cluster.demo.text import TEXT as scenario
     named = next((name for name in ("trainer", "sft", "vlm") if getattr(args, name)), "run")
     out = args.out or Path(f"demo-{named}")
     result = run_demo(scenario, out, steps=args.steps or scenario.steps, overwrite=args.overwrite, quiet=args.json)

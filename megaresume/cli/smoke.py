@@ -8,16 +8,16 @@ import math
 import shlex
 from pathlib import Path
 
+from megaresume.cluster.jobs import own_directory
+from megaresume.cluster.scripts import launch_script
+from megaresume.cluster.smoke.job import Launcher, cleaned_up
+from megaresume.cluster.smoke.local import LocalLauncher
+from megaresume.cluster.smoke.plan import Options, Plan, make_plan
+from megaresume.cluster.smoke.report import summary, table, write_report
+from megaresume.cluster.smoke.run import run_smoke
+from megaresume.cluster.smoke.slurm import SlurmLauncher
 from megaresume.command_line import need_packages
-from megaresume.smoke.job import Launcher, cleaned_up
-from megaresume.smoke.local import LocalLauncher
-from megaresume.smoke.plan import Options, Plan, make_plan
-from megaresume.smoke.report import summary, table, write_report
-from megaresume.smoke.run import run_smoke
-from megaresume.smoke.scripts import launch_script
-from megaresume.smoke.slurm import SlurmLauncher
 from megaresume.stream.errors import UsageError
-from megaresume.training.jobs import own_directory
 
 #: Written into the directory of a test, so that --overwrite removes nothing else.
 MARK = ".megaresume-smoke"

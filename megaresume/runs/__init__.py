@@ -4,6 +4,7 @@
     history.py      the path to the present: states, topologies, batch sizes; samples to steps, ranks, micro-batches
     rank_steps.py   what every rank trained, step by step, as it wrote it down
     losses.py       the losses of a run, from any log of it, and two runs compared
+    first_error.py  the first error of the rank that failed first, from the logs of the nodes
 
     inspect.py      what is there, and would a resume find it?
     latest.py       which is the newest complete checkpoint, whoever wrote it?

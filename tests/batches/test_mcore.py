@@ -23,9 +23,9 @@ from megaresume.batches.batch import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.models import for_mcore_gpt, for_mcore_llava, packed_seq_params
 from megaresume.batches.open import open_stream
+from megaresume.cluster.training.model import DocumentAttention
 from megaresume.images.document import Key
 from megaresume.stream.errors import UsageError
-from megaresume.training.model import DocumentAttention
 from tests.batches.pages import Pages
 
 S, SEED, HIDDEN = 96, 5, 32

@@ -16,7 +16,7 @@ from megaresume.data.overlap import extent_of
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
-from tests.training.conftest import write_corpus
+from tests.cluster.training.conftest import write_corpus
 
 BEGIN: dict[str, Any] = {
     "seed": 5,

@@ -16,9 +16,8 @@ from megaresume.checkpoint.saving.commit import begin_save, commit_save
 from megaresume.checkpoint.topology import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.runs.plan.start import steps_until
-from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.batches import BatchSchedule, end_of_run
 from megaresume.stream.errors import MegaresumeError, StateError
-from megaresume.training.arguments import end_of_run
 from tests.cli.conftest import SavedRun, megaresume
 
 

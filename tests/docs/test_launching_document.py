@@ -1,6 +1,6 @@
 """docs/launching.md and launch/README.md say what the scripts say, and name the settings that they have.
 
-Their commands run in tests/launch.
+Their commands run in tests/cluster/launch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import megaresume.launching
-from megaresume.smoke.scripts import launch_dir, launch_script
+import megaresume.cluster.launching
+from megaresume.cluster.scripts import launch_dir, launch_script
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "launching.md"
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "slurm/train.sbatch")
-DRIVER = Path(megaresume.launching.__file__).parent
+DRIVER = Path(megaresume.cluster.launching.__file__).parent
 
 
 def settings(script: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""docs/smoke.md: every command in it can be planned. Real runs: tests/smoke on this machine, tests/launch on Slurm."""
+"""docs/smoke.md: every command in it can be planned. Real runs: tests/cluster/smoke; on Slurm, tests/cluster/launch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.cli import smoke
-from megaresume.smoke.job import KINDS
-from megaresume.smoke.plan import make_plan
+from megaresume.cluster.smoke.job import KINDS
+from megaresume.cluster.smoke.plan import make_plan
 
 TEXT = (Path(__file__).parents[2] / "docs" / "smoke.md").read_text()
 COMMANDS = re.findall(r"^    (megaresume smoke.*)$", TEXT, flags=re.MULTILINE)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.training.jobs import Launcher
+from megaresume.cluster.jobs import Launcher
 from tests.warm import WarmJob
 
 HERE = Path(__file__).parent

@@ -37,7 +37,7 @@ def test_the_wheel(built: tuple[Path, Path]) -> None:
         marker = next(name for name in names if name.endswith("py.typed"))
     assert marker == "megaresume/py.typed"
     assert [name for name in names if name.startswith(("tests/", "benchmarks/"))] == []
-    copied = [name for name in names if name.startswith(("megaresume/patching/recipes/", "megaresume/smoke/launch/"))]
+    copied = [name for name in names if name.startswith(("megaresume/patching/recipes/", "megaresume/cluster/launch/"))]
     assert len(copied) == sum(path.is_file() for folder in ("patches", "launch") for path in (ROOT / folder).rglob("*"))
     assert "License-Expression: Apache-2.0" in metadata and "Typing :: Typed" in metadata
     # Links to files lead nowhere on the package index.
@@ -98,9 +98,9 @@ def test_what_is_missing_is_named(installed: Run, words: str, extra: str) -> Non
         ("megaresume", "--help", 0, "prepare"),
         ("megaresume", "plan --help", 0, "--save-time"),
         ("megaresume", "run --help", 0, "usage: megaresume run"),
-        ("megaresume.training", "--help", 0, "--num-layers"),
+        ("megaresume.cluster.training", "--help", 0, "--num-layers"),
         (
-            "megaresume.training",
+            "megaresume.cluster.training",
             "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
             "--global-batch-size 1 --train-iters 1 --lr 0.1 --data-path web --max-position-embeddings 8",
             1,

@@ -19,8 +19,8 @@ from megaresume.cli.main import main
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError
+from tests.cluster.training.conftest import write_corpus
 from tests.data.kit import encoder, write_shards
-from tests.training.conftest import write_corpus
 
 
 @pytest.fixture

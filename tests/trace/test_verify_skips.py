@@ -20,7 +20,7 @@ from megaresume.checkpoint.step_file import read_step_file, write_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.stream.batches import BatchSchedule
-from tests.training.conftest import write_corpus
+from tests.cluster.training.conftest import write_corpus
 
 
 def test_left_out_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megaresume.cli.main import main
-from tests.training.conftest import Runs, write_corpus
-from tests.training.conftest import data_yaml as data_yaml
+from tests.cluster.training.conftest import Runs, write_corpus
+from tests.cluster.training.conftest import data_yaml as data_yaml
 
 pytestmark = pytest.mark.process
 

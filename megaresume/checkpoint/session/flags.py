@@ -22,7 +22,7 @@ from megaresume.stream.schema import near
 
 T = TypeVar("T")
 #: whose command line has a flag for a setting: a script of Megatron, or one with Hugging Face's Trainer (under the
-#: launcher), `megaresume.training`, ``megaresume plan``.
+#: launcher), `megaresume.cluster.training`, ``megaresume plan``.
 Host = Literal["megatron", "trainer", "training", "plan"]
 #: of the flags of settings.
 PREFIX = "--megaresume-"

@@ -2,8 +2,8 @@
 
     attach(engine, data, checkpoints=Checkpoints(...), loader=Loader(...), data_options=DataOptions(...), stop=...)
 
-From here come the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.training` and of ``megaresume
-plan`` (`megaresume.checkpoint.session.flags`), and the table in docs/settings.md.
+From here come the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.cluster.training` and of
+``megaresume plan`` (`megaresume.checkpoint.session.flags`), and the table in docs/settings.md.
 """
 
 from __future__ import annotations

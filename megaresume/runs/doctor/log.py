@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from megaresume.launching.first_error import find_first_error
 from megaresume.runs.doctor import Check, Status
+from megaresume.runs.first_error import find_first_error
 from megaresume.stream.errors import UsageError
 
 #: bytes of a block; a line of more is looked at in pieces.

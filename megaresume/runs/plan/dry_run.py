@@ -22,12 +22,11 @@ from megaresume.runs.plan.start import (
     topology,
 )
 from megaresume.runs.run import Run
-from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.batches import BatchSchedule, end_of_run, is_over
 from megaresume.stream.changes import SourceOutlook, outlook
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.state import StreamState
-from megaresume.training.arguments import end_of_run, is_over
 
 #: samples planned between two looks at the clock, and seconds after which the search for the end is given up.
 _CHUNK, _PATIENCE = 2048, 60.0
@@ -49,7 +48,7 @@ def ending(launch: Launch, planned: BatchSchedule) -> Ending | None:
     """The end of the run; None: neither steps nor samples are given.
 
     Args:
-        launch: under Megatron it ends as Megatron's training loop does, otherwise as `megaresume.training`.
+        launch: under Megatron it ends as Megatron's training loop does, otherwise as `megaresume.cluster.training`.
         planned: global batch sizes that the flags mean, from sample 0.
     """
     flags, step, sample = launch.flags, launch.step, launch.state.samples

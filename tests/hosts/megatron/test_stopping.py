@@ -11,11 +11,11 @@ import pytest
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
+from megaresume.cluster.launching.attempts import Ledgers
+from megaresume.cluster.launching.decide import Progress
 from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project
-from megaresume.launching.attempts import Ledgers
-from megaresume.launching.decide import Progress
 from megaresume.stream.errors import UsageError
 
 pytest.importorskip("megatron.core")

@@ -1,0 +1,167 @@
+"""The demo of conversations: answered questions about this machine's Python in one blend with text that fills.
+
+    what does json.dumps do?       its docstring      conversations through a chat template: answers are trained
+    show me its code               its source         whole documents
+    the manual, as it is                              text: every token is trained, split to fill what is left
+
+Which tokens were trained is not believed of any file: `masks` tells it from the tokens that the model was given. So
+the program that this demo starts and kills is this module: the reference program, each of whose ranks writes down the
+tokens, labels and masks that its model is given.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.cluster.demo.masks import Given, Wrong, compare_masks, read_given, what_is_trained, write_given
+from megaresume.cluster.demo.run import ask
+from megaresume.cluster.demo.scenario import SEQ_LENGTH, Extra, Say, Scenario, write_config
+from megaresume.cluster.demo.text import TEXT, functions, write_texts
+from megaresume.render import escape
+
+#: each byte is a token, and these are: from 256 on, as `masks` knows them.
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+#: bytes of an answer, at most, so that conversations differ in their number of turns.
+_LONGEST_ANSWER = 160
+#: of trained tokens.
+WEIGHTS = {"chat": 0.6, "manual": 0.4}
+
+
+def conversations() -> Iterator[list[dict[str, str]]]:
+    """Questions about functions, answered by docstring and source; one conversation of one to three functions."""
+    turns: list[dict[str, str]] = []
+    wanted = itertools.cycle((1, 2, 3))
+    left = next(wanted)
+    for text, node in functions():
+        doc = (ast.get_docstring(node) or "").partition("\n\n")[0].strip()
+        if not 8 < len(doc.encode()) <= _LONGEST_ANSWER:
+            continue
+        turns += _asked(f"What does {node.name} do?", doc)
+        if len(text.encode()) <= _LONGEST_ANSWER:
+            turns += _asked("Show me its code.", text.strip())
+        left -= 1
+        if not left:
+            yield turns
+            turns, left = [], next(wanted)
+
+
+def _asked(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A tokenizer of bytes and `SPECIAL`, with a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = _letters_of_bytes()
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
+
+
+def _letters_of_bytes() -> list[str]:
+    """The letter that the library writes for each byte: itself if it can be seen, one from U+0100 on otherwise."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+
+
+def _prepare(out: Path, say: Say) -> Path:
+    model = write_tokenizer(out / "tokenizer")
+    chats = out / "texts" / "chat.jsonl"
+    text = write_texts(out / "texts")["manual"]
+    chats.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations()), encoding="utf-8")
+    common = ("--tokenizer", str(model))
+    longest = ("--max-tokens", str(SEQ_LENGTH), "--too-long", "turn")
+    made = ask("prepare", str(chats), "--output", str(out / "corpora" / "chat"), *common, "--chat", *longest)
+    say(f"   chat: {made['documents']:,} conversations, {made['tokens']:,} tokens, {made['trained']:,} of them trained")
+    made = ask("prepare", str(text), "--output", str(out / "corpora" / "manual"), *common)
+    say(f"   manual: {made['documents']:,} documents, {made['tokens']:,} tokens")
+    sources: dict[str, Any] = {name: {"path": f"corpora/{name}", "weight": w} for name, w in WEIGHTS.items()}
+    sources["manual"]["packing"] = "split"
+    return write_config(out / "data.yaml", sources, blend={"unit": "trained"})
+
+
+def _extra(out: Path) -> Extra:
+    """Every mask that any rank of any start was given, against its twin's, and against what its tokens say."""
+    twin, run = read_given(out, "twin"), read_given(out, "run")
+    wrong = [*compare_masks(twin, run), *what_is_trained(twin), *what_is_trained(run)]
+    places = sum(one.tokens.size for one in run)
+    trained = sum(int(one.trained.sum()) for one in run)
+    rows = (
+        ("masks, token by token", "identical" if not wrong else f"DIFFERENT: {wrong[0]}, and {len(wrong) - 1} more"),
+        ("tokens compared", f"{places:,}, {trained:,} of them trained, in {len(run)} samples of all starts"),
+    )
+    result = {"masks_compared": places, "masks_trained": trained, "masks_different": len(wrong)}
+    return Extra(rows=rows, parts=tuple(_page(run, wrong)), result=result, holds=not wrong and trained > 0)
+
+
+def _page(run: list[Given], wrong: list[Wrong]) -> Iterator[str]:
+    yield "<h2>What was trained</h2><p>The last sample; tokens whose loss counted are marked.</p>"
+    last = max(run, key=lambda one: one.sample)
+    yield f"<pre>{_marked(last.tokens, last.trained)}</pre>"
+    if wrong:
+        yield "<p class='verdict fails'>" + escape("; ".join(map(str, wrong[:10]))) + "</p>"
+
+
+def _marked(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_]) -> str:
+    """The text; a token is marked if the place before it has a loss."""
+    marks = [False, *trained[:-1].tolist()]
+    parts = []
+    for marked, places in itertools.groupby(range(len(tokens)), key=lambda i: marks[i]):
+        pieces = (SPECIAL[t - 256].encode() if t >= 256 else bytes([t]) for t in (int(tokens[i]) for i in places))
+        words = escape(b"".join(pieces).decode("utf-8", "replace"))
+        parts.append(f"<mark>{words}</mark>" if marked else words)
+    return "".join(parts)
+
+
+SFT = Scenario(
+    title="megaresume demo --sft",
+    program="megaresume.cluster.demo.sft",
+    steps=60,
+    data="conversations about this machine's Python, and its manual as text",
+    content="tokens, labels, masks and positions",
+    packing="No conversation was cut; text fills what they leave.",
+    prepare=_prepare,
+    flags=TEXT.flags,
+    extra=_extra,
+)
+
+
+def _train() -> int:
+    """The reference program, which writes down every micro-batch before it is trained."""
+    import torch.distributed as dist
+
+    from megaresume.cluster.training.__main__ import main
+    from megaresume.cluster.training.loop import Trainer
+
+    losses = Trainer._token_losses
+
+    def recorded(self: Trainer, batch: Any) -> Any:
+        write_given(Path(str(self.args.megaresume_log_samples)), dist.get_rank(), batch)
+        return losses(self, batch)
+
+    Trainer._token_losses = recorded  # type: ignore[method-assign]
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(_train())

@@ -1,0 +1,145 @@
+"""What the drivers of all launch scripts have in common: settings, the training command, how they say what they do."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaresume.stream.errors import MegaresumeError, UsageError
+
+#: what runs a script or a module with the hooks.
+_RUN = ("-m", "megaresume.run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Those that every script has, and explains; as they were given."""
+
+    run_dir: str
+    data: str
+    python: str
+    procs_per_node: str
+    max_restarts: str
+    script: str
+    train: tuple[str, ...]
+    #: given to the script.
+    flags: tuple[str, ...]
+
+    def check_numbers(self, names: Iterable[str]) -> None:
+        """Raise UsageError if one of these settings is no number."""
+        for name in names:
+            if not (value := getattr(self, name.lower())).isdecimal():
+                raise UsageError(f"{name}={value} is not a number")
+
+    def no_data(self, where: str = "") -> UsageError:
+        """The data config is not there; ``where`` this is, in words."""
+        return UsageError(
+            f"there is no DATA={self.data}{where}", action="set DATA to your data.yaml, with its whole path"
+        )
+
+    def check_data(self, where: str = "") -> None:
+        """Raise `no_data` if there is none."""
+        if not Path(self.data).is_file():
+            raise self.no_data(where)
+
+    def no_script(self, where: str = "") -> UsageError:
+        """The script of TRAIN is not there; ``where`` this is, in words."""
+        return UsageError(
+            f"there is no script {script_of(self.train)}{where}", action="give it in TRAIN with its whole path"
+        )
+
+    def check_script(self, where: str = "") -> None:
+        """Raise `no_script` if TRAIN has one that is not there."""
+        if (script := script_of(self.train)) and not Path(script).is_file():
+            raise self.no_script(where)
+
+    def check_python(self, where: str = "") -> None:
+        """Raise UsageError if PYTHON is not on the PATH; ``where`` this is, in words."""
+        if shutil.which(self.python) is None:
+            action = "set PYTHON to the one of your environment, the whole path"
+            raise UsageError(f"there is no PYTHON={self.python}{where}", action=action)
+
+    def ranks_per_node(self, auto: Callable[[], str]) -> int:
+        """PROCS_PER_NODE, which ``auto`` finds out if nobody gave it. Raises UsageError if it is no number of ranks."""
+        words = auto() if self.procs_per_node == "auto" else self.procs_per_node
+        if not words.isdecimal() or int(words) < 1:
+            raise UsageError(f"PROCS_PER_NODE={words} is not a number of ranks")
+        return int(words)
+
+
+class Driver:
+    """One start of a script.
+
+    Args:
+        settings: of the script.
+        run_dir: RUN_DIR.
+    """
+
+    def __init__(self, settings: Settings, run_dir: Path) -> None:
+        self.run_dir, self.stop_file = run_dir, run_dir / "stop"
+        checkpoints = str(run_dir / "checkpoints")
+        ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
+        ours += ["--megaresume-stop-file", str(self.stop_file), "--megaresume-elastic"]
+        ours += ["--megaresume-log-samples", str(run_dir / "samples.jsonl")]
+        #: what follows PYTHON.
+        self.training = (*settings.train, *ours, *settings.flags)
+        #: the first one that came.
+        self.signal: str | None = None
+
+    def say(self, words: str) -> None:
+        """A line of the log."""
+        raise NotImplementedError
+
+    def say_refused(self, what: str, error: MegaresumeError) -> None:
+        """Say that nothing is started, and what to do."""
+        found = "" if error.found is None else f": {error.found}"
+        self.say(f"{what}: {error.headline}{found}")
+        if error.action:
+            self.say(f"  action: {error.action}")
+
+    def make_run_dir(self, directory: Path, action: str | None = None) -> None:
+        """Make it, or a directory in it. Raises UsageError if it cannot be made."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"RUN_DIR={self.run_dir} cannot be created: {error.strerror}", action=action) from error
+
+    def touch_stop_file(self) -> None:
+        """For ranks that do not listen yet, on other nodes, in containers. Removed by the run when it has saved."""
+        try:
+            self.stop_file.touch()
+        except OSError as error:
+            words = f"the stop file {self.stop_file} cannot be created: {error.strerror}"
+            self.say(f"{words}; ranks that still start go on")
+
+
+def script_of(training: Sequence[str]) -> str:
+    """The script that a training command starts, also by ``-m megaresume.run``; "": none, or nobody can tell."""
+    words = training[2:] if tuple(training[:2]) == _RUN else training
+    return words[0] if words and not words[0].startswith("-") else ""
+
+
+def modules_of(training: Sequence[str]) -> list[str]:
+    """The modules that it starts by ``-m``, also by that of ``-m megaresume.run``."""
+    words, found = training, []
+    while tuple(words[:1]) == ("-m",) and len(words) > 1:
+        found.append(words[1])
+        words = words[2:] if tuple(words[:2]) == _RUN else ()
+    return found
+
+
+def count_gpus() -> int:
+    """The GPUs that this process sees, as nvidia-smi lists them."""
+    with suppress(OSError):
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        return gpus_listed(done.stdout)
+    return 0
+
+
+def gpus_listed(text: str) -> int:
+    """GPUs in what ``nvidia-smi -L`` prints."""
+    return sum(line.startswith("GPU ") for line in text.splitlines())

@@ -1,0 +1,320 @@
+"""What a node finds out about itself before a training starts on it; the driver starts this on every node.
+
+python -m megaresume.cluster.launching.node_check RUN_DIR DATA GPUS ADDRESS PORT NODES LAUNCHER TRAIN ...
+    ->  one line: megaresume-node {"name": "n2", ...}
+
+    disks    RUN_DIR, the place for temporary files and /dev/shm can be written, and are not full
+    data     the data config and the corpora, indexes and tokenizers that it names are there  } compared
+    program  the script of TRAIN, or its module, and tokenizers that its flags name are there } between
+    imports  what the launcher imports can be imported                                        } the nodes
+    GPUs     answer, and are as many as the ranks
+    network  all nodes meet at the first one, at the address and port of the ranks, and are told who came
+    clock    the time of day: compared by the driver
+
+No node can tell alone whether something is missing *here* or everywhere, so `judge` looks at all answers together.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaresume.cluster.launching.decide import BadNode
+from megaresume.cluster.launching.driver import gpus_listed, modules_of, script_of
+
+#: begins the line of an answer.
+MARK = "megaresume-node "
+#: bytes that a disk must have left, so that a log line or a socket fails nothing.
+_FREE = 64 << 20
+#: seconds: of a clock that is called wrong; for GPUs that do not answer; for imports from a slow file system.
+CLOCK_TOLERANCE, _GPU_PATIENCE, _IMPORT_PATIENCE = 30.0, 60.0, 120.0
+#: seconds that the first node waits for the others; and more, that they wait for it.
+_MEETING, _LATE = 60.0, 30.0
+#: keys of data.yaml whose values are read on every node.
+_READ = re.compile("path|index|encoder|inputs|image_folder|lengths|.*(?:vocab|tokenizer|merge).*")
+#: flags of training programs that name what is read on every node.
+_READ_FLAGS = ("--tokenizer-model", "--vocab-file", "--merge-file", "--data-args-path")
+#: launcher -> what every rank of it imports.
+_IMPORTS = {"torchrun": "torch.distributed.run", "srun": "torch", "deepspeed": "deepspeed.launcher.runner"}
+
+
+def look(
+    run_dir: Path, data: str, gpus: int, training: Sequence[str] = (), *, temporary: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What this node has to say of itself.
+
+    Args:
+        run_dir: of the run.
+        data: the data config; "": none.
+        gpus: that it should have; 0: none.
+        training: what follows ``python``: a script or ``-m`` and a module, and flags.
+        temporary: directories for temporary files; None: the system's.
+
+    Returns:
+        its name, ``problems`` in words, and ``missing`` paths and modules.
+    """
+    places = [str(run_dir), *(temporary or [tempfile.gettempdir(), "/dev/shm"])]
+    problems = [problem for place in places if os.path.isdir(place) for problem in _disk(Path(place))]
+    if not run_dir.is_dir():
+        problems.append(f"does not see RUN_DIR={run_dir}")
+    problems += _gpus(gpus) if gpus else []
+    name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    return {"name": name, "problems": problems, "missing": [*_missing(data), *_missing_of(training)]}
+
+
+def _disk(place: Path) -> Iterator[str]:
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".megaresume-") as file:
+            file.write(b"0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+    except OSError as error:
+        yield f"{place} cannot be written: {error.strerror or error}"
+        return
+    if free < _FREE:
+        yield f"{place} is full: {free >> 20} MiB left"
+
+
+def _gpus(expected: int) -> list[str]:
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_GPU_PATIENCE)
+    except FileNotFoundError:
+        return []  # of another maker, or not visible in this container: the training will tell
+    except subprocess.TimeoutExpired:
+        return [f"its GPUs did not answer within {_GPU_PATIENCE:.0f} s (nvidia-smi -L)"]
+    count = gpus_listed(done.stdout)
+    if done.returncode == 0 and count >= expected:
+        return []
+    words = (done.stderr or done.stdout).strip().splitlines()[-1:]
+    return [f"{count} of {expected} GPUs answer" + (f": {words[0]}" if words and done.returncode else "")]
+
+
+def _missing(data: str) -> list[str]:
+    path = Path(data)
+    if not data or not path.is_file():
+        return [data] if data else []
+    import yaml  # deferred: a node without it still answers
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return []  # the training says what is wrong with it
+    return sorted(name for name in set(_paths(config)) if not _is_there(path.parent / _expanded(name)))
+
+
+def _paths(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if isinstance(inner, str) and _READ.fullmatch(str(key)):
+                if not any(sign in inner for sign in ("://", "{", "*")):
+                    yield inner
+            else:
+                yield from _paths(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _paths(inner)
+
+
+def _expanded(path: str) -> str:
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+def _missing_of(training: Sequence[str]) -> list[str]:
+    """What is not there of a training command: its script or module, and files that its flags name."""
+    script = script_of(training)
+    missing = [script] if script and not os.path.isfile(script) else []
+    missing += [f"module {name}" for name in modules_of(training) if not _has_module(name)]
+    for word, following in zip(training, [*training, ""][1:], strict=False):
+        flag, equals, value = word.partition("=")
+        value = value if equals else following
+        if flag.replace("_", "-") in _READ_FLAGS and value and not os.path.exists(value):
+            missing.append(value)
+    return missing
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, AttributeError, ValueError):  # of a package around it
+        return False
+
+
+def start_import(module: str) -> subprocess.Popen[str]:
+    """Import a module in a process of its own, as the training will: on the first node of many it may take long."""
+    words = [sys.executable, "-c", f"import {module}"]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+
+
+def why_not_imported(process: subprocess.Popen[str], patience: float = _IMPORT_PATIENCE) -> str:
+    """Its error, in a line; "": it can be imported, or has not ended in time, and the training will tell.
+
+    Args:
+        process: of `start_import`.
+        patience: seconds.
+    """
+    try:
+        said = process.communicate(timeout=patience)[1].strip().splitlines()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return ""
+    if process.returncode < 0:
+        return f"ended by signal {-process.returncode}"
+    return (said or [f"exit status {process.returncode}"])[-1] if process.returncode else ""
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or Path(f"{path}.idx").exists()
+
+
+def meet(name: str, *, is_first: bool, address: str, port: int, count: int, patience: float = _MEETING) -> list[str]:
+    """One number from each node to all: who came to the first one.
+
+    Args:
+        name: of this node.
+        is_first: whether the others come here.
+        address, port: of the first one.
+        count: nodes, this one included.
+        patience: seconds.
+
+    Returns:
+        names, in their order; []: this node did not reach the first one, or cannot be reached at the port.
+    """
+    if count == 1:
+        return [name]
+    with suppress(OSError, ValueError):
+        return _await(name, port, count, patience) if is_first else _come(name, address, port, patience + _LATE)
+    return []
+
+
+def _await(name: str, port: int, count: int, patience: float) -> list[str]:
+    deadline, names = time.monotonic() + patience, [name]
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("", port)))
+        guests = []
+        while len(names) < count and (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            with suppress(OSError):
+                guest = stack.enter_context(server.accept()[0])
+                guest.settimeout(max(0.1, deadline - time.monotonic()))
+                names.append(guest.makefile().readline().strip())
+                guests.append(guest)
+        for guest in guests:
+            with suppress(OSError):
+                guest.sendall(json.dumps(sorted(names)).encode() + b"\n")
+    return sorted(names)
+
+
+def _come(name: str, address: str, port: int, patience: float) -> list[str]:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            host = socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic()))
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)  # the first node may begin later
+    with host:
+        host.sendall(f"{name}\n".encode())
+        return list(json.loads(host.makefile().readline()))
+
+
+def answer_of(line: str) -> dict[str, Any] | None:
+    """The answer in a line of output; None: it is something else."""
+    _, mark, text = line.partition(MARK)
+    if not mark:
+        return None
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the answers of all nodes say."""
+
+    #: nodes that are not to train.
+    bad: tuple[BadNode, ...]
+    #: paths, and ``module NAME``, that *every* node misses, which is nobody's fault but that of the settings.
+    missing: tuple[str, ...] = ()
+    #: likewise, modules that no node can import, and an error.
+    broken: tuple[tuple[str, str], ...] = ()
+
+
+def judge(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]], received: Mapping[str, float]) -> Verdict:
+    """Which nodes are not to train.
+
+    Args:
+        nodes: that were asked, the one where the ranks meet first.
+        answers: by node.
+        received: when they came, seconds of `time.time`.
+    """
+    have_all = bool(answers) and len(answers) == len(nodes)
+    missing = set.intersection(*(set(answer["missing"]) for answer in answers.values())) if have_all else set()
+    broken = set.intersection(*(set(answer["broken"]) for answer in answers.values())) if have_all else set()
+    apart, bad = _apart(nodes, answers), []
+    for node in nodes:
+        answer = answers.get(node)
+        if answer is None:
+            bad.append(BadNode(name=node, why="did not answer"))
+            continue
+        problems = list(answer["problems"])
+        problems += [f"has no {path}, which other nodes have" for path in sorted({*answer["missing"]} - missing)]
+        here = sorted({*answer["broken"]} - broken)
+        problems += [f"cannot import {name}, as other nodes can: {answer['broken'][name]}" for name in here]
+        problems += [apart[node]] if node in apart else []
+        late = received[node] - answer["time"]
+        if abs(late) > CLOCK_TOLERANCE:
+            problems.append(f"its clock is {abs(late):.0f} s {'slow' if late > 0 else 'fast'}")
+        if problems:
+            bad.append(BadNode(name=node, why=", ".join(problems)))
+    errors = next(iter(answers.values()))["broken"] if broken else {}
+    return Verdict(
+        bad=tuple(bad), missing=tuple(sorted(missing)), broken=tuple((name, errors[name]) for name in sorted(broken))
+    )
+
+
+def _apart(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Nodes that have answered and have not met, with the reason."""
+    first, others = nodes[0], [node for node in nodes[1:] if node in answers]
+    if first not in answers:
+        return {}
+    absent = [node for node in others if node not in answers[first]["met"]]
+    reasons = dict.fromkeys(absent, f"does not reach {first}, where the ranks meet")
+    if absent != others or not others:
+        return reasons
+    # Of two nodes nobody knows whose fault it is.
+    return {first: "no other node reaches it at the port of the ranks"} | (reasons if len(others) == 1 else {})
+
+
+def main(run_dir: str, data: str, gpus: str, address: str, port: str, count: str, launcher: str, *train: str) -> None:
+    """Look, meet, say it; the imports take their time meanwhile."""
+    module = _IMPORTS[launcher]
+    importing = start_import(module)
+    said = look(Path(run_dir), data, int(gpus), train)
+    is_first = os.environ.get("SLURM_NODEID", "0") == "0"
+    said["met"] = meet(said["name"], is_first=is_first, address=address, port=int(port), count=int(count))
+    error = why_not_imported(importing)
+    said["broken"] = {module: error} if error else {}
+    said["time"] = time.time()
+    print(MARK + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

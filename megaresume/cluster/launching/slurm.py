@@ -1,0 +1,541 @@
+"""The driver of a Slurm job: `run` is what ``launch/slurm/train.sbatch`` becomes.
+
+    settings refused, or        the count of attempts: written before anything starts
+    nodes check themselves   -> training under srun; signals are passed on to the ranks
+    its end                  -> `decide` -> queued again, a chain goes on, the run is over, refused, or
+                                            all of this again in the same job, where spare nodes are (TRAIN_NODES)
+
+Every event and every decision is one line, in the batch log and in RUN_DIR/logs/batch.log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.ledger import ATTEMPT
+from megaresume.cluster.launching.attempts import (
+    Attempts,
+    Ledgers,
+    checkpoint_roots,
+    read_attempts,
+    without_pins,
+    write_attempts,
+)
+from megaresume.cluster.launching.decide import (
+    BadNode,
+    Decision,
+    History,
+    Progress,
+    Reason,
+    SlurmState,
+    Status,
+    choose_nodes,
+    decide,
+    decide_start,
+)
+from megaresume.cluster.launching.driver import Driver, modules_of, script_of
+from megaresume.cluster.launching.node_check import Verdict, answer_of, judge
+from megaresume.cluster.launching.slurm_job import SlurmJob, listen
+from megaresume.cluster.launching.slurm_settings import Layout, SlurmSettings, check, tasks
+from megaresume.runs.first_error import find_first_error, last_lines, shell_status
+from megaresume.stream.errors import MegaresumeError, UsageError
+
+#: seconds for the nodes to answer; between two looks at the ranks.
+_CHECK, _POLL = 180.0, 0.1
+#: seconds in which a task may have begun without ignoring signals.
+_YOUNG = 60.0
+#: nodes that Slurm has given up, as srun says it.
+_LOST = re.compile(r"Node failure on (\S+)")
+#: of the first job of a chain, and how many jobs may still follow; for the next job.
+_HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
+
+
+def run(settings: SlurmSettings) -> int:
+    """Do everything that an attempt does; returns the exit status of the batch script.
+
+    Raises:
+        KeyError: outside of a Slurm job.
+    """
+    driver = SlurmDriver(settings, SlurmJob.of_environment())
+    try:
+        return driver.run()
+    except MegaresumeError as error:
+        driver.say_refused("refused, and not queued again", error)
+    driver.cancel_successor("this job was refused")
+    return 2
+
+
+class SlurmDriver(Driver):
+    """One start of the job by Slurm: one attempt, or several if it has spare nodes."""
+
+    def __init__(self, settings: SlurmSettings, job: SlurmJob) -> None:
+        super().__init__(settings, Path(os.path.abspath(settings.run_dir)))
+        self.settings, self.job = settings, job
+        #: attempts that came before this one, without a requeue; the nodes that train in this one.
+        self.again, self.nodes = 0, job.nodes
+        self.attempts = Attempts()
+        self.successor: str | None = None
+        #: signals that have come and are not looked at yet.
+        self._heard = [] if settings.heard == "-" else [settings.heard]
+        #: why Slurm has ended this attempt, once it has, and whether it queued the job again.
+        self.reason: Reason | None = None
+        self.requeued = False
+        #: what was decided, once it is done; until when it may still wait for a checkpoint.
+        self._done: Decision | None = None
+        self._decide_by: float | None = None
+        self._step: subprocess.Popen[bytes] | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
+        #: see `Tasks`; how many there are, and when they were started.
+        self._ignoring, self._tasks, self._began = Path(), 0, 0.0
+        self._batch_log, self._log_size = _batch_log()
+
+    def say(self, words: str) -> None:
+        """A line in both logs; one that the disk takes no more is lost."""
+        words = "; ".join(line.strip() for line in words.splitlines())
+        line = f"{time.strftime('%FT%T')} [job {self.job.id}, attempt {self._number}] {words}"
+        with suppress(OSError):
+            print(line, flush=True)
+        with suppress(OSError), open(self.run_dir / "logs" / "batch.log", "a", encoding="utf-8") as log:
+            log.write(line + "\n")
+
+    # ---- the attempt
+
+    @property
+    def _number(self) -> str:
+        return f"{self.job.attempt}.{self.again}" if self.again else str(self.job.attempt)
+
+    @property
+    def attempt(self) -> str:
+        """Its name, which no other attempt has."""
+        return f"{self.job.id}.{self._number}"
+
+    @property
+    def logs(self) -> Path:
+        """Of this attempt."""
+        return self.run_dir / "logs" / self.attempt
+
+    def run(self) -> int:
+        """See `run`.
+
+        Raises:
+            MegaresumeError: it cannot begin.
+        """
+        listen(self._heard.append)
+        ranks = self._check()
+        while True:
+            exit_status = self._run_once(ranks)
+            if self._done is None or self._done.action != "again":
+                return exit_status
+            self.again, self._done = self.again + 1, None
+
+    def _run_once(self, ranks: int) -> int:
+        self._count()
+        if self.settings.has_spares:
+            self._choose_nodes()
+        self.say_start(ranks)
+        if self.settings.requeue == "no" and self._chain and self.successor is None:
+            self._submit_successor()
+        # What a stop that came too late for the last attempt has left would stop this one.
+        self.stop_file.unlink(missing_ok=True)
+        ledgers = Ledgers(checkpoint_roots(self.training, Path.cwd()), self.attempt)
+        status = self._check_nodes(ranks)
+        if status is None:
+            status = self._train(ranks, ledgers)
+        return self._end(status, ledgers)
+
+    def _check(self) -> int:
+        """Look at the settings; the ranks on a node."""
+        ranks, env = check(self.settings, self.job, self.run_dir), os.environ
+        self.head = env.get(_HEAD, self.job.id)
+        # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
+        self._chain = int(env.get(_LEFT, self.settings.chain))
+        with suppress(OSError):
+            self.successor = self._successor_file.read_text().strip() or None
+        return ranks
+
+    def _count(self) -> None:
+        """Count this attempt: on the disk before anything starts, also one that nobody sees end."""
+        self.make_run_dir(self.logs, "set RUN_DIR to a directory that all nodes can write to")
+        self.attempts = read_attempts(self._attempts_file)
+        if (decision := decide_start(self.history)) is not None:
+            action = "look at the logs of those attempts; the same sbatch command counts from 0"
+            raise UsageError(decision.why, action=action)
+        write_attempts(self._attempts_file, replace(self.attempts, fruitless=self.attempts.fruitless + 1))
+        if self.attempts.best is not None:
+            self.training, pins = without_pins(self.training)
+            if pins:
+                saved = f"an attempt before has saved up to step {self.attempts.best}, and this one goes on from there"
+                self.say(f"{' '.join(pins)} is left out: {saved}")
+
+    def _choose_nodes(self) -> None:
+        """Those that train, of those that are left; others look whether the node of this driver lives."""
+        left = self.job.nodes_left()
+        self.nodes = choose_nodes(left, int(self.settings.train_nodes), self.attempts.replaced)
+        others = [node for node in left if node != os.environ.get("SLURMD_NODENAME")]
+        if self._watch is not None:
+            self._watch.kill()
+            self._watch.wait()
+        if others:
+            watching = sorted(others, key=self.nodes.__contains__)[:2]
+            log = self.run_dir / "logs" / "batch.log"
+            self._watch = self.job.watch(watching, log, requeue=self.settings.requeue == "yes")
+
+    def _spares(self, bad: Sequence[BadNode]) -> int | None:
+        """See `SlurmState`."""
+        if not self.settings.has_spares:
+            return None
+        failed = {*self.attempts.replaced, *(node.name for node in bad)}
+        return sum(node not in failed for node in self.job.nodes_left()) - len(self.nodes)
+
+    @property
+    def history(self) -> History:
+        """What came before this attempt."""
+        return History(
+            fruitless=self.attempts.fruitless,
+            best=self.attempts.best,
+            max_restarts=int(self.settings.max_restarts),
+            excluded=tuple(self.attempts.excluded),
+            max_excluded=int(self.settings.exclude_nodes),
+        )
+
+    @property
+    def _attempts_file(self) -> Path:
+        return self.run_dir / "logs" / f"attempts.{self.head}.json"
+
+    @property
+    def _successor_file(self) -> Path:
+        return self.run_dir / "logs" / f"successor.{self.job.id}"
+
+    def say_start(self, ranks: int) -> None:
+        """The first line of an attempt."""
+        job = self.job
+        self.end = job.end_time()
+        # By job and attempt, so that neither two jobs on one node nor what a lost attempt has left behind meet at it;
+        # below the ports that the system gives to outgoing connections.
+        port = 10000 + (int(os.environ["SLURM_JOB_ID"]) + 7919 * job.attempt + 613 * self.again) % 20000
+        self.layout = Layout(nodes=self.nodes, ranks_per_node=ranks, address=job.address_of(self.nodes[0]), port=port)
+        nodes = ",".join(self.nodes) + f" of {job.node_list}" if self.settings.has_spares else job.node_list
+        limit = "none" if self.end is None else time.strftime("%FT%T", time.localtime(self.end))
+        self.say(
+            f"start: restart count {job.attempt}; {len(self.nodes)} node(s) {nodes}, {ranks} rank(s) on each, "
+            f"meeting at {self.layout.address}:{port}; time limit {limit}; logs in {self.logs}"
+        )
+        for node, why in self.attempts.excluded.items():
+            self.say(f"node {node} is left out: {why}")
+        for node, why in self.attempts.replaced.items():
+            self.say(f"node {node} is used only if there is no other: {why}")
+
+    def _srun(self, per_node: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        nodes, options = len(self.nodes), shlex.split(self.settings.srun_options)
+        command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
+        if self.settings.has_spares:
+            # Slurm may hold the step of the last attempt for minutes after a node of it is gone.
+            command += [f"--nodelist={','.join(self.nodes)}", "--overlap"]
+        if not any(option.startswith("--cpu-bind") for option in options):
+            options.append("--cpu-bind=none")  # ranks use all CPUs of the job
+        env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        if (python := shutil.which(self.settings.python)) and not self.settings.contained:
+            # DeepSpeed compiles at the start if it finds a ninja that is not that of its own environment.
+            env["PATH"] = f"{Path(python).parent}:{env['PATH']}"
+        if cpus := env.get("SLURM_CPUS_PER_TASK"):
+            # srun does not take it from the job by itself. The CPUs of the job's tasks on a node, for ours.
+            on_node = int(cpus) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+            env["SRUN_CPUS_PER_TASK"] = str(max(1, on_node // per_node))
+        return [*command, *options, *words], env
+
+    def _check_nodes(self, ranks: int) -> Status | None:
+        """Let every node look at itself; None: all are well."""
+        if self.settings.node_check == "no":
+            return None
+        gpus = ranks if self.job.asked_for_gpus() else 0
+        words = [*self.settings.container, self.settings.python, "-m", "megaresume.cluster.launching.node_check"]
+        words += [str(self.run_dir), self.settings.data, str(gpus)]
+        words += [self.layout.address, str(self.layout.port), str(len(self.nodes)), self.settings.launcher]
+        words += [*self.settings.train, *self.settings.flags]
+        command, env = self._srun(1, ["--export=ALL", *words])
+        answers: dict[str, Mapping[str, Any]] = {}
+        received: dict[str, float] = {}
+        said: list[str] = []
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as srun:
+
+            def read() -> None:
+                assert srun.stdout is not None
+                for line in srun.stdout:
+                    if (answer := answer_of(line)) is None:
+                        said.append(line.rstrip())
+                    else:
+                        received[answer["name"]], answers[answer["name"]] = time.time(), answer
+
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            reader.join(_CHECK)
+            if srun.poll() is None and reader.is_alive():
+                srun.kill()
+        self._hear()
+        if self.reason is not None:
+            return Status(exit=1)
+        if not answers:
+            return Status(exit=1, unchecked=True, error=f"no node has answered: {' '.join(said[-3:])}")
+        if set(answers) == set(self.nodes):
+            verdict = judge(self.nodes, answers, received)
+            bad = verdict.bad
+        else:  # nodes of one machine may all have its name
+            verdict = judge(tuple(answers), answers, received)
+            bad = verdict.bad
+            if len(answers) > 1 or len(set(answers) & set(self.nodes)):
+                bad = (*bad, *(BadNode(name=n, why="did not answer") for n in self.nodes if n not in answers))
+        self._refuse_settings(verdict)
+        if not bad:
+            return None
+        for node in bad:
+            self.say(f"node {node.name} fails its check: {node.why}")
+        return Status(exit=1, bad_nodes=bad, unchecked=True)
+
+    def _refuse_settings(self, verdict: Verdict) -> None:
+        """Raise UsageError for what no node has. The training says it better of anything but what starts it."""
+        settings = self.settings
+        if settings.data in verdict.missing:
+            raise settings.no_data()
+        if script_of(settings.train) in verdict.missing:
+            raise settings.no_script(f" (in {Path.cwd()})")
+        for module in modules_of(settings.train):
+            if f"module {module}" in verdict.missing:
+                action = "correct TRAIN, or set PYTHON to the one of the environment that has it"
+                raise UsageError(f"PYTHON={settings.python} has no module {module}", action=action)
+        for module, error in verdict.broken:
+            action = f"set PYTHON to one that LAUNCHER={settings.launcher} can start"
+            raise UsageError(f"PYTHON={settings.python} cannot import {module}: {error}", action=action)
+
+    def _train(self, ranks: int, ledgers: Ledgers) -> Status:
+        settings, layout = self.settings, self.layout
+        started = tasks(
+            settings.launcher,
+            layout,
+            python=settings.python,
+            container=settings.container,
+            training=self.training,
+            logs=self.logs,
+        )
+        # When one task fails the others can only wait for it, so they are ended; when one has ended well, the others
+        # may still write their part of the checkpoint.
+        more = ["--kill-on-bad-exit=1", f"--wait={settings.save_seconds}", "--export=ALL"]
+        command, env = self._srun(started.per_node, [*more, f"--output={self.logs}/%N.log", *started.words])
+        env |= started.env | {ATTEMPT: self.attempt, "MASTER_ADDR": layout.address, "MASTER_PORT": str(layout.port)}
+        if self.end is not None:
+            # So that the ranks say when a save takes longer than what is left of the job.
+            env["MEGARESUME_JOB_END_TIME"] = str(self.end)
+        said = self.logs / "srun.txt"
+        with open(said, "wb") as file:
+            self._step = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=file)
+        self._ignoring, self._tasks = started.ignoring, started.per_node * len(self.nodes)
+        self._began = time.monotonic()
+        if self.signal is not None:
+            self._pass_on()
+        while (exit_status := self._step.poll()) is None:
+            self._hear()
+            if self._decide_by is not None and time.monotonic() > self._decide_by:
+                self._decide_by = None
+                self._act(self._decide(Status(exit=1), self._progress(ledgers)))
+            elif self.reason is not None and self._done is None and self._decide_by is None:
+                self._decide_early(ledgers)
+            time.sleep(_POLL)
+        self._step = None
+        self._hear()
+        return self._status(shell_status(exit_status), said.read_text(errors="replace"))
+
+    def _status(self, exit_status: int, said: str) -> Status:
+        if said.strip():
+            print("\n".join(line[:240] for line in said.splitlines()[-20:]), flush=True)
+        if self.settings.has_spares and (lost := set(_LOST.findall(said))):
+            # Ranks that srun has ended because of them have not failed.
+            bad = tuple(BadNode(name=node, why="Slurm has lost it") for node in self.nodes if node in lost)
+            return Status(exit=exit_status, bad_nodes=bad)
+        if exit_status == 0 or self.reason is not None:
+            return Status(exit=exit_status)
+        error = find_first_error(sorted(self.logs.glob("*.log")), said)
+        if error is None:
+            return Status(exit=exit_status)
+        self.say(f"{error}: {error.headline or 'it printed no error'}")
+        shown = error.lines or last_lines(self.logs / f"{error.node}.log")
+        print("\n".join(f"  {line}" for line in shown), flush=True)
+        # The log of a node may have the name of a machine that plays several nodes.
+        is_bad = error.node in self.nodes and not error.is_victim
+        bad = (BadNode(name=error.node, why=f"{error}: {error.headline}"),) if is_bad else ()
+        of_node = is_bad and error.is_lacking and len(self.nodes) > 1
+        return Status(exit=exit_status, rank_exit=error.exit, error=error.headline, bad_nodes=bad, of_node=of_node)
+
+    # ---- signals
+
+    def _hear(self) -> None:
+        while self._heard:
+            name = self._heard.pop(0)
+            is_first, self.signal = self.signal is None, self.signal or name
+            if name == "TERM" and self.reason is None and self.job.state() != "RUNNING":
+                self._ended_by_slurm()
+            elif is_first:
+                self.say(f"{name} came: all ranks save at the end of their step")
+                if self._step is not None:
+                    self._pass_on()
+            else:
+                self.say(f"{name} came: changes nothing, the ranks have been told")
+
+    def _pass_on(self) -> None:
+        self.touch_stop_file()
+        ignoring = 0
+        with suppress(OSError):
+            ignoring = self._ignoring.stat().st_size
+        # Else it would end tasks that have just begun. A disk that takes no byte is no reason to wait longer.
+        if ignoring >= self._tasks or time.monotonic() > self._began + _YOUNG:
+            self.job.signal_ranks()
+
+    def _ended_by_slurm(self) -> None:
+        """The job is over for Slurm, and what still runs is killed after its KillWait."""
+        self.reason, self.requeued = self.job.why_ended(self._said_by_slurm())
+        self.touch_stop_file()  # the ranks got the TERM as well
+        if self.requeued:
+            self.say(f"TERM came: Slurm ends this attempt and has queued the job again itself ({self.reason})")
+        elif self.reason == "cancelled":
+            self.say("TERM came: the job was cancelled, so it is not queued again; the same sbatch command goes on")
+            self.cancel_successor("this job was cancelled")
+        else:
+            self.say(f"TERM came: Slurm ends this attempt ({self.reason})")
+
+    def _decide_early(self, ledgers: Ledgers) -> None:
+        """Queue the job again while there is time; if only a checkpoint can justify it, wait for that a while."""
+        decision = self._decide(Status(exit=1), self._progress(ledgers))
+        if self.requeued or self.reason == "cancelled":
+            self._done = decision
+        elif decision.action == "refuse":
+            self._decide_by = time.monotonic() + self.job.kill_wait() / 2
+        else:
+            self._act(decision)
+
+    def _said_by_slurm(self) -> str:
+        try:
+            with open(self._batch_log, encoding="utf-8", errors="replace") as log:
+                log.seek(self._log_size)
+                return log.read()
+        except OSError:
+            return ""
+
+    # ---- what comes next
+
+    def _decide(self, status: Status, progress: Progress) -> Decision:
+        slurm = SlurmState(
+            reason=self.reason,
+            requeued=self.requeued,
+            # Asked now: while the ranks wait for the signal nobody waits for the controller.
+            preempting=self.signal is not None and self.reason is None and self.job.is_preempted(),
+            may_requeue=self.settings.requeue == "yes",
+            successor=self.successor,
+            other_nodes=self.job.other_nodes(tuple(self.attempts.excluded)) if status.bad_nodes else 0,
+            spares=self._spares(status.bad_nodes) if self.reason is None else None,
+        )
+        return decide(status, self.signal, slurm, progress, self.history)
+
+    def _progress(self, ledgers: Ledgers, status: int | None = None) -> Progress:
+        try:
+            return ledgers.progress(status=status)
+        except MegaresumeError as error:
+            self.say(f"{error.headline}: {error.found}: taken for no progress")
+            return Progress()
+
+    def _end(self, status: Status, ledgers: Ledgers) -> int:
+        progress = self._progress(ledgers, status.exit)
+        decision = self._decide(status, progress)
+        if self._done is None and self.reason is None:
+            self._act(decision)
+        else:
+            saved = "none" if progress.saved is None else f"at step {progress.saved}"
+            self.say(f"the ranks ended with {status}; new checkpoint: {saved}")
+            if self._done is None and not (self.requeued or self.reason == "cancelled"):
+                self._act(decision)
+            else:
+                self._keep(decision)
+        return 0 if decision.action == "finish" else status.exit or int(decision.action == "refuse" and not self.signal)
+
+    def _keep(self, decision: Decision) -> None:
+        nodes = {node.name: node.why for node in decision.exclude}
+        kept = "replaced" if decision.action == "again" else "excluded"
+        attempts = replace(self.attempts, **{kept: getattr(self.attempts, kept) | nodes})
+        attempts = replace(attempts, fruitless=decision.fruitless, best=decision.best)
+        try:
+            write_attempts(self._attempts_file, attempts)
+        except MegaresumeError as error:
+            self.say(f"{error.headline}: {error.found}")
+
+    def _act(self, decision: Decision) -> None:
+        self._done = decision
+        self._keep(decision)
+        why = decision.why
+        if decision.action == "finish":
+            self.say(f"{why}; not queued again")
+            self.cancel_successor("the run is over")
+        elif decision.action == "refuse":
+            self.say(f"NOT queued again: {why}")
+            self.cancel_successor(why)
+        elif decision.action == "again":
+            self.say(f"again in this job: {why}")
+            for node in decision.exclude:
+                self.say(f"node {node.name} is replaced by a spare one: {node.why}")
+        elif decision.action == "chain":
+            self.say(f"not queued again, REQUEUE=no, but job {self.successor} follows: {why}")
+            self._leave_out(decision, self.successor or "")
+        else:
+            refused = self.job.requeue()
+            self.say(f"queued again: {why}" if refused is None else f"NOT queued again, although {why}: {refused}")
+            if refused is None:
+                self._leave_out(decision, self.job.id)
+
+    def _leave_out(self, decision: Decision, job: str) -> None:
+        names = [node.name for node in decision.exclude]
+        if not names:
+            return
+        refused = self.job.leave_out(names, job)
+        for node in decision.exclude:
+            kept = "" if refused is None else f", but Slurm refuses that: {refused}"
+            self.say(f"node {node.name} is left out from now on{kept}: {node.why}")
+
+    def cancel_successor(self, why: str) -> None:
+        """The next job of the chain is not needed."""
+        if self.successor is not None and self.job.cancel(self.successor):
+            self.say(f"chain: job {self.successor} is cancelled: {why}")
+
+    def _submit_successor(self) -> None:
+        """Before anything is trained: nothing that happens to this job can keep the next from being there."""
+        variables = {"RUN_DIR": str(self.run_dir), "DATA": self.settings.data, "REQUEUE": "no"}
+        variables |= {"CHAIN_OPTIONS": self.settings.chain_options, _HEAD: self.head, _LEFT: str(self._chain - 1)}
+        options = shlex.split(self.settings.chain_options)
+        if self.attempts.excluded:
+            options.append(f"--exclude={','.join(self.attempts.excluded)}")
+        if self.settings.has_spares:
+            options.append("--no-kill")
+        answer = self.job.submit(self.settings.script, self.settings.flags, options, variables)
+        job = answer.split(";")[0].split("\n")[-1]
+        if not job.isdecimal():
+            self.say(f"chain: NO job follows: sbatch said: {answer}")
+            return
+        self.successor = job
+        with suppress(OSError):
+            self._successor_file.write_text(job + "\n")
+        self.say(f"chain: job {job} follows, whatever becomes of this one; {self._chain - 1} more may follow it")
+
+
+def _batch_log() -> tuple[str, int]:
+    """Where this process prints, and how long that is already."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+        return path, os.stat(path).st_size
+    except OSError:
+        return os.devnull, 0

@@ -1,0 +1,225 @@
+"""This job, as its batch script asks Slurm's commands about it. Array tasks are named ARRAY_TASK everywhere: the last
+task of an array has the number of the whole array in SLURM_JOB_ID, and what is done to that is done to all of them.
+
+    show job, show node, show config       what Slurm knows, also of the nodes that the job still has
+    requeue, cancel, submit, leave out     what is to happen
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from megaresume.cluster.launching.decide import Reason
+from megaresume.cluster.launching.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
+
+#: how often, and how many seconds apart, a controller that is away is asked to queue the job again.
+_TRIES, _PAUSE = 30, 5.0
+#: what Slurm writes to the batch log about the end of an attempt.
+_REASONS: dict[str, Reason] = {
+    "TIME LIMIT": "time limit",
+    "PREEMPTION": "preemption",
+    "NODE FAILURE": "node failure",
+    "JOB REQUEUE": "requeue",
+}
+#: options of sbatch that the next job of a chain takes from this one, with the variables that Slurm tells them by.
+_OPTIONS = {
+    "partition": "SLURM_JOB_PARTITION",
+    "account": "SLURM_JOB_ACCOUNT",
+    "qos": "SLURM_JOB_QOS",
+    "reservation": "SLURM_JOB_RESERVATION",
+    "gpus-per-node": "SLURM_GPUS_PER_NODE",
+    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "cpus-per-task": "SLURM_CPUS_PER_TASK",
+    "mem": "SLURM_MEM_PER_NODE",
+}
+
+
+#: $1: the job, $2: the command that ends it, $3: a log.
+_WATCH = r"""trap '' USR1
+while sleep 20; do
+  job=$(scontrol show job --oneliner "$1") || continue
+  [[ $job =~ \ NodeList=([^ ]+) ]] && left=$(scontrol show hostnames "${BASH_REMATCH[1]}") || continue
+  [[ $job =~ \ BatchHost=([^ ]+) ]] && host=${BASH_REMATCH[1]} && ! grep -qx -- "$host" <<<"$left" || continue
+  $2 "$1" && echo "$(date +%FT%T) [job $1, on $SLURMD_NODENAME] Slurm has lost $host, where the script was: $2" >>"$3"
+done"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmJob:
+    """This job."""
+
+    #: as Slurm's commands are told it: ``17``, or ``12_3`` of an array.
+    id: str
+    #: how often it was queued again.
+    attempt: int
+    name: str
+    nodes: tuple[str, ...]
+    node_list: str
+    partition: str
+
+    @classmethod
+    def of_environment(cls) -> SlurmJob:
+        """From the variables of a batch script."""
+        env = os.environ
+        array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+        node_list = env["SLURM_JOB_NODELIST"]
+        return cls(
+            id=f"{array}_{task}" if array and task else env["SLURM_JOB_ID"],
+            attempt=int(env.get("SLURM_RESTART_COUNT", "0")),
+            name=env.get("SLURM_JOB_NAME", "megaresume"),
+            nodes=tuple(run("scontrol", "show", "hostnames", node_list).stdout.split()),
+            node_list=node_list,
+            partition=env.get("SLURM_JOB_PARTITION", ""),
+        )
+
+    def show(self, job: str = "") -> dict[str, str]:
+        """What the controller says of it, or of another job; {} if it does not answer."""
+        return fields_of(run("scontrol", "show", "job", "--oneliner", job or self.id).stdout)
+
+    def state(self) -> str:
+        """Such as RUNNING; "" if nobody knows."""
+        return run("squeue", "-h", "-j", self.id, "-o", "%T").stdout.strip()
+
+    def is_preempted(self) -> bool:
+        """Whether Slurm has decided to give its nodes to another job, of which the user's signal tells beforehand."""
+        return self.show().get("PreemptTime", "None")[:1].isdigit()
+
+    def end_time(self) -> int | None:
+        """Of the time limit, seconds since 1970."""
+        end = self.show().get("EndTime", "")
+        return int(datetime.fromisoformat(end).timestamp()) if end[:1].isdigit() else None
+
+    def asked_for_gpus(self) -> bool:
+        """Whether GPUs were asked for; ``--exclusive`` alone gives a job all of a node's."""
+        return any("gpu" in value for name, value in self.show().items() if name.startswith("TresPer"))
+
+    def address_of(self, node: str) -> str:
+        """As Slurm reaches it: its name may not be known on the other nodes."""
+        return fields_of(run("scontrol", "show", "node", "--oneliner", node).stdout).get("NodeAddr", node)
+
+    def nodes_left(self) -> tuple[str, ...]:
+        """Those that it still has: of a job with ``--no-kill`` Slurm takes away the nodes that die."""
+        left = run("scontrol", "show", "hostnames", self.show().get("NodeList", "")).stdout.split()
+        return tuple(node for node in self.nodes if node in left) or self.nodes
+
+    def watch(self, nodes: Sequence[str], log: Path, *, requeue: bool) -> subprocess.Popen[bytes]:
+        """Let other nodes end this job if that of its batch script dies: with ``--no-kill`` Slurm would keep it until
+        its time limit, without a script.
+
+        Args:
+            nodes: other ones, which do little for it.
+            log: of decisions.
+            requeue: queue it again; else it is cancelled, and a chain goes on.
+        """
+        count, end = len(nodes), "scontrol requeue" if requeue else "scancel"
+        words = ["srun", "--overlap", "--no-kill", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+        words += [f"--nodelist={','.join(nodes)}", "bash", "-c", _WATCH, "watch", self.id, end, str(log)]
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, preexec_fn=ignore_signals)
+
+    def kill_wait(self) -> float:
+        """Seconds from TERM to KILL."""
+        found = re.search(r"KillWait\s*=\s*(\d+)", run("scontrol", "show", "config").stdout)
+        return 30.0 if found is None else float(found[1])
+
+    def other_nodes(self, excluded: Sequence[str]) -> int:
+        """Nodes of its partition that it could have in the place of its own."""
+        words = ["sinfo", "-h", "-N", "-o", "%N %T", *(["-p", self.partition] if self.partition else [])]
+        pairs = [line.split() for line in run(*words).stdout.splitlines()]
+        names = {pair[0] for pair in pairs if len(pair) == 2 and usable(pair[1])}
+        return len(names - {*self.nodes, *excluded})
+
+    def why_ended(self, said: str) -> tuple[Reason, bool]:
+        """Why Slurm has ended this attempt, and whether it has queued the job again itself.
+
+        Args:
+            said: what it has written to the batch log.
+        """
+        now = self.show()
+        reason: Reason = "cancelled"
+        found = re.findall(rf"JOB {os.environ['SLURM_JOB_ID']} ON .* CANCELLED AT.* DUE TO ([A-Z ]+)", said)
+        if found:
+            reason = _REASONS.get(found[-1].strip(), "cancelled")
+        # Not the clock: the limit may be another one than at the start, and a scancel after the old one is a scancel.
+        if now.get("Reason") == "TimeLimit":
+            reason = "time limit"
+        # The end is not known once it is pending; before that, while the ranks are waited for, the reason tells.
+        requeued = now.get("EndTime") == "Unknown" or reason == "requeue"
+        return "requeue" if requeued and reason == "cancelled" else reason, requeued
+
+    def signal_ranks(self) -> None:
+        """USR1 for all processes of its steps; launchers ignore it, ranks listen."""
+        run("scancel", "--signal=USR1", self.id)
+
+    def requeue(self) -> str | None:
+        """Queue it again. A controller that is being restarted is worth waiting for: nobody else would do it.
+
+        Returns:
+            None; or why not.
+        """
+        for _ in range(_TRIES):
+            done = run("scontrol", "requeue", self.id)
+            if done.returncode == 0 or "is pending execution" in done.stderr:
+                return None
+            if done.returncode != NO_ANSWER and not is_away(done):
+                break
+            time.sleep(_PAUSE)
+        return done.stderr.strip()
+
+    def leave_out(self, nodes: Sequence[str], job: str) -> str | None:
+        """Let a waiting job not have these nodes; those that it was told to leave out already stay so.
+
+        Returns:
+            None; or why not.
+        """
+        before = self.show(job).get("ExcNodeList", "(null)")
+        names = [*([] if before == "(null)" else [before]), *nodes]
+        done = run("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}")
+        return None if done.returncode == 0 else done.stderr.strip()
+
+    def cancel(self, job: str) -> bool:
+        """Cancel another job."""
+        return run("scancel", job).returncode == 0
+
+    def submit(self, script: str, flags: Sequence[str], more: Sequence[str], variables: Mapping[str, str]) -> str:
+        """Submit a job that begins when this one has ended, for whatever reason.
+
+        Args:
+            script: as it was submitted.
+            flags: of the script.
+            more: options of sbatch, besides those that this job tells.
+            variables: for the script.
+
+        Returns:
+            what sbatch says: the number of the job, or why not.
+        """
+        limit = run("squeue", "-h", "-j", self.id, "-o", "%l").stdout.strip()
+        options = [f"--dependency=afterany:{self.id}", "--export=ALL", "--parsable", f"--job-name={self.name}"]
+        options += [f"--nodes={len(self.nodes)}", f"--time={limit}"]
+        for option, variable in _OPTIONS.items():
+            value = os.environ.get(variable, "")
+            if value and value != "(null)":
+                options.append(f"--{option}={value}")
+        # What describes this job must not describe the next.
+        own = {name for name in os.environ if name.startswith("SLURM_")} | {"MASTER_ADDR", "MASTER_PORT"}
+        env = {name: value for name, value in os.environ.items() if name not in own - {"SLURM_CONF"}} | dict(variables)
+        done = run("sbatch", *options, *more, script, *flags, env=env)
+        return (done.stdout or done.stderr).strip()
+
+
+def listen(heard: Callable[[str], None]) -> None:
+    """Call ``heard`` with USR1 or TERM when one comes. Never CONT, which Slurm sends along."""
+
+    def handler(number: int, frame: object) -> None:
+        heard("TERM" if number == signal.SIGTERM else "USR1")
+
+    signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,318 @@
+"""From the flags to launches and stops; what cannot work is refused here, before anything runs.
+
+    --kill sigkill,sigterm  --nodes 2,1          reference  [2 nodes .......................................]
+                                                 run        [2 nodes ..x                                      sigkill
+                                                                     [1 node .......x                         sigterm
+                                                                                    [2 nodes ................]
+
+Entry k of each list, cyclically, is that of attempt k. A stop comes after a checkpoint and off its step, so that a
+stop without warning really costs steps.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaresume.cluster.smoke.job import KINDS, Kind, Launch
+from megaresume.stream.errors import UsageError
+
+#: steps between checkpoints of our own small models.
+SAVE_INTERVAL = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the command line says; None and (): nothing."""
+
+    out: Path
+    launcher: Literal["local", "slurm"] = "local"
+    #: of our own launch scripts, for the local launcher.
+    launch: Literal["torchrun", "deepspeed"] = "torchrun"
+    #: the user's launch script.
+    script: Path | None = None
+    kinds: tuple[str, ...] = ("sigkill", "sigterm")
+    #: by attempt.
+    nodes: tuple[int, ...] = ()
+    ranks_per_node: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
+    micro_batch_sizes: tuple[int, ...] = ()
+    #: samples a step; steps of the run; steps between checkpoints.
+    global_batch_size: int | None = None
+    steps: int | None = None
+    save_interval: int | None = None
+    zero_stage: int | None = None
+    model: Literal["gpt", "vlm"] = "gpt"
+    data: Path | None = None
+    #: None: as fast as it goes.
+    min_step_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What a launch runs on, and how it cuts its batches; None: as the script says."""
+
+    nodes: int
+    ranks_per_node: int
+    workers: int | None
+    #: samples.
+    micro_batch_size: int | None
+
+    @property
+    def ranks(self) -> int:
+        """On all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} node" + ("s" if self.nodes > 1 else "")
+        ranks = f"{self.ranks_per_node} rank" + ("s" if self.ranks_per_node > 1 else "")
+        micro = "" if self.micro_batch_size is None else f", micro-batch {self.micro_batch_size}"
+        workers = "" if self.workers is None else f", {self.workers} worker" + ("s" if self.workers != 1 else "")
+        return f"{nodes} x {ranks}{micro}{workers}"
+
+    @property
+    def short(self) -> str:
+        """For tables: ``2x1 m4 w0``."""
+        micro = "" if self.micro_batch_size is None else f" m{self.micro_batch_size}"
+        workers = "" if self.workers is None else f" w{self.workers}"
+        return f"{self.nodes}x{self.ranks_per_node}{micro}{workers}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """A stop of the run."""
+
+    kind: Kind
+    #: it comes when this step is done, in the middle of the next one.
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What will be run."""
+
+    options: Options
+    #: by attempt; the reference has the first.
+    layouts: tuple[Layout, ...]
+    #: between the attempts.
+    stops: tuple[Stop, ...]
+    steps: int
+    save_interval: int
+    #: samples; None: as the script says.
+    global_batch_size: int | None
+
+    @property
+    def own(self) -> bool:
+        """Whether the model is ours, and not that of the user's script."""
+        return self.options.script is None
+
+    @property
+    def out(self) -> Path:
+        """Directory of everything."""
+        return self.options.out
+
+    def run_dir(self, name: str) -> Path:
+        """Of ``reference`` or ``run``: checkpoints, records, logs."""
+        return self.out / name
+
+    def records(self, name: str) -> Path:
+        """File or directory of what is recorded of the steps."""
+        return self.run_dir(name) / "records"
+
+    def launch(self, name: str, layout: Layout, *, data: Path | None, model: Sequence[str]) -> Launch:
+        """A launch of the training.
+
+        Args:
+            name: ``reference`` or ``run``.
+            layout: its.
+            data: data config; None: the script's own data.
+            model: flags of the model.
+        """
+        run_dir = self.run_dir(name)
+        flags: dict[str, object] = {
+            "save": run_dir / "checkpoints",
+            "load": run_dir / "checkpoints",
+            "save-interval": self.save_interval,
+            "train-iters": self.steps,
+            "log-interval": 1,
+            "megaresume-log-samples": self.records(name),
+            "global-batch-size": self.global_batch_size,
+            "micro-batch-size": layout.micro_batch_size,
+            "num-workers": layout.workers,
+            "zero-stage": self.options.zero_stage,
+            "megaresume-data": data,
+            # Only the run is stopped in the middle of its steps.
+            "megaresume-min-step-seconds": self.options.min_step_seconds if name == "run" else None,
+        }
+        words = [word for flag, value in flags.items() if value is not None for word in (f"--{flag}", str(value))]
+        if self._changes_ranks and (self.own or self.options.zero_stage):
+            words.append("--megaresume-elastic")
+        env = {"RUN_DIR": run_dir, "PYTHON": sys.executable, "PROCS_PER_NODE": layout.ranks_per_node}
+        if data is not None:
+            env["DATA"] = data
+        return Launch(
+            nodes=layout.nodes,
+            ranks_per_node=layout.ranks_per_node,
+            flags=(*model, *words),
+            env=tuple((key, str(value)) for key, value in env.items()),
+            run_dir=run_dir,
+            name=name,
+        )
+
+    @property
+    def _changes_ranks(self) -> bool:
+        return len({layout.ranks for layout in self.layouts}) > 1
+
+
+def make_plan(options: Options) -> Plan:
+    """Plan it.
+
+    Raises:
+        UsageError: a kind that does not exist, sizes that do not divide, too few steps for the stops, a script that is
+            not there or does not pass its arguments on.
+    """
+    kinds = _kinds(options.kinds)
+    if options.script is not None:
+        _check_script(options.script)
+    own = options.script is None
+    lists = {
+        "--nodes": options.nodes or ((2, 1) if own else (1,)),
+        "--ranks-per-node": options.ranks_per_node or (_gpus() or 1,),
+        "--workers": options.workers or ((0, 1) if own else ()),
+        "--micro-batch-size": options.micro_batch_sizes or ((2, 1) if own else ()),
+    }
+    for name, values in lists.items():
+        lowest = 0 if name == "--workers" else 1
+        if any(value < lowest for value in values):
+            raise UsageError(
+                f"{name} holds an impossible number",
+                found=",".join(map(str, values)),
+                expected=f"numbers from {lowest}",
+            )
+    attempts = max(len(kinds) + 1, *map(len, lists.values()))
+
+    def entry(name: str, k: int) -> int | None:
+        return lists[name][k % len(lists[name])] if lists[name] else None
+
+    layouts = tuple(
+        Layout(
+            nodes=entry("--nodes", k) or 1,
+            ranks_per_node=entry("--ranks-per-node", k) or 1,
+            workers=entry("--workers", k),
+            micro_batch_size=entry("--micro-batch-size", k),
+        )
+        for k in range(attempts)
+    )
+    size = _global_batch_size(options, layouts)
+    interval = SAVE_INTERVAL if options.save_interval is None else options.save_interval
+    steps, at = _stops(options.steps, interval, attempts - 1)
+    stops = tuple(Stop(kind=kinds[k % len(kinds)], step=step) for k, step in enumerate(at))
+    return Plan(
+        options=options, layouts=layouts, stops=stops, steps=steps, save_interval=interval, global_batch_size=size
+    )
+
+
+def _kinds(words: Sequence[str]) -> tuple[Kind, ...]:
+    unknown = [word for word in words if word not in KINDS]
+    if unknown or not words:
+        raise UsageError(
+            "there is no such way to stop a run" if unknown else "no way to stop the run was given",
+            found=f"--kill {','.join(words)}" + (f": {', '.join(unknown)}" if unknown else ""),
+            expected=f"some of {', '.join(KINDS)}",
+            action="--kill sigkill,sigterm",
+        )
+    return tuple(kind for word in words for kind in KINDS if kind == word)
+
+
+def _check_script(script: Path) -> None:
+    try:
+        text = script.read_bytes().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(
+            f"cannot read --script {script}", found=error.strerror or str(error), expected="a launch script"
+        ) from error
+    if "\r\n" in text:
+        raise UsageError(
+            "the launch script has the line ends of another system, which bash takes for part of the words",
+            found=f"CR LF in {script}",
+            expected="LF alone",
+            action=f"sed -i 's/\\r$//' {script}",
+        )
+    code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    # A file that is sourced may use them, too.
+    if not any(mark in line for line in code for mark in ("$@", "$*", "${@", "${*", "$1", "source ", ". ")):
+        raise UsageError(
+            "the launch script does not pass its arguments on to the training",
+            found=f'no "$@" in {script}',
+            expected='a training command that ends with "$@": the test appends --save, --train-iters and others',
+            action=f'write "$@" after the last flag of the training command in {script}',
+        )
+
+
+def _global_batch_size(options: Options, layouts: Sequence[Layout]) -> int | None:
+    """The one that was given, or one that every layout divides.
+
+    Raises:
+        UsageError: a layout does not divide it.
+    """
+    own = options.script is None
+    micros = {layout.micro_batch_size for layout in layouts}
+    units: dict[str, int] = {}
+    for layout in layouts:
+        # A job that Slurm requeues keeps its flags, and may get the nodes of the next attempt.
+        for micro in micros if options.launcher == "slurm" else {layout.micro_batch_size}:
+            # Of a user's model it is not known here how many ranks share a replica.
+            if micro is not None:
+                ranks = layout.ranks if own else 1
+                units[f"{ranks} x {micro} = {ranks * micro} ({layout.nodes} x {layout.ranks_per_node} ranks)"] = (
+                    ranks * micro
+                )
+    common = math.lcm(*units.values()) if units else 1
+    size = options.global_batch_size
+    if size is None:
+        return common * max(1, 8 // common) if own else None
+    failing = [unit for unit, value in units.items() if size < 1 or size % value]
+    if failing:
+        above = -(-max(size, 1) // common) * common
+        below = above - common
+        raise UsageError(
+            "the global batch size does not divide over data-parallel ranks x micro-batch size",
+            found=f"--global-batch-size {size}; {'; '.join(failing)}",
+            expected=f"a multiple of {common}, which all layouts divide",
+            action=f"--global-batch-size {above}" + (f" or {below}" if below else ""),
+        )
+    return size
+
+
+def _stops(steps: int | None, interval: int, number: int) -> tuple[int, list[int]]:
+    """Steps of the run, and those after which it is stopped: off a checkpoint, one at least since the last stop."""
+    if interval < 2:
+        raise UsageError(
+            "with a checkpoint at every step a stop cannot cost one",
+            found=f"--save-interval {interval}",
+            expected="2 or more",
+            action="--save-interval 4",
+        )
+    if steps is None:
+        steps = 2 * interval * (number + 1)
+    # checkpoints between stops
+    slot = steps // interval // (number + 1)
+    off = interval // 2
+    if slot < 1 or steps - (slot * interval * number + off) < 2:
+        least = interval * (number + 1)
+        raise UsageError(
+            "too few steps for the stops",
+            found=f"--steps {steps}, --save-interval {interval}, {number} stops",
+            expected=f"{least} or more: a checkpoint before every stop, and steps after the last one",
+            action=f"--steps {max(least, 2 * least if steps >= least else least)}, or fewer kinds in --kill",
+        )
+    return steps, [slot * interval * k + off for k in range(1, number + 1)]
+
+
+def _gpus() -> int:
+    """Of this machine, without asking torch."""
+    return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))

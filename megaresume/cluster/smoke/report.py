@@ -1,0 +1,308 @@
+"""What a test has found: its attempts, its stops, the comparison, and whether it all holds.
+
+As a table for the terminal, plain JSON, one HTML page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megaresume.cluster.records import RunRecords
+from megaresume.cluster.smoke.compare import Outcome
+from megaresume.cluster.smoke.plan import Layout, Plan
+from megaresume.render import COLOURS, escape, html_table, page, svg
+from megaresume.stream.errors import SetupError
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """One start of the run."""
+
+    number: int
+    layout: Layout
+    #: the step that it went on from, and the last one that it did.
+    first: int
+    last: int
+    #: seconds of `time.time` at which its first step was done.
+    first_step_at: float
+    #: seconds that its first step was late because of the data; None: not recorded.
+    data_seconds: float | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Stopped:
+    """One stop, and how the run came back; None: it did not."""
+
+    kind: str
+    before: Layout
+    after: Layout
+    #: the last step that was done.
+    step: int
+    #: seconds of `time.time`.
+    at: float
+    resumed_from: int | None = None
+    #: from the stop to the first new step; of these due to the data.
+    seconds: float | None = None
+    data_seconds: float | None = None
+
+    @property
+    def lost(self) -> int | None:
+        """Steps that had to be trained again."""
+        return None if self.resumed_from is None else self.step - self.resumed_from
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """Everything that was found."""
+
+    plan: Plan
+    #: see `Launcher.description`.
+    where: str
+    attempts: list[Attempt] = field(default_factory=list)
+    stops: list[Stopped] = field(default_factory=list)
+    #: what proves that the test failed, or proved nothing; what is worth knowing besides.
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reference: RunRecords | None = None
+    run: RunRecords | None = None
+    outcome: Outcome | None = None
+    #: what ``megaresume verify`` found of the run; None: it could not be asked.
+    verified: bool | None = None
+    seconds: float = 0.0
+    reference_seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the run trained exactly on what the reference trained on, through every stop."""
+        return not self.problems and self.outcome is not None and self.outcome.holds and self.verified is not False
+
+    @property
+    def first_difference(self) -> str | None:
+        """What to look at first."""
+        if self.holds:
+            return None
+        if self.outcome is not None and self.outcome.first is not None:
+            return self.outcome.first
+        return self.problems[0] if self.problems else "megaresume verify does not hold"
+
+
+_HEAD = ("stop", "before", "after", "at step", "resumed from", "steps lost", "first step after", "due to data")
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """As plain JSON."""
+    plan = result.plan
+    return {
+        "holds": result.holds,
+        "first_difference": result.first_difference,
+        "problems": result.problems,
+        "notes": result.notes,
+        "launcher": plan.options.launcher,
+        "where": result.where,
+        "script": None if plan.options.script is None else str(plan.options.script),
+        "model": plan.options.model if plan.own else None,
+        "steps": plan.steps,
+        "save_interval": plan.save_interval,
+        "global_batch_size": plan.global_batch_size,
+        "stops": [
+            {
+                "kind": stop.kind,
+                "before": asdict(stop.before),
+                "after": asdict(stop.after),
+                "step": stop.step,
+                "resumed_from": stop.resumed_from,
+                "lost": stop.lost,
+                "seconds": _rounded(stop.seconds),
+                "data_seconds": _rounded(stop.data_seconds),
+            }
+            for stop in result.stops
+        ],
+        "attempts": [
+            {"number": a.number, "layout": asdict(a.layout), "resumed_from": a.first, "last_step": a.last}
+            for a in result.attempts
+        ],
+        "comparison": None if result.outcome is None else result.outcome.to_dict(),
+        "verified": result.verified,
+        "seconds": round(result.seconds, 1),
+        "reference_seconds": round(result.reference_seconds, 1),
+        "report": str(plan.out / "report.html"),
+    }
+
+
+def table(result: Result) -> str:
+    """For the terminal."""
+    lines = ["", *_columns([_HEAD, *map(_row, result.stops)]), ""]
+    lines += [
+        "  nodes x ranks on each, m: micro-batch, w: workers",
+        "  steps lost were trained again; due to data: opening it, seeking, the wait for the first samples",
+        "",
+    ]
+    lines += [f"  {what:<26} {found}" for what, found in _checks(result)]
+    lines += ["", *(f"  note: {note}" for note in result.notes)]
+    for problem in result.problems:
+        lines.append("  " + problem.replace("\n", "\n  "))
+    if result.holds:
+        lines.append("  EXACT: nothing repeated, nothing skipped, through every stop")
+    else:
+        lines.append(f"  {_verdict(result)}")
+    return "\n".join(lines)
+
+
+def write_report(path: Path, result: Result) -> None:
+    """Write the page; where matplotlib is missing, without the figure."""
+    plan, kinds = result.plan, ", ".join(stop.kind for stop in result.stops) or "nothing"
+    verdict = (
+        f"The run was stopped by {kinds}, and resumed on other layouts. It trained on exactly what the undisturbed run "
+        "trained on."
+        if result.holds
+        else _verdict(result)
+    )
+    model = f"our small {plan.options.model.upper()}" if plan.own else str(plan.options.script)
+    parts = [
+        "<h1>megaresume smoke</h1>",
+        f"<p>{escape(result.where)}; {escape(model)}, {plan.steps} steps, a checkpoint every "
+        f"{plan.save_interval}; megaresume {escape(version('megaresume'))}; {result.seconds:.0f} seconds in all</p>",
+        f"<p class='verdict {'holds' if result.holds else 'fails'}'>{escape(verdict)}</p>",
+        *(f"<pre>{escape(problem)}</pre>" for problem in result.problems),
+        *(f"<p>{escape(note)}</p>" for note in result.notes),
+        "<h2>The stops</h2>",
+        html_table(_HEAD, [_row(stop) for stop in result.stops], numbers=True),
+        "<p>nodes x ranks on each, m: micro-batch, w: workers. Steps lost were trained again, with the same samples. "
+        "Due to data: from opening the data to the restored position, and the wait of the first step.</p>",
+        "<h2>What was checked</h2>",
+        html_table(("", "result"), _checks(result)),
+    ]
+    if result.reference is not None and result.run is not None:
+        parts += ["<h2>Loss, step by step</h2>", _figure(result)]
+        parts += ["<details><summary>Every step</summary><div class=scroll>", _steps(result), "</div></details>"]
+    path.write_text(page("megaresume smoke", parts), encoding="utf-8")
+
+
+def _verdict(result: Result) -> str:
+    """Of a test that does not hold: what differs, or why nothing is proved."""
+    differs = result.outcome is not None and result.outcome.first is not None
+    return f"NOT {'EXACT' if differs else 'PROVED'}: {(result.first_difference or '').splitlines()[0]}"
+
+
+def _checks(result: Result) -> list[tuple[str, str]]:
+    outcome = result.outcome
+    if outcome is None:
+        return [("steps compared", "none")]
+    both, losses = outcome.all, outcome.losses
+    rows = [
+        ("steps", f"{outcome.compared} of {result.plan.steps} compared; {both.redone} were trained again after a stop"),
+        ("samples, order, digest", _all_but(both.different_samples, outcome.compared)),
+        ("content", _all_but(both.different_content, outcome.compared)),
+        ("steps missing", _listed(both.missing) or "none"),
+    ]
+    if outcome.hashed < outcome.compared:
+        rows[1] = ("samples", _all_but(both.different_samples, outcome.compared))
+        rows[2] = ("order, content", f"hashes of {outcome.hashed} steps compared; the others by megaresume verify")
+    if losses.compared:
+        exact = f"{losses.exact_equal} of {losses.exact} with an unchanged layout bit for bit; " if losses.exact else ""
+        # A program that prints them may have been killed before it did.
+        few = "" if losses.compared == outcome.compared else f"of {losses.compared} steps: "
+        where = "" if losses.largest_step is None else f" (step {losses.largest_step})"
+        rows.append(
+            (
+                "losses",
+                f"{few}{exact}largest relative difference {losses.largest:.1e}{where}, allowed {losses.tolerance:.0e}",
+            )
+        )
+    else:
+        rows.append(("losses", "none are recorded"))
+    proof = "not asked: no data state beside the checkpoints"
+    if result.verified is not None:
+        proof = "proved: the stream planned again gives what every rank was handed" if result.verified else "NOT PROVED"
+    rows.append(("megaresume verify", proof))
+    return rows
+
+
+def _all_but(different: Sequence[int], steps: int) -> str:
+    return f"identical in {steps - len(different)} of {steps} steps" + (
+        f"; DIFFERENT in {_listed(different)}" if different else ""
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:12])) + (f" and {len(steps) - 12} more" if len(steps) > 12 else "")
+
+
+def _row(stop: Stopped) -> tuple[str, ...]:
+    def of(value: object, unit: str = "") -> str:
+        if value is None:
+            return "-"
+        return f"{value:.2f} {unit}" if isinstance(value, float) else str(value)
+
+    return (
+        stop.kind,
+        stop.before.short,
+        stop.after.short,
+        of(stop.step),
+        of(stop.resumed_from),
+        of(stop.lost),
+        of(stop.seconds, "s"),
+        of(stop.data_seconds, "s"),
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines: the first three columns to the left, those of numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  ".join(f"{{:{'<' if k < 3 else '>'}{width}}}" for k, width in enumerate(widths))
+    return ["  " + form.format(*row) for row in rows]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _figure(result: Result) -> str:
+    """The losses; a node of a cluster may have no matplotlib."""
+    assert result.reference is not None and result.run is not None
+    reference, run = (
+        {step: record["loss"] for step, record in sorted(records.steps.items()) if record.get("loss") is not None}
+        for records in (result.reference, result.run)
+    )
+
+    def draw(axes: Any) -> None:
+        axes.plot(list(reference), list(reference.values()), color="#c9d0dc", lw=7, label="undisturbed")
+        axes.plot(list(run), list(run.values()), color=COLOURS[0], lw=1.5, label="run")
+        for stop in result.stops:
+            axes.axvline(stop.step, color="#8c1d18", lw=0.9, ls="--")
+            axes.annotate(stop.kind, (stop.step, 1), xycoords=("data", "axes fraction"), fontsize=8, color="#8c1d18")
+        axes.set_xlabel("step (dashed: a stop)")
+        axes.set_ylabel("loss")
+        axes.legend(frameon=False, fontsize=9)
+
+    try:
+        return svg(draw, height=3.2)
+    except SetupError as error:
+        return f"<p>No figure: {escape(str(error.action))}</p>"
+
+
+def _steps(result: Result) -> str:
+    assert result.reference is not None and result.run is not None
+    rows = []
+    for step, expected in sorted(result.reference.steps.items()):
+        record = result.run.steps.get(step, {})
+        rows.append(
+            (
+                str(step),
+                str(record.get("attempt", "-")),
+                str(expected["samples"]),
+                str(record.get("samples", "-")),
+                str(record.get("digest") or "-"),
+                _number(expected.get("loss")),
+                _number(record.get("loss")),
+            )
+        )
+    return html_table(("step", "attempt", "samples", "of the run", "digest", "loss", "of the run"), rows)
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.7g}"

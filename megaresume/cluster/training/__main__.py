@@ -1,0 +1,282 @@
+"""From flags to a trained model: ``torchrun -m megaresume.cluster.training``, and other launchers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any
+
+from megaresume.checkpoint.session.ranks import on_rank_0
+from megaresume.checkpoint.session.refusals import run_program
+from megaresume.checkpoint.session.settings import DataOptions
+from megaresume.cluster.training.arguments import Arguments, check_layout, parse_arguments, retention
+from megaresume.cluster.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
+from megaresume.hosts.attach import attach
+from megaresume.stream.batches import end_of_run, is_over
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, missing_package
+
+#: Megatron's default for --data-path.
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Returns:
+        exit status: 0 when the run is over, or over for now (another with --megaresume-stop-status); 1 when it failed;
+        2 on bad usage.
+    """
+    sys.excepthook = _die
+    rank, world_size = rank_and_size()
+    try:
+        args = parse_arguments(sys.argv[1:] if argv is None else argv)
+        check_layout(args, world_size)
+    except UsageError as error:
+        # Every rank finds the same; one says it, before the launcher ends it because another one has ended.
+        if rank == 0:
+            print(f"megaresume: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)
+        return 2
+    try:
+        return _run(args)
+    except MegaresumeError as error:
+        shared = getattr(error, "known_to_all_ranks", False)
+        if rank == 0 or not shared:
+            print(f"megaresume: rank {rank}: {error}", file=sys.stderr, flush=True)
+        if shared:
+            # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
+            on_rank_0(lambda: None)
+        stop_at_once(2 if isinstance(error, UsageError) else 1)
+    except ModuleNotFoundError as error:
+        explained = missing_package(error, "megaresume.cluster.training", "deepspeed,megatron")
+        if explained is None:
+            raise
+        if rank == 0:
+            print(f"megaresume: {explained}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _die(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End at once: a rank that waits for the others at its exit keeps the launcher from ending them."""
+    # torch puts a buffer in the place of sys.stderr while it calls this; it would be lost.
+    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+    stop_at_once(130 if kind is KeyboardInterrupt else 1)
+
+
+def _run(args: Arguments) -> int:
+    device = launch(args)
+    # Deferred: torch, DeepSpeed and megatron-core take seconds to import, and bad flags should not.
+    import deepspeed
+    import torch.distributed as dist
+
+    from megaresume.batches.open import open_stream, open_validation
+    from megaresume.checkpoint.session.ranks import on_all_ranks
+    from megaresume.checkpoint.session.stopping import Stopped
+    from megaresume.cluster.training.logging import SampleLog, Stopwatch
+    from megaresume.cluster.training.loop import Trainer
+    from megaresume.cluster.training.model import ModelParallelUnit, build_model
+    from megaresume.cluster.training.multimodal import image_encoder, with_vision
+    from megaresume.cluster.training.optimizer import LearningRate, build_optimizer, deepspeed_config
+    from megaresume.cluster.training.validation import Validation
+    from megaresume.hosts.deepspeed.elastic.load import prepare_load
+
+    dp, schedule = check_layout(args, dist.get_world_size())
+    if args.load is not None and not (args.finetune or args.universal_checkpoint):
+        # Before anything is on the GPU: it may take long, or be refused.
+        prepare_load(
+            args.load,
+            zero_stage=args.zero_stage,
+            partitions=dp,
+            tag=None if args.ckpt_step is None else f"global_step{args.ckpt_step}",
+            elastic=args.checkpoints.elastic,
+        )
+    on_data = Stopwatch()
+    with on_data:
+        data_options = on_all_ranks(lambda: _data(args))
+        stream = on_all_ranks(lambda: open_stream(**data_options, on_change=args.data_options.on_change))
+    seq_length = stream.config.seq_length
+    vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
+    encoder = on_all_ranks(lambda: image_encoder(args, stream.sources))
+    model, layers = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
+    if encoder is not None:
+        model = with_vision(args, model, encoder, device)
+        layers += f", after {args.vision_num_layers} layers of vision"
+    optimizer, why = build_optimizer(args, model, device)
+    announce(f"megaresume: optimizer is {why}; {layers} layers; device {device}; {dist.get_backend()}")
+    size = sum(parameter.numel() for parameter in model.parameters())
+    config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
+    checkpoints = replace(args.checkpoints, save_dir=args.save, **asdict(retention(args)))
+    with on_data:
+        data = attach(
+            engine,
+            stream,
+            checkpoints=checkpoints,
+            loader=replace(args.loader, num_workers=args.num_workers),
+            data_options=DataOptions(skip=on_all_ranks(lambda: _skip(args))),
+            schedule=schedule,
+        )
+    on_data.watch(data, "restore")
+    _load(args, engine)
+    on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
+    sets = {}
+    if args.eval_iters:
+        # After the load: a run that goes on measures what it measured when it began.
+        sets = on_all_ranks(lambda: open_validation(training=stream, **data_options))
+    held_out = None
+    if args.megaresume_held_out is not None:
+        held_out = on_all_ranks(lambda: _open_held_out(args, seq_length, encoder))
+    validation = Validation(
+        args,
+        sets=sets,
+        held_out=held_out,
+        global_batch_size=schedule.segments[-1][1],
+        vocab_size=vocab_size,
+        device=device,
+    )
+    over = is_over(int(engine.global_steps), data.samples_trained, **args.length)
+    trains = not (over or args.skip_train)
+    data.session.begin(trains=trains)
+    log = on_all_ranks(
+        lambda: SampleLog(
+            args.megaresume_log_samples,
+            attempt=data.attempt or 1,
+            topology=data.host.topology(),
+            writes=dist.get_rank() == 0,
+        )
+    )
+    with on_data:
+        digest = stream.digest_at(data.samples_trained)
+    log.start(
+        step=engine.global_steps, samples=data.samples_trained, digest=digest, data_seconds=round(on_data.seconds, 6)
+    )
+    trainer = Trainer(
+        args,
+        engine,
+        data,
+        device=device,
+        rate=LearningRate.from_arguments(args, schedule),
+        validation=validation,
+        log=log,
+        vocab_size=vocab_size,
+    )
+    status = 0
+    if trains:
+        try:
+            trainer.train()
+        except Stopped as stopped:
+            status = int(stopped.code or 0)
+    elif args.skip_train:
+        trainer.validate()
+    else:
+        announce(f"megaresume: the run is over: {engine.global_steps} steps, {data.samples_trained} samples trained")
+    if trainer.is_over and not args.skip_train:
+        data.session.finish()
+    data.close()
+    shut_down()
+    return status
+
+
+def _skip(args: Arguments) -> Any:
+    """What flags want left out."""
+    from megaresume.stream.ranges import parse_range, parse_steps, union
+    from megaresume.stream.skips import SkipConfig
+
+    samples = [parse_range(word, "--megaresume-skip-samples") for word in args.data_options.skip or ()]
+    steps = [parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range or ()]
+    return SkipConfig(samples=union(samples), steps=tuple(steps))
+
+
+def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
+    """Samples at the end of the run, by the batch sizes that it had and will have; None: it has no end."""
+    if args.train_iters is None and args.train_samples is None:
+        return None
+    return end_of_run(data.schedule, int(engine.global_steps), data.samples_trained, **args.length)[1]
+
+
+def _data(args: Arguments) -> dict[str, Any]:
+    """What `open_stream` and `open_validation` need; the data config is read here, once."""
+    from megaresume.data.data_config import DataConfig
+
+    common = {"seq_length": args.seq_length, "seed": args.seed}
+    if args.launch.data is not None:
+        return {"data": DataConfig.of(args.launch.data), "split": args.split} | common
+    return {"data": DataConfig.of(list(args.data_path or ())), "split": args.split or DEFAULT_SPLIT} | common
+
+
+def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
+    """The stream of --megaresume-held-out.
+
+    Raises:
+        UsageError: its images are not encoded as those that the model is trained on.
+    """
+    from megaresume.batches.open import open_stream
+    from megaresume.cluster.training.multimodal import encoders_of
+
+    assert args.megaresume_held_out is not None
+    stream = open_stream(args.megaresume_held_out, seq_length=seq_length, seed=args.seed)
+    for other in encoders_of(stream.sources):
+        if encoder is None or other.fingerprint != encoder.fingerprint:
+            raise UsageError(
+                "the held-out images are encoded in another way than those of the training",
+                found=f"encoder {other.fingerprint} in {args.megaresume_held_out}",
+                expected="no images" if encoder is None else f"encoder {encoder.fingerprint}",
+                action="prepare both with the same options of megaresume prepare",
+            )
+    return stream
+
+
+def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
+    if args.vocab_size is not None:
+        return args.vocab_size
+    known: list[int] = []
+    for source in sources:
+        encoder = getattr(source, "encoder", None)
+        if encoder is not None:
+            known.append(encoder.vocab_size)
+            continue
+        record: Mapping[str, Any] = getattr(getattr(source, "source", source), "tokenizer", None) or {}
+        if not isinstance(record.get("vocab_size"), int):
+            raise UsageError(
+                "the size of the vocabulary is not known",
+                found=f"{source!r}, which does not say which tokenizer made it",
+                expected="--vocab-size, or corpora that megaresume prepare built",
+                action="--vocab-size N, where N is the tokenizer's number of token ids",
+            )
+        known.append(record["vocab_size"])
+    return max(known)
+
+
+def _load(args: Arguments, engine: Any) -> None:
+    """Go on from --load, or make sure that a fresh start overwrites nothing."""
+    from megaresume.checkpoint.session.ranks import on_rank_0
+    from megaresume.checkpoint.start import check_fresh_start
+
+    path = None
+    if args.load is not None:
+        tag = None
+        if args.ckpt_step is not None:
+            tag = f"global_step{args.ckpt_step}" + "_universal" * args.universal_checkpoint
+        options = {"load_optimizer_states": False, "load_lr_scheduler_states": False} if args.finetune else {}
+        path, _ = engine.load_checkpoint(args.load, tag=tag, load_module_only=args.finetune, **options)
+        if path is None and args.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                "there is no checkpoint, and --exit-on-missing-checkpoint was given",
+                found=f"nothing in {os.path.abspath(args.load)}",
+                expected="a checkpoint",
+                action="check --load, or remove --exit-on-missing-checkpoint to start over",
+            )
+    save = args.save
+    if (path is None or args.finetune) and save is not None:
+        cause = "--finetune was not removed for the restart" if args.finetune else "--load was forgotten"
+        on_rank_0(lambda: check_fresh_start(save, cause=cause, load=f"--load {save} without --finetune"))
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,225 @@
+"""What a run says: lines for people on standard output, JSON lines for programs in a file.
+
+The lines hold the seconds that a rank spends on its data, and hashes of what the model gets of a sample: tokens,
+labels, masks, positions, and its images down to the last bit. A JSON line is one write to a file opened for appending:
+a kill loses at most the line of the step that it cut short, and what an earlier attempt wrote is never touched. The
+last line of a step is the one that counts.
+
+    {"event": "start", "attempt": 2, "step": 10, "samples": 80, "digest": "...", "data_seconds": 0.2, "topology": {...},
+     "time": ...}
+    {"event": "step", "attempt": 2, "step": 11, "samples": [80, 88], "order": "...", "content": "...", "digest": "...",
+     "ranks": [["...", "..."], ["...", "..."]],
+     "loss": 5.25, "loss_hex": "0x1.5p+2", "lr": 0.001, "grad_norm": 1.5, "tokens": 500, "data_seconds": 0.01,
+     "tokens_per_second": 9000, ...}
+    {"event": "validation", "attempt": 2, "step": 11, "set": "valid", "loss": 5.25, "loss_hex": "0x1.5p+2",
+     "tokens": 4000, "digest": "..."}
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from megaresume.batches.batch import Batch
+from megaresume.checkpoint.session.rank_log import hash_rows, hash_samples, images_of
+from megaresume.checkpoint.system import utc
+from megaresume.checkpoint.topology import Topology
+from megaresume.cluster.training.launch import announce
+from megaresume.stream.errors import UsageError
+
+
+class Stopwatch:
+    """Runs within its ``with`` statements, and within the methods that it watches."""
+
+    def __init__(self) -> None:
+        #: so far.
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def watch(self, thing: Any, method: str) -> None:
+        """Count every call of a method of this one object."""
+        call = getattr(thing, method)
+
+        @functools.wraps(call)
+        def timed(*args: Any, **more: Any) -> Any:
+            with self:
+                return call(*args, **more)
+
+        setattr(thing, method, timed)
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def content_hashes(batch: Batch) -> list[int]:
+    """An unsigned 64-bit hash of each sample of a micro-batch; the same in any layout of micro-batches and ranks.
+
+    Images enter with their pixels, grid, column and number of tokens. The row does not: it belongs to the layout.
+    """
+    arrays = [batch[name].numpy() for name in ("tokens", "labels", "loss_mask", "position_ids")]
+    hashers = [xxhash.xxh3_64() for _ in range(len(arrays[0]))]
+    for row, hasher in enumerate(hashers):
+        for array in arrays:
+            hasher.update(array[row].data)
+    if "pixel_values" in batch:
+        pixels = torch.split(batch["pixel_values"], batch["num_tiles"].tolist())
+        for place, grid, image in zip(batch["image_positions"], batch["image_grid_thw"], pixels, strict=True):
+            hasher = hashers[int(place[0])]
+            hasher.update(repr((place[1:].tolist(), grid.tolist(), tuple(image.shape))).encode())
+            hasher.update(image.contiguous().numpy().data)
+    return [hasher.intdigest() for hasher in hashers]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step."""
+
+    #: number of the step, from 1.
+    step: int
+    #: [first, last) samples that the ranks trained on, as their batches said.
+    samples: tuple[int, int]
+    #: hash over the identities of those samples, and over their tokens, labels, masks, positions and images; 16 hex
+    #: digits.
+    #: None where no log is written.
+    order: str | None
+    content: str | None
+    #: by data-parallel rank: hash over the identities of its samples, and over their tokens and pixels, as
+    #: `megaresume.checkpoint.session.rank_log` takes them.
+    ranks: tuple[tuple[str, str], ...] | None
+    #: rolling digest of the stream after the step, 16 hex digits.
+    digest: str
+    #: mean over the trained tokens of the global batch.
+    loss: float
+    lr: float
+    grad_norm: float | None
+    #: trained tokens.
+    tokens: int
+    global_batch_size: int
+    #: seconds; of these, those for which rank 0 waited for its samples.
+    seconds: float
+    data_seconds: float
+    #: places (tokens and padding) a second.
+    tokens_per_second: float
+
+    def line(self, total_steps: str) -> str:
+        """As Megatron prints it."""
+        norm = "" if self.grad_norm is None else f" grad norm: {self.grad_norm:.3f} |"
+        return (
+            f" iteration {self.step:8d}/{total_steps:>8} | consumed samples: {self.samples[1]:12d} | "
+            f"elapsed time per iteration (ms): {self.seconds * 1000:.1f} | tokens/s: {self.tokens_per_second:.0f} | "
+            f"learning rate: {self.lr:.6E} | global batch size: {self.global_batch_size:5d} | "
+            f"lm loss: {self.loss:.6E} |{norm} sample digest: {self.digest} |"
+        )
+
+
+class Trained:
+    """Notes what one rank trains in a step, for comparison between runs of any layout."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int]] = []
+
+    def add(self, batch: Batch, *, content: bool) -> None:
+        """Note a micro-batch: what its samples are and, if asked for, a hash of all that the model gets of them."""
+        samples, identities = batch["samples"].tolist(), batch["hashes"].tolist()
+        contents, tokens = [0] * len(samples), [0] * len(samples)
+        if content:
+            contents = content_hashes(batch)
+            tokens = hash_rows(batch["tokens"].numpy(), images_of(batch)).tolist()
+        rows = zip(samples, identities, map(_signed, contents), map(_signed, tokens), strict=True)
+        self._rows += rows
+
+    def collect(
+        self, group: dist.ProcessGroup | None, device: torch.device
+    ) -> tuple[tuple[int, int], str, str, tuple[tuple[str, str], ...]]:
+        """Bring the rows of all data-parallel ranks together and start anew.
+
+        Returns:
+            (first, last) sample; hash over identities and hash over contents, in the order of the stream; hash over
+            identities and over tokens of each rank, in the order in which it was handed them.
+        """
+        rows = torch.tensor(self._rows, dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, rows, group=group)
+        ranks = tuple(
+            (hash_samples(own[:, 1].view(np.uint64)), hash_samples(own[:, 3].view(np.uint64)))
+            for own in (part.cpu().numpy() for part in gathered)
+        )
+        everything = torch.cat(gathered).cpu()
+        everything = everything[everything[:, 0].argsort(stable=True)]
+        self._rows = []
+        order, content = (xxhash.xxh3_64_hexdigest(everything[:, k].numpy().tobytes()) for k in (1, 2))
+        return (int(everything[0, 0]), int(everything[-1, 0]) + 1), order, content, ranks
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+class SampleLog:
+    """The file of JSON lines; written by rank 0 alone."""
+
+    def __init__(self, path: str | None, *, attempt: int, topology: Topology, writes: bool) -> None:
+        self.enabled = path is not None
+        self._common = {"attempt": attempt}
+        self._topology = topology
+        self._file: int | None = None
+        if path is not None and writes:
+            try:
+                os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise UsageError(f"cannot write --megaresume-log-samples {path}", found=str(error)) from error
+
+    def start(self, *, step: int, samples: int, digest: str, data_seconds: float) -> None:
+        """Note where this process begins.
+
+        Args:
+            step: optimizer steps done.
+            samples: trained.
+            digest: of the samples trained.
+            data_seconds: from the opening of the data to the position that was restored.
+        """
+        topology = self._topology.to_dict()
+        where = {"step": step, "samples": samples, "digest": digest, "data_seconds": data_seconds}
+        self._write({"event": "start", **where, "topology": topology})
+
+    def step(self, record: StepRecord) -> None:
+        """Note a step."""
+        names = ("dp", "tp", "micro_batch_size", "num_workers")
+        layout: dict[str, Any] = {name: getattr(self._topology, name) for name in names}
+        if self._topology.balance is not None:
+            layout["balance"] = self._topology.balance.to_dict()
+        self._write({"event": "step", **asdict(record), "loss_hex": record.loss.hex(), **layout})
+
+    def validation(self, *, step: int, name: str, **fields: Any) -> None:
+        """Note what `megaresume.cluster.training.validation` measured on a validation set, and say it."""
+        loss, tokens = fields["loss"], fields["tokens"]
+        announce(f" validation loss at iteration {step} on {name} | lm loss value: {loss:.6E} | tokens: {tokens} |")
+        self._write({"event": "validation", "step": step, "set": name, **fields})
+
+    def held_out(self, *, step: int, **fields: Any) -> None:
+        """Note a measurement of `megaresume.cluster.training.validation`, and say it."""
+        share = fields["right"] / max(fields["tokens"], 1)
+        announce(f" held-out accuracy at iteration {step} | {100 * share:.2f} % of {fields['tokens']} tokens |")
+        self._write({"event": "held_out", "step": step, **fields})
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        if self._file is not None:
+            line = json.dumps({**self._common, **fields, "time": utc(time.time())})
+            os.write(self._file, line.encode() + b"\n")

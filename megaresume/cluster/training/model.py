@@ -1,0 +1,240 @@
+"""megatron-core's GPTModel, with attention that never crosses a document.
+
+The attention is put into the layer spec's ``core_attention``, a public extension point of megatron-core: torch's
+scaled dot product attention with an explicit mask. It runs on CPU and GPU (there in fused kernels), with the local
+layers and with Transformer Engine's.
+
+The loss, minimised and reported, is the same whatever the data-parallel and the micro-batch size.
+
+Minimised: the sum of the token losses of a global batch, divided by its G * S places. A mean over trained tokens of
+each micro-batch (what many programs do) weighs a token by how full the *others* of its micro-batch are, and so
+changes with the layout; places are constant, so DeepSpeed's averaging over micro-steps and ranks is exact. With
+packed samples nearly all places are trained tokens. Adam does not feel the scale.
+
+Reported: the sum of the token losses of the global batch, divided by its number of trained tokens, summed in float64.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megaresume.cluster.training.arguments import Arguments
+from megaresume.stream.errors import SetupError
+
+
+class ModelParallelUnit:
+    """What DeepSpeed calls an ``mpu``: `megatron.core.parallel_state`, and the names that it no longer has."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(parallel_state, name)
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks that share one model: tensor times pipeline parallel."""
+        return int(
+            parallel_state.get_tensor_model_parallel_world_size()
+            * parallel_state.get_pipeline_model_parallel_world_size()
+        )
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among them."""
+        return dist.get_rank(parallel_state.get_model_parallel_group())
+
+
+def loss_to_minimise(token_losses: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Sum of the counted token losses of a micro-batch over its places.
+
+    Args:
+        token_losses: float[m, S].
+        loss_mask: float32[m, S], 1 where the label counts.
+
+    Returns:
+        float32 scalar.
+    """
+    return (token_losses.float() * loss_mask).sum() / loss_mask.numel()
+
+
+class LossMeter:
+    """Sums of token losses and of trained tokens, over micro-batches and then over data-parallel ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, token_losses: torch.Tensor, loss_mask: torch.Tensor) -> None:
+        """Count one micro-batch: float[m, S] each."""
+        losses = (token_losses.detach().double() * loss_mask).sum()
+        self._sums[0] += losses
+        self._sums[1] += loss_mask.sum()
+
+    def reduce(self, group: dist.ProcessGroup | None) -> tuple[float, int]:
+        """Add up over the ranks of a group (the data-parallel ranks).
+
+        Returns:
+            loss per trained token, and the number of trained tokens.
+        """
+        dist.all_reduce(self._sums, group=group)
+        total, tokens = self._sums.tolist()
+        return total / max(tokens, 1.0), int(tokens)
+
+
+def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where attention is not allowed: later tokens, and other documents.
+
+    Args:
+        position_ids: int64[m, S], from 0 in every segment, so that a segment begins where they are 0.
+
+    Returns:
+        bool[m, 1, S, S], True where attention is not allowed (Megatron's convention).
+    """
+    # segments: int64[m, S], the number of the segment that each token is in.
+    segments = (position_ids == 0).cumsum(dim=1)
+    other = segments[:, :, None] != segments[:, None, :]
+    seq_length = position_ids.shape[1]
+    later = torch.ones(seq_length, seq_length, dtype=torch.bool, device=position_ids.device).triu(diagonal=1)
+    return (other | later)[:, None]
+
+
+class DocumentAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
+    """Core attention that obeys the mask it is given, whatever the layer's mask type says."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [S, m, heads, width]; key and value: [S, m, groups, width].
+            attention_mask: bool[m, 1, S, S], True where attention is not allowed.
+
+        Returns:
+            [S, m, heads * width].
+        """
+        seq_length, batch, heads, width = query.shape
+        # q, k, v: [m, heads, S, width]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=~attention_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=k.shape[1] != heads,
+        )
+        return attended.permute(2, 0, 1, 3).reshape(seq_length, batch, heads * width)
+
+
+def padded_vocabulary(vocab_size: int, args: Arguments) -> int:
+    """Rows of the embedding table: divisible, as Megatron pads it."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: torch.device) -> tuple[GPTModel, str]:
+    """Build the model of this rank; the weights follow from ``args.seed``, whatever the data-parallel size.
+
+    Args:
+        args: the flags.
+        vocab_size: token ids, not padded.
+        seq_length: tokens a sample.
+        device: where it will train; on a CPU it is initialised there as well.
+
+    Returns:
+        the model, and a word on which layers it has.
+
+    Raises:
+        SetupError: Transformer Engine was asked for and is not installed, or there is no GPU for it or for rope.
+    """
+    cpu = device.type == "cpu"
+    if cpu and args.position_embedding_type == "rope":
+        raise SetupError(
+            "megatron-core computes rotary positions on a GPU only",
+            found="--position-embedding-type rope on a CPU",
+            action="--position-embedding-type learned_absolute",
+        )
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        ffn_hidden_size=args.ffn_hidden_size,
+        normalization=args.normalization,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        init_method_std=args.init_method_std,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        use_cpu_initialization=cpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        deterministic_mode=args.deterministic_mode,
+        # These fusions need extensions that are not everywhere; DeepSpeed owns the gradients besides.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=not cpu,
+        bias_dropout_fusion=not cpu,
+        persist_layer_norm=not cpu,
+    )
+    spec, layers = _layer_spec(args, cpu=cpu)
+    torch.manual_seed(args.seed)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocabulary(vocab_size, args),
+        max_sequence_length=args.max_position_embeddings or seq_length,
+        position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        parallel_output=True,
+    )
+    return model, layers
+
+
+def _layer_spec(args: Arguments, *, cpu: bool) -> tuple[ModuleSpec, str]:
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if args.transformer_impl == "transformer_engine" and (cpu or not installed):
+        raise SetupError(
+            "Transformer Engine cannot be used here",
+            found="no GPU" if cpu else "transformer_engine is not installed",
+            action="--transformer-impl local" if cpu else "pip install transformer-engine, or --transformer-impl local",
+        )
+    if args.transformer_impl != "local" and installed and not cpu:
+        spec, layers = get_gpt_layer_with_transformer_engine_spec(), "Transformer Engine's"
+    else:
+        spec, layers = get_gpt_layer_local_spec(normalization=args.normalization), "megatron-core's local"
+    spec.submodules.self_attention.submodules.core_attention = DocumentAttention
+    return spec, layers

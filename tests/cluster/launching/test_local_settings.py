@@ -1,0 +1,55 @@
+"""Settings of the scripts without a scheduler that are refused before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaresume.cluster.launching.decide import Progress
+from megaresume.cluster.launching.local import LocalDriver, LocalSettings
+from megaresume.stream.errors import UsageError
+
+
+def driver(directory: Path, launcher: str = "torchrun", flags: tuple[str, ...] = (), **changes: object) -> LocalDriver:
+    (directory / "data.yaml").touch()
+    words = {
+        "run_dir": str(directory / "run"),
+        "data": str(directory / "data.yaml"),
+        "python": sys.executable,
+        "procs_per_node": "1",
+        "max_restarts": "0",
+        "script": "torchrun.sh",
+        "nnodes": "1",
+        "node_rank": "",
+        "master_addr": "",
+        "master_port": "",
+        "stop_status": "75",
+    }
+    return LocalDriver(launcher, LocalSettings(**{"train": ("-m", "x")} | words | changes, flags=flags))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("train", [("gone.py", "--x"), ("-m", "megaresume.run", "gone.py")])
+def test_a_script_that_is_not_there(tmp_path: Path, launcher: str, train: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="there is no script gone"):
+        driver(tmp_path, launcher, train=train)._check()
+
+
+@pytest.mark.parametrize("changes", [{"max_restarts": "2"}, {"nnodes": "1:3"}])
+def test_torchrun_would_begin_at_the_same_step_each_time(tmp_path: Path, changes: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="each restart in place would begin at --ckpt-step 20 again"):
+        driver(tmp_path, flags=("--ckpt-step", "20"), **changes)._check()
+    assert driver(tmp_path, **changes)._check() == 1
+    assert driver(tmp_path, flags=("--ckpt-step", "20"))._check() == 1
+
+
+def test_the_command_that_goes_on_begins_nowhere_in_particular(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = driver(tmp_path, flags=("--ckpt-step=20",))
+    assert stopped._end(1, Progress(saved=31)) == 1
+    assert "the same command without --ckpt-step=20 goes on from the last checkpoint" in capsys.readouterr().out
+    assert stopped._end(1, Progress()) == 1  # nothing new to go on from
+    assert "the same command goes on" in capsys.readouterr().out

@@ -1,0 +1,126 @@
+"""A small corpus, and runs of the reference program: real processes, real checkpoints, real kills."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaresume.cluster.jobs import Launcher, LocalJob
+from megaresume.cluster.records import RunRecords, read_records
+from tests.warm import WarmJob
+
+VOCAB = 256
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 256 --lr 1e-3 --split 9,1,0"
+
+
+def write_corpus(prefix: Path, *, documents: int, seed: int, mean: int = 60) -> None:
+    """A Megatron corpus of uint16 tokens: arithmetic progressions of random length."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 2 * mean, documents)
+    starts, strides = rng.integers(0, VOCAB, documents), rng.integers(1, 7, documents)
+    tokens = [
+        ((a + b * np.arange(n)) % VOCAB).astype(np.uint16) for a, b, n in zip(starts, strides, lengths, strict=True)
+    ]
+    pointers = np.concatenate([[0], np.cumsum(lengths[:-1] * 2)]).astype("<i8")
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
+    body = lengths.astype("<i4").tobytes() + pointers.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes()
+    Path(f"{prefix}.idx").write_bytes(header + body)
+    Path(f"{prefix}.bin").write_bytes(b"".join(t.tobytes() for t in tokens))
+
+
+@pytest.fixture(scope="session")
+def data_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two corpora, packed into sequences of 64 tokens."""
+    directory = tmp_path_factory.mktemp("corpora")
+    write_corpus(directory / "web", documents=400, seed=1)
+    write_corpus(directory / "code", documents=200, seed=2)
+    path = directory / "data.yaml"
+    path.write_text(
+        "seed: 1234\nseq_length: 64\npacking: {mode: best_fit, open_bins: 8}\n"
+        "sources:\n  web: {path: web, weight: 0.7}\n  code: {path: code, weight: 0.3}\n"
+    )
+    return path
+
+
+@dataclass
+class Ended:
+    """A run that ended, or was killed."""
+
+    #: exit status; None: killed.
+    status: int | None
+    #: what this launch printed.
+    text: str
+    #: of the run, over all of its launches so far.
+    log: Path
+
+    @property
+    def records(self) -> RunRecords:
+        assert self.log.exists(), f"status {self.status}, and no step:\n{self.text[-4000:]}"
+        return read_records(self.log)
+
+    @property
+    def resumed(self) -> str:
+        """The resume line."""
+        return next((line for line in self.text.splitlines() if line.startswith("megaresume: resumed")), "")
+
+
+class Runs:
+    """Launches of the program. The runs of one name share a log and an output file."""
+
+    def __init__(self, directory: Path, data_yaml: Path) -> None:
+        self.directory, self.data_yaml = directory, data_yaml
+        self._numbers = itertools.count()
+
+    def __call__(
+        self,
+        name: str,
+        flags: str = "",
+        *,
+        num_processes: int = 2,
+        launcher: Launcher = "env",
+        kill_after: int | None = None,
+        during: Callable[[LocalJob], None] | None = None,
+        data: str | None = None,
+    ) -> Ended:
+        """Run to the end, or SIGKILL everything as soon as the log has the step ``kill_after``."""
+        log = self.directory / f"{name}.jsonl"
+        arguments = [*MODEL.split(), *flags.format(dir=self.directory).split(), "--megaresume-log-samples", str(log)]
+        if kill_after is not None:
+            arguments += ["--megaresume-min-step-seconds", "0.3"]  # the kill comes before the next save
+        arguments += (data or f"--megaresume-data {self.data_yaml}").split()
+        env = {"DS_ACCELERATOR": "cpu", "MEGARESUME_CACHE": str(self.directory / "cache")}
+        before = log.stat().st_size if log.exists() else 0
+
+        def reached() -> bool:
+            new = log.read_bytes()[before:] if log.exists() else b""
+            return f'"event": "step", "step": {kill_after},'.encode() in new
+
+        output = self.directory / f"{name}.txt"
+        with WarmJob(
+            "megaresume.cluster.training",
+            arguments,
+            num_processes=num_processes,
+            output=output,
+            launcher=launcher,
+            env=env,
+        ) as job:
+            if during is not None:
+                during(job)
+            if kill_after is None:
+                status = job.wait(1200)
+                return Ended(status, job.text(), log)
+            assert job.wait_until(reached, timeout=1200), job.text()[-4000:]
+            assert job.kill() >= num_processes
+            return Ended(None, job.text(), log)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, data_yaml: Path) -> Runs:
+    """``runs(name, flags, num_processes=2, launcher="env", kill_after=None) -> Ended``."""
+    return Runs(tmp_path_factory.mktemp("runs"), data_yaml)

@@ -1,0 +1,237 @@
+"""Restarts in place: a rank or a node dies, torchrun's agents start their workers again, and the data goes on exactly.
+
+One agent a node, as on a cluster: every "node" here is an agent of its own with one rank, and dies by SIGKILL with all
+of its processes. Every run is compared with one of a single rank that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megaresume.cluster.jobs import free_port
+from megaresume.cluster.records import RunRecords, read_records
+from tests.cluster.training.compare import compare
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "elastic-restarts.md").read_text()
+#: The commands of the document: several nodes, one node, and a loop around the deepspeed launcher.
+NODES, ONE_NODE, LOOP = re.findall(r"```bash\n(.*?)```", DOCUMENT, flags=re.DOTALL)
+#: Without it the workers of a restart meet in the store of those before them, and find their addresses.
+OWN_STORE = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Nodes:
+    """Agents of one job, one a node."""
+
+    def __init__(self, directory: Path, data_yaml: Path, block: str, more: str) -> None:
+        self.directory, self.log = directory, directory / "log.jsonl"
+        assert block.startswith(OWN_STORE + "torchrun ")
+        words = shlex.split(block.removeprefix(OWN_STORE).replace("\\\n", " ").replace("data.yaml", str(data_yaml)))[1:]
+        self._port = free_port()
+        words = [word.replace(":29400", f":{self._port}") for word in words]
+        words += f"--split 9,1,0 --megaresume-log-samples {self.log} {more}".split()
+        self._command = [sys.executable, "-m", "torch.distributed.run", *words]
+        cache = {"MEGARESUME_CACHE": str(directory / "cache"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._env = os.environ | ENVIRONMENT | cache | {"PYTHONPATH": str(Path(__file__).parents[3])}
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        """A node. The first one hosts the place where they meet, and is the only one that must stay."""
+        first = not self.agents and "--rdzv-endpoint" in self._command
+        with open(self.directory / f"{name}.txt", "ab") as out:
+            self.agents[name] = subprocess.Popen(
+                self._command,
+                cwd=self.directory,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        while first and self.agents[name].poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                return
+            time.sleep(0.05)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL the agent and everything below it."""
+        agent = self.agents.pop(name)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(agent.pid)
+            for process in [top, *top.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+        agent.wait()
+
+    def text(self, name: str) -> str:
+        """What a node has printed."""
+        return (self.directory / f"{name}.txt").read_text(errors="replace")
+
+    @property
+    def records(self) -> RunRecords:
+        return read_records(self.log)
+
+    def until(self, happened: Callable[[RunRecords], bool]) -> None:
+        """Wait; all nodes must live meanwhile."""
+        deadline = time.monotonic() + 240
+        while not (self.log.exists() and happened(self.records)):
+            for name, agent in self.agents.items():
+                assert agent.poll() is None, f"{name}: {self.text(name)[-3000:]}"
+            assert time.monotonic() < deadline, "\n".join(self.text(name)[-3000:] for name in self.agents)
+            time.sleep(0.05)
+
+    def until_trained(self, *, dp: int, beyond: int = 0) -> int:
+        """Wait until a step beyond this one was trained by so many ranks; returns it."""
+
+        def newest(records: RunRecords) -> tuple[int, int]:
+            step = max(records.steps, default=0)
+            return step, records.steps[step]["dp"] if step else 0
+
+        self.until(lambda records: newest(records)[0] > beyond + 2 and newest(records)[1] == dp)
+        return newest(self.records)[0]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, data_yaml: Path) -> Iterator[Callable[[str, str], Nodes]]:
+    """``nodes(block of the document, more flags)``; killed at the end."""
+    made: list[Nodes] = []
+
+    def make(block: str, more: str) -> Nodes:
+        made.append(Nodes(tmp_path, data_yaml, block, more))
+        return made[-1]
+
+    yield make
+    for job in made:
+        for name in list(job.agents):
+            job.kill(name)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(runs: Any) -> Callable[[int], RunRecords]:
+    """``uninterrupted(last)``: the steps up to this one as one rank trains them that nobody disturbs."""
+    longest: dict[int, RunRecords] = {}
+
+    def of(last: int) -> RunRecords:
+        if last > max(longest, default=0):
+            flags = f"--train-iters {last} --global-batch-size 6 --micro-batch-size 1"
+            done = runs(f"undisturbed{last}", flags, num_processes=1)
+            assert done.status == 0, done.text[-3000:]
+            longest[last] = done.records
+        known = longest[max(longest)]
+        return replace(known, steps={step: record for step, record in known.steps.items() if step <= last})
+
+    return of
+
+
+def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
+    """3 nodes, one is killed; the other two go on in place; a third one comes. ZeRO 1, converted each time."""
+    job = nodes(NODES, "--exit-signal-handler --megaresume-stop-status 75 --save-interval 2 --megaresume-keep-last 2")
+    for name in ("one", "two", "three"):
+        job.start(name)
+    reached = job.until_trained(dp=3)
+    # Its agent first: else it would start its worker again.
+    job.kill("three")
+    reached = job.until_trained(dp=2, beyond=reached)
+    lost = job.records.lost
+    assert len(lost) < 4, "no more than since the last save, which is at every second step, or the one before it"
+    job.start("four")
+    reached = job.until_trained(dp=3, beyond=reached)
+    # The workers that stopped for the newcomer saved first.
+    assert job.records.lost == lost
+    for name in list(job.agents):
+        job.kill(name)
+
+    records = job.records
+    assert compare(records, uninterrupted(max(records.steps))) is None
+    sizes = [record["dp"] for _, record in sorted(records.steps.items())]
+    changes = [size for k, size in enumerate(sizes) if k == 0 or size != sizes[k - 1]]
+    assert changes[-3:] == [3, 2, 3]
+    said = "".join(job.text(name) for name in ("one", "two", "three", "four"))
+    assert "| dp 3->2 " in said and "| dp 2->3 " in said and "| repeated 0 skipped 0 |" in said
+    # Killed processes hold nothing: whoever comes takes their place without waiting.
+    assert "is in use" not in said
+
+
+@pytest.mark.release
+def test_a_rank_is_lost(nodes: Any, uninterrupted: Any) -> None:
+    """One node of two ranks without a rendezvous of its own; a rank is killed; the run ends as if nothing had been."""
+    job = nodes(ONE_NODE, "--train-iters 20")
+    job.start("node")
+    job.until(lambda records: len(records.steps) > 3)
+    workers = psutil.Process(job.agents["node"].pid).children()
+    assert len(workers) == 2
+    workers[1].send_signal(signal.SIGKILL)
+    assert job.agents["node"].wait(240) == 0, job.text("node")[-3000:]
+    records = job.records
+    assert [start["attempt"] for start in records.starts] == [1, 2] and len(records.steps) == 20
+    assert records.starts[1]["step"] > 0
+    assert compare(records, uninterrupted(20)) is None
+
+
+def test_the_shared_store_is_named() -> None:
+    """What makes every restart in place fail is said at the first start, with what to do."""
+    import megaresume.cluster.training.launch as launch
+
+    env = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (launch.restart_warning(env) or "")
+    for name, value in (
+        ("TORCHELASTIC_MAX_RESTARTS", "0"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("WORLD_SIZE", "1"),
+    ):
+        assert launch.restart_warning(env | {name: value}) is None
+    assert launch.restart_warning({}) is None
+
+
+@pytest.mark.process
+def test_deepspeed_has_no_elastic_launcher() -> None:
+    """If one comes back, docs/elastic-restarts.md is to be written anew."""
+    program = [sys.executable, "-m", "deepspeed.launcher.runner", "--elastic_training", "x.py"]
+    env = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2 and "unrecognized arguments: --elastic_training" in done.stderr
+
+
+@pytest.mark.release
+def test_the_loop_around_the_deepspeed_launcher(data_yaml: Path, uninterrupted: Any, tmp_path: Path) -> None:
+    """The launcher ends when a rank is killed; the next start has one rank less. ZeRO 1."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    launcher = programs / "deepspeed"
+    command = f"{sys.executable} -m deepspeed.launcher.runner --master_port {free_port()}"
+    launcher.write_text(f'#!/bin/bash\nexec {command} "$@"\n')
+    launcher.chmod(0o755)
+    log = tmp_path / "log.jsonl"
+    loop = LOOP.replace("data.yaml", str(data_yaml))
+    loop = loop.replace(" && break", f" --split 9,1,0 --megaresume-log-samples {log} && break")
+    env = os.environ | ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    env["PATH"] = f"{programs}:{env['PATH']}"
+    with open(tmp_path / "out", "wb") as out:
+        shell = subprocess.Popen(["bash", "-c", loop], cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 240
+        while not (log.exists() and len(read_records(log).steps) > 3):
+            assert shell.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()[-3000:]
+            time.sleep(0.05)
+        ranks = [p for p in psutil.Process(shell.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
+        ranks[0].send_signal(signal.SIGKILL)
+        assert shell.wait(240) == 0, (tmp_path / "out").read_text()[-3000:]
+    finally:
+        shell.kill()
+    records = read_records(log)
+    assert [start["topology"]["dp"] for start in records.starts] == [2, 1] and records.starts[1]["step"] > 0
+    assert compare(records, uninterrupted(30)) is None
