@@ -223,12 +223,12 @@ def convert(tag_dir: Path, *, save_id: str, made_by: Maker, report: Reporter, wo
         CheckpointError: no room, something else has the name, DeepSpeed cannot convert it, or the disk refuses.
     """
     with _locked(records_dir(tag_dir.parent), report) as alone:
+        for path in _listed(tag_dir.parent) if alone else ():
+            if _CONVERTING.fullmatch(path.name):  # what a killed conversion left, perhaps after its rename
+                shutil.rmtree(path, ignore_errors=True)
         there = read_universal(tag_dir, save_id, checksums=True)
         if there is not None:
             return there
-        for path in _listed(tag_dir.parent) if alone else ():
-            if _CONVERTING.fullmatch(path.name):  # what a killed conversion left
-                shutil.rmtree(path, ignore_errors=True)
         _check_room(tag_dir)
         return _convert(tag_dir, save_id, made_by, report, workers)
 
