@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import megaresume
 from megaresume.checkpoint.saving.commit import begin_save
-from megaresume.hosts.deepspeed.micro_batches import Taken
+from megaresume.hosts.deepspeed.witness import Witness
 
 toy.start()
 
@@ -697,12 +697,12 @@ def pipelines() -> None:
 def unguarded() -> None:
     """The model is given one micro-batch twice, and nobody stops it: what does the log say?"""
     save, logs = toy.ROOT / "unguarded", toy.ROOT / "unguarded_logs"
-    guard, Taken._unseen = Taken._unseen, lambda self: ""
+    guard, Witness.unseen = Witness.unseen, lambda self, out: []
     run = Run(4, checkpoints=megaresume.Checkpoints(save_dir=save), log_samples=logs)
     another_in_its_place(run, 4)
     run.engine.save_checkpoint(str(save))
     run.data.close()
-    Taken._unseen = guard
+    Witness.unseen = guard
     toy.result("unguarded", run.data.samples_trained)
 
 

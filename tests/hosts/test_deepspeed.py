@@ -116,9 +116,9 @@ def test_save_latest_false_moves_no_pointer(two_ranks: Any) -> None:
     [
         ("attached_late", "StateError", "no data state was restored"),
         ("attached_late_save", "StateError", "no data state was restored"),
-        ("other_batches", "StateError", "do not fit"),
+        ("other_batches", "StateError", "count different steps"),
         ("key_of_ours", "UsageError", "a key 'megaresume' of its own"),
-        ("accumulation", "StateError", "would not train all of its micro-batches"),
+        ("accumulation", "StateError", "without all of its micro-batches"),
         ("no_records", "StateError", "no data state"),
         ("mixed", "CheckpointError", "cannot be loaded"),
         # with records that fit the files: the state within them tells

@@ -7,7 +7,7 @@ engine.py          what an engine says of itself: sizes, ranks, the files that i
 training_data.py   `TrainingData`: the micro-batches of a rank, clocked by the optimizer step
 loaders.py         other people's loaders for an engine
 engine_data.py     `EngineData`: what that has in common with other people's loaders
-micro_batches.py   each step trains the micro-batches that were taken for it, or the run stops
+witness.py         which micro-batches the model was given
 decoupled.py       saves of DeepSpeed's decoupled writer: committed after their last byte
 elastic/           a ZeRO checkpoint of another number of ranks, converted when it is loaded or beforehand
 """

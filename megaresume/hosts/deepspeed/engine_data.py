@@ -1,12 +1,18 @@
 """`EngineData`: what an engine's data has in common, whether of a stream or of a loader.
 
-They hand out the micro-batches of an engine, and each of its steps trains exactly those (`micro_batches`).
+The engine's own calls are the clock of its `Count`; on every rank
+
+    next(data)                take()
+    engine.step()             use() within an accumulation; at its end check_step(), with what the model was given
+    engine.global_steps       went up by one: stepped(). A pipeline engine takes and steps within ``train_batch``
+    engine.save_checkpoint    check_save()
+    engine.load_checkpoint    loaded()
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,18 +20,46 @@ from megaresume.checkpoint.session.host import Resume
 from megaresume.checkpoint.session.random_state import RandomState
 from megaresume.checkpoint.session.session import Session
 from megaresume.checkpoint.session.stopping import Stopped
+from megaresume.hosts.count import Count, Words
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import Batches, EngineHost
-from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep
+from megaresume.hosts.deepspeed.witness import MicroBatch, Witness
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+
+_WORDS = Words(
+    trainer="the engine",
+    clock="engine.step()",
+    is_before=True,
+    next="next(data) asks for more",
+    untrained=(
+        "one was used for something else (its shape, a warm-up, an evaluation), was passed over with `continue`, or a "
+        "wrapper reads ahead; or one was evaluated or dropped, and another trained in its place",
+        "data.peek() shows the next batch without taking it, Loader(prefetch=N) reads ahead, DataOptions(skip=...) "
+        "leaves samples out; docs/loops.md lists each of these loops with its fix",
+    ),
+    incomplete=(
+        "a micro-batch was trained twice, or one that is not of this data; iter(data) was called while one was out, "
+        "which is then handed out again; or the batch size was changed in the middle of a step",
+        "train what next(data) gives, once; for a ramp-up pass schedule= to megaresume.attach; see docs/loops.md",
+    ),
+    early_save=(
+        "the loop asks after every micro-step, or asks is_gradient_accumulation_boundary() after engine.step(), which "
+        "then speaks of the next micro-step",
+        "ask before engine.step(): last = engine.is_gradient_accumulation_boundary(); save if last",
+    ),
+    other_count=(
+        "the engine trained on other batches, or was loaded without its load_checkpoint method",
+        "feed the engine from this data alone, and load it with engine.load_checkpoint",
+    ),
+)
 
 
 class EngineData(Batches):
     """The micro-batches of one rank, clocked by the engine's optimizer steps."""
 
-    #: what is handed out and not trained.
-    _taken: Taken
+    #: what is handed out and what is trained.
+    _count: Count[MicroBatch]
 
     balance: Balance | None = None
 
@@ -35,9 +69,11 @@ class EngineData(Batches):
         self.host = session.host
         self.host.batches = session.data = self
         self._is_pipeline = facts.is_pipeline(engine)
-        #: why nothing is handed out any more.
-        self._failure: MegaresumeError | None = None
-        self._closed = False
+        self._witness = Witness()
+        #: micro-batches of this rank in the step that is handed out.
+        self._per_step = 0
+        #: why nothing is handed out any more, though nothing failed.
+        self._closed: StateError | None = None
         #: whether the position of the engine is one that the data has too.
         self._ready = int(engine.global_steps) == 0
 
@@ -53,8 +89,26 @@ class EngineData(Batches):
     def _not_restored(self) -> StateError:
         """The engine is at a step of which the data knows nothing."""
 
-    def _note_step(self, done: TrainedStep) -> None:
-        """A step was made."""
+    def _note_step(self, batches: Sequence[MicroBatch], *, seen: bool) -> None:
+        """A step was made.
+
+        Args:
+            batches: that it has trained, in the order of the model's forwards, or as they were handed out.
+            seen: whether the model's forwards were recognised.
+        """
+
+    def _count_from(self, step: int, samples: int, *, reads: bool = True) -> None:
+        """So many steps have trained so many samples. ``reads``: whether this rank is given batches at all."""
+        reads = reads and (not self._is_pipeline or facts.reads_batches(self.engine))
+        self._count = Count(_WORDS, step, samples, reads=reads)
+        self._witness.clear()
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+        count = self._count
+        is_made = int(self.engine.global_steps) == count.step + 1 and (count.is_whole or not count.reads)
+        return count.samples + count.size if is_made else count.samples
 
     @property
     def resume(self) -> Resume | None:
@@ -84,21 +138,27 @@ class EngineData(Batches):
         """
         is_first = self._random.step_begins()
         batch, what = self._or_never_again(self._read_next)
-        self._taken.add(what)
+        count = self._count
+        count.take(what, count.samples + count.size * (len(count.out) + 1) // self._per_step)
+        self._witness.know(what.key)
         if is_first:
             self._random.first_is_out()
         return batch
 
     def _read_next(self) -> tuple[Any, MicroBatch]:
+        if self._closed is not None:
+            raise self._closed
+        count = self._count
         if not self._is_pipeline:
             self._check_clock()
-            self._taken.check_more()
-            if not self._taken.per_step:
+            count.check_more(self._unseen() if count.is_whole else ())
+            if not count.size:
                 self._open_step()
-        elif self._taken.is_full or not self._taken.per_step:
+        elif count.is_whole or not count.size:
             raise UsageError(
                 "a pipeline engine's batches are handed out within train_batch only",
-                found=f"a batch was asked for after {len(self._taken)} of {self._taken.per_step} micro-batches",
+                found=f"a batch was asked for after {len(count.out)} of {self._per_step if count.size else 0} "
+                "micro-batches",
                 expected="engine.train_batch(data_iter=data)",
                 action="do not call next(data) yourself, do not evaluate with it, and do not save or restore "
                 "engine.train_batch; data.peek() shows the next batch without taking it",
@@ -107,38 +167,50 @@ class EngineData(Batches):
 
     def _or_never_again(self, function: Callable[[], Any]) -> Any:
         """What a function returns; after an error of it, nothing is handed out any more."""
-        if self._failure is not None:
-            raise self._failure
+        self._count.check()
         try:
             return function()
         except MegaresumeError as error:
-            self._fail(error)
+            if self._closed is None:
+                self._fail(error)
             raise
         except BaseException as error:  # a micro-batch may be read, and not handed out
-            if self._failure is None:
+            if self._closed is None:
                 self._fail(_lost(error))
             raise
 
-    def _fail(self, error: MegaresumeError) -> None:
-        self._failure = error
+    def _fail(self, error: MegaresumeError, *, weights: bool = False) -> None:
+        self._count.fail(error, weights=weights)
+        self._close()
+
+    def _close(self) -> None:
+        """Stop reading ahead."""
+
+    def _unseen(self) -> list[MicroBatch]:
+        return self._witness.unseen([taken.batch for taken in self._count.out])
 
     def _check_clock(self) -> None:
         """Raise a StateError if steps were made that these batches cannot have led to."""
         if not self._ready:
             raise self._not_restored()
-        if (done := self._taken.settle()) is not None:
-            self._note_step(done)
+        steps, count = int(self.engine.global_steps), self._count
+        if steps == count.step + 1:
+            seen = self._witness.seen([taken.batch for taken in count.out]) if count.out else None
+            done = count.stepped()
+            self._witness.clear()
+            self._note_step(done if seen is None else seen, seen=seen is not None)
+        count.compare(steps)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing of the step that is handed out can have been trained."""
-        return self._taken.is_untouched
+        """Whether nothing of the step that is handed out can have been trained: it may be handed out again."""
+        return not self._count.used and not self._witness.graphs
 
     # Around the engine's own methods
 
     def saw(self, inputs: tuple[Any, ...]) -> None:
         """The model is given these inputs."""
-        self._taken.saw(inputs)
+        self._witness.look(inputs, [taken.batch for taken in self._count.out])
 
     def before_step(self) -> None:
         """Before ``engine.step()``.
@@ -149,16 +221,15 @@ class EngineData(Batches):
 
         def check() -> None:
             self._check_clock()
-            self._taken.check_step()
+            if facts.ends_step(self.engine):
+                self._count.check_step(self._unseen())
+            else:
+                self._count.use()
 
-        if self._closed:
-            check()
-        else:
-            self._or_never_again(check)
+        self._or_never_again(check)
 
     def after_step(self) -> None:
         """After ``engine.step()``."""
-        self._taken.micro_steps += 1
         self._check_clock()
 
     @contextmanager
@@ -175,9 +246,7 @@ class EngineData(Batches):
             raise
         except BaseException as error:
             failure = _half_done(call, error, weights, reload=weights or facts.zero_stage(self.engine) < 2)
-            self._fail(failure)
-            if weights:
-                self._taken.broken = failure
+            self._fail(failure, weights=weights)
             raise
 
     def _step_begins(self) -> None:
@@ -196,10 +265,10 @@ class EngineData(Batches):
         """
         self._random.step_begins()
         self._check_clock()
-        if self._taken.per_step:
+        if self._count.size:
             raise StateError(
                 "the pipeline did not use up the micro-batches of its last step",
-                found=f"{len(self._taken)} of {self._taken.per_step} micro-batches handed out, and no step made",
+                found=f"{len(self._count.out)} of {self._per_step} micro-batches handed out, and no step made",
                 expected="a step of all of them",
                 cause="train_batch failed in the middle",
                 action="to go on, load the last checkpoint",
@@ -216,13 +285,12 @@ class EngineData(Batches):
 
     def not_restored(self, error: MegaresumeError) -> None:
         """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
-        self._fail(error)
-        self._taken.broken = error
+        self._fail(error, weights=True)
 
     def check_save(self) -> None:
         """Raise a StateError if a checkpoint would not be one of a step."""
         self._check_clock()
-        self._taken.check_save()
+        self._count.check_save()
 
     def close(self) -> None:
         """Stop reading ahead, and listening, at the end of a run; nothing is handed out any more."""
@@ -231,8 +299,8 @@ class EngineData(Batches):
 
     def detach(self, why: str) -> None:
         """Hand out nothing any more: the engine has other data now."""
-        self._closed = True
-        self._fail(StateError("this data hands out nothing any more", cause=why))
+        self._closed = StateError("this data hands out nothing any more", cause=why)
+        self._close()
 
 
 def _lost(error: BaseException) -> StateError:

@@ -16,7 +16,7 @@ Hooks, clock and commit are those of a stream; see docs/loaders.md.
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.hooks import hook, session_of
 from megaresume.hosts.deepspeed.host import EngineHost
-from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, fingerprint, tokens_of
+from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint, tokens_of
 from megaresume.hosts.loaders.adapters import LoaderReader, adapter_of
 from megaresume.hosts.loaders.states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
 from megaresume.stream.batches import BatchSchedule
@@ -109,11 +109,10 @@ class AttachedLoader(EngineData):
         """Count from here: ``step`` optimizer steps have led to this state."""
         #: where this process began, and at the last `prepare`.
         self._states = [state]
-        # (step, samples, batches of a rank) after every step that was begun and of the last one that was trained.
-        self._marks: deque[tuple[int, int, int]] = deque([(step, state.samples, record.batches)])
+        #: batches of this rank that steps have trained on, since the start of the run.
+        self.batches_trained = record.batches
         self._sizes = list(record.sizes)
-        reads = self.reader is not None and (not self._is_pipeline or facts.reads_batches(self.engine))
-        self._taken = Taken(self.engine, step, reads=reads, maker="megaresume.attach")
+        self._count_from(step, state.samples, reads=self.reader is not None)
 
     @property
     def num_workers(self) -> int:
@@ -121,33 +120,17 @@ class AttachedLoader(EngineData):
         return 0 if self.reader is None else self.reader.adapter.facts().workers
 
     @property
-    def samples_trained(self) -> int:
-        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
-        return self._trained()[1]
-
-    @property
-    def batches_trained(self) -> int:
-        """Batches of this rank that optimizer steps have trained on, since the start of the run."""
-        return self._trained()[2]
-
-    @property
     def schedule(self) -> BatchSchedule:
         """Global batch sizes up to now."""
-        now = (self._marks[-1][1], int(self.engine.train_batch_size()))
+        now = (self._count.samples + self._count.size, int(self.engine.train_batch_size()))
         sizes = [*self._sizes, now] if not self._sizes or self._sizes[-1][1] != now[1] else self._sizes
         return BatchSchedule(((0, sizes[0][1]), *sizes[1:]))
-
-    def _trained(self) -> tuple[int, int, int]:
-        steps = int(self.engine.global_steps)
-        while len(self._marks) > 1 and self._marks[1][0] <= steps:
-            self._marks.popleft()
-        return self._marks[0]
 
     def __iter__(self) -> AttachedLoader:
         return self
 
     def _read(self) -> tuple[Any, MicroBatch]:
-        number = self._marks[-1][2] - self._taken.per_step + len(self._taken)
+        number = self.batches_trained + len(self._count.out)
         batch = self._ahead.pop() if self._ahead else next(self._the_reader())
         tokens = None if self._is_pipeline else tokens_of(batch)
         if tokens is None:
@@ -157,14 +140,15 @@ class AttachedLoader(EngineData):
     def peek(self) -> Any:
         """A copy of the batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
         After ``engine.load_checkpoint``: a loader cannot go back."""
-        if self._failure is not None:
-            raise self._failure
+        self._count.check()
+        if self._closed is not None:
+            raise self._closed
         self._check_clock()
         if not self._ahead:
             self._random.step_begins()  # what the loader draws for it is drawn again after a resume
             self._ahead.append(next(self._the_reader()))
         if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
-            self._taken.looked_at(int(fingerprint(tokens)))
+            self._witness.know(int(fingerprint(tokens)))
         return copy.deepcopy(self._ahead[0])
 
     def _the_reader(self) -> LoaderReader:
@@ -187,25 +171,24 @@ class AttachedLoader(EngineData):
         self._step_begins()
         super().before_train_batch()
 
-    def check_save(self) -> None:
-        """Raise a StateError if a checkpoint would not be one of a step."""
-        if self.reader is None:
-            self.follow()
-        super().check_save()
+    def _check_clock(self) -> None:
+        if self.reader is None and self._ready:  # a rank that reads no batches has none that could tell of a step
+            while self._count.step < int(self.engine.global_steps):
+                self._open_step()
+                self._note_step(self._count.stepped(), seen=False)
+        super()._check_clock()
 
-    def follow(self) -> None:
-        """Count a step on a rank that reads no batches: it has none that could tell."""
-        steps = int(self.engine.global_steps)
-        while self._marks[-1][0] < steps:
-            self._open_step()
+    def _note_step(self, batches: Sequence[MicroBatch], *, seen: bool) -> None:
+        self.batches_trained += self._per_step
 
     def _open_step(self) -> None:
-        step, samples, batches = self._marks[-1]
-        size, per_step = int(self.engine.train_batch_size()), int(self.engine.gradient_accumulation_steps())
+        count, size = self._count, int(self.engine.train_batch_size())
+        if count.size:
+            return
         if not self._sizes or self._sizes[-1][1] != size:
-            self._sizes.append((samples, size))
-        self._marks.append((step + 1, samples + size, batches + per_step))
-        self._taken.open(per_step)
+            self._sizes.append((count.samples, size))
+        count.begin(size)
+        self._per_step = int(self.engine.gradient_accumulation_steps())
 
     def _not_restored(self) -> StateError:
         return StateError(
@@ -251,4 +234,4 @@ class AttachedLoader(EngineData):
             dp_rank=facts.data_rank(self.engine),
             dp=facts.data_size(self.engine),
         )
-        self._ready, self._closed, self._failure = True, False, None
+        self._ready, self._closed = True, None

@@ -4,8 +4,7 @@ The only clock is ``engine.global_steps``. It says which samples are trained; wh
 yet stepped on, or lost in a step that a kill cut short does not count and is handed out again after a resume. Steps
 that were skipped for an overflow (fp16) do count: their samples were seen, as in Megatron.
 
-    samples trained = schedule.after(base sample, global_steps - base step)
-    handed out      = up to one step more; `Taken` sees to it that the next step trains exactly those
+    handed out      up to one step more than what is trained; `Count` sees to it that the next step trains exactly those
 
 Faults (records that were not as the index announced them) come with the batches of the rank that read them. Those of
 trained samples are put together at every save, so that the state has all of them, and is the same on every rank.
@@ -13,7 +12,7 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from megaresume.batches.batch import Batch
@@ -28,11 +27,11 @@ from megaresume.checkpoint.session.session import Session
 from megaresume.checkpoint.session.settings import Loader
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
-from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep, fingerprint
+from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint
 from megaresume.hosts.torch.feeds import RankFaults
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
-from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.errors import StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -77,18 +76,11 @@ class TrainingData(EngineData):
         self._close()
         self._schedule = self.stream.schedule = schedule
         self._base_step, self._base_sample = step, sample
-        #: first sample of the step that is handed out.
-        self._sample = sample
-        self._taken = Taken(self.engine, step, reads=not self._is_pipeline or facts.reads_batches(self.engine))
+        self._count_from(step, sample)
         self._layout: tuple[int, int] | None = None
         #: whether the log of samples has this beginning.
         self._log_begun = False
         self._faults = RankFaults(NO_FAULTS if state is None else state.faults, sample)
-
-    @property
-    def samples_trained(self) -> int:
-        """Samples that optimizer steps have trained on, since the start of the run."""
-        return self._schedule.after(self._base_sample, int(self.engine.global_steps) - self._base_step)
 
     @property
     def schedule(self) -> BatchSchedule:
@@ -145,7 +137,7 @@ class TrainingData(EngineData):
         of_stream = stream_of(state)
         self.stream.restore(of_stream)
         self._set_base(int(self.engine.global_steps), of_stream)
-        self._ready, self._closed, self._failure = True, False, None
+        self._ready, self._closed = True, None
 
     def describe(self) -> list[str]:
         """See `Data`."""
@@ -153,16 +145,18 @@ class TrainingData(EngineData):
 
     def __iter__(self) -> TrainingData:
         """From the first micro-batch on that is not trained. In the middle of an accumulation: go on."""
-        if len(self._taken) and self._taken.is_untouched and not self._is_pipeline and self._failure is None:
-            self._taken.take_back()
+        count = self._count
+        is_over = count.failure is not None or self._closed is not None
+        if not count.is_idle and self.is_untouched and not self._is_pipeline and not is_over:
+            count.return_all()
             self._close()
-        if not len(self._taken):  # what was out was only looked at
+        if count.is_idle:  # what was out was only looked at
             self._random.step_begins_again()
         return self
 
     def _read(self) -> tuple[Any, MicroBatch]:
         if self._reader is None:
-            self._reader = self._read_from(self._sample)
+            self._reader = self._read_from(self._count.samples)
         batch = next(self._reader)
         self._faults.add(batch)
         samples, tokens = batch["samples"], batch["tokens"]
@@ -183,12 +177,13 @@ class TrainingData(EngineData):
             StateError: as ``next(data)``.
             StreamExhausted: the stream ends before it.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._count.check()
+        if self._closed is not None:
+            raise self._closed
         self._check_clock()
-        sample, index = self.samples_trained, len(self._taken)
+        sample, index = self._count.samples, len(self._count.out)
         size = self._schedule.size_at(sample) if self._planned else int(self.engine.train_batch_size())
-        if self._taken.is_full:  # what comes after the step that is out
+        if self._count.is_whole:  # what comes after the step that is out
             sample, index = sample + size, 0
             size = self._schedule.size_at(sample) if self._planned else size
         numbers = deal(
@@ -202,7 +197,7 @@ class TrainingData(EngineData):
         )[index]
         batch = StreamDataset(self.stream, **self.loader.of_batches).__getitems__(numbers)
         if not self._is_pipeline:
-            self._taken.looked_at(int(fingerprint(batch["tokens"])))
+            self._witness.know(int(fingerprint(batch["tokens"])))
         return self._transformed(batch)
 
     def _transformed(self, batch: Batch) -> Any:
@@ -212,7 +207,7 @@ class TrainingData(EngineData):
         """Settle the sizes of the next step and make sure that all of its samples exist."""
         self._step_begins()
         self._check_clock()
-        sample = self.samples_trained
+        sample = self._count.samples
         size = self._settle_size(sample)
         micro = int(self.engine.train_micro_batch_size_per_gpu())
         # A reader knows the planned sizes ahead; one that they did not tell needs a new reader.
@@ -221,8 +216,8 @@ class TrainingData(EngineData):
         self._layout = (size if self._planned is None else 0, micro)
         # Every rank raises here if the stream ends within the batch: one that ran dry alone would hang the others.
         self.stream.plan(sample + size - 1, sample + size)
-        self._sample = sample
-        self._taken.open(size // (micro * facts.data_size(self.engine)))
+        self._count.begin(size)
+        self._per_step = size // (micro * facts.data_size(self.engine))
 
     def _settle_size(self, sample: int) -> int:
         """The global batch size of the step at ``sample``, in force in the engine."""
@@ -246,9 +241,9 @@ class TrainingData(EngineData):
             action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
         )
 
-    def _note_step(self, done: TrainedStep) -> None:
+    def _note_step(self, batches: Sequence[MicroBatch], *, seen: bool) -> None:
         """Write down what the step trained."""
-        if self._log is None or not done.batches:
+        if self._log is None or not batches:
             return
         if not self._log_begun:
             self._log_begun = True
@@ -262,10 +257,10 @@ class TrainingData(EngineData):
                 pad_id=self.loader.pad_id,
                 digest=self.stream.digest_at(self._base_sample),
             )
-        for batch in done.batches:
+        for batch in batches:
             if batch.noted is not None:
                 self._log.add_noted(batch.noted)
-        self._log.end_step(done.number, seen=done.seen)
+        self._log.end_step(self._count.step, seen=seen)
 
     def _read_from(self, sample: int) -> Iterator[Batch]:
         schedule, loading = self._schedule, self.loader
@@ -289,10 +284,6 @@ class TrainingData(EngineData):
             **loading.of_batches,
         )
         return iter(loader)
-
-    def _fail(self, error: MegaresumeError) -> None:
-        super()._fail(error)
-        self._close()
 
     def _close(self) -> None:
         """Stop reading ahead."""

@@ -180,7 +180,7 @@ class AcceleratedLoop(StepLoop):
         # Under FSDP, torch makes the state of an optimizer by a step without gradients before it saves or loads it.
         if self.host.accelerator.sync_gradients and not self.host.is_at_files:
             # Another optimizer of the same step makes no other one.
-            if not self.steps.is_untouched or any(optimizer is one for one in self._made) or not self._made:
+            if not self.steps.is_idle or any(optimizer is one for one in self._made) or not self._made:
                 self.steps.stepped()
                 self._made = []
             self._made.append(optimizer)

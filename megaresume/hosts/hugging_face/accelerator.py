@@ -29,7 +29,7 @@ from megaresume.hosts.hugging_face.backends import check_backend
 from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import feed_of
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.torch.steps import Steps, words_of
 from megaresume.stream.errors import UsageError
 
 
@@ -60,7 +60,7 @@ def attach(
     feed = on_all_ranks(lambda: feed_of(data))
     on_all_ranks(lambda: check_accelerator(accelerator, data))
     checkpoints = on_all_ranks(lambda: _with_naming(checkpoints, accelerator.project_configuration))
-    steps = Steps(feed, clock="optimizer.step()")
+    steps = Steps(feed, words_of(clock="optimizer.step()"))
     host = AcceleratorHost(accelerator, steps)
     session = steps.session = open_session(host, feed, checkpoints, accelerator.device, stop, lambda: loop.save())
     loop = AcceleratedLoop(host, session)

@@ -28,7 +28,6 @@ from megaresume.hosts.hugging_face.families import check_methods, let_epochs_end
 from megaresume.hosts.hugging_face.hooks import HOOKED, Hooks
 from megaresume.hosts.hugging_face.host import TrainerHost
 from megaresume.hosts.instances import SLOT, check_new, refuse
-from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.hosts.torch.loop import open_session
 from megaresume.stream.errors import UsageError
@@ -90,10 +89,10 @@ def attach(
     data = trainer.train_dataset if data is None else data
     loader = on_all_ranks(lambda: _loader(trainer, data, options))
     host = TrainerHost(trainer, loader)
-    session = open_session(
-        host, Items(loader), checkpoints, args.device, stop, lambda: trainer._save_checkpoint(trainer.model, None)
+    host.steps.session = open_session(
+        host, host.steps.feed, checkpoints, args.device, stop, lambda: trainer._save_checkpoint(trainer.model, None)
     )
-    setattr(trainer, SLOT, Hooks(host, session))
+    setattr(trainer, SLOT, Hooks(host, host.steps.session))
     return loader
 
 

@@ -1,11 +1,10 @@
 """The methods of a Trainer that carry its data, hooked on the instance.
 
 train                            what to resume from; the end of the run
-get_train_dataloader             our loader
+get_train_dataloader             our batches
 set_initial_training_values      how many steps the run has
 _init_training_state             at which epoch it goes on: the Trainer skips nothing, as our loader is there
 _run_epoch                       how many batches this epoch has
-get_batch_samples                a step begins
 on_step_end (a callback)         a step was made
 _save_checkpoint                 saved by the session: commit, lock, ledger, retention
 _evaluate                        draws nothing from the generators of the training
@@ -19,10 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import hugging_face_tag
-from megaresume.checkpoint.session.random_state import kept
-from megaresume.checkpoint.session.ranks import on_all_ranks
-from megaresume.checkpoint.session.session import Session
-from megaresume.hosts.hugging_face.host import KEY, TrainerHost
+from megaresume.hosts.hugging_face.host import KEY, Batches, TrainerHost
 from megaresume.hosts.instances import hook, replaced
 from megaresume.stream.errors import UsageError
 
@@ -32,7 +28,6 @@ HOOKED = (
     "set_initial_training_values",
     "_init_training_state",
     "_run_epoch",
-    "get_batch_samples",
     "_save_checkpoint",
     "_evaluate",
     "_load_callback_state",
@@ -54,7 +49,8 @@ class Hooks:
         self._attached_with = self._settings()
         for name in HOOKED:
             hook(trainer, name, getattr(self, name.lstrip("_")))
-        trainer.get_train_dataloader = lambda: host.loader
+        batches = Batches(host.steps)
+        trainer.get_train_dataloader = lambda: batches if self._ran else host.loader
         trainer.callback_handler.callbacks.insert(0, _callback(host))  # before those that log the epoch
 
     def train(self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any) -> Any:
@@ -80,7 +76,7 @@ class Hooks:
         # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
         with replaced(self.trainer.args, save_total_limit=None):
             result = train(path, trial, *args, **more)
-        if self.host.step >= self.trainer.state.max_steps:
+        if self.host.steps.step >= self.trainer.state.max_steps:
             self.session.finish()
         self.session.close()
         return result
@@ -123,7 +119,7 @@ class Hooks:
             return None
         reading = on_all_ranks(lambda: self.host.read(choice, None if beside is None else beside.topology))
         self.session.accept(choice, beside, reading)
-        self.host.step, self.host.trained = reading.iteration, reading.samples
+        self.host.steps.loaded(reading.iteration, reading.samples)
         self.session.resume()
         return str(choice.tag_dir)
 
@@ -142,26 +138,23 @@ class Hooks:
         """With as many batches as this epoch has, from here on.
 
         Raises:
-            StateError: somebody else has read from the loader.
             UsageError: the epoch before it was ended early.
         """
-        self.host.check_position()
         self.host.check_epoch(more["epoch"])
         batches, steps = self.host.batches_of_epoch()
         return run(**more | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
 
-    def get_batch_samples(self, get: Any, *args: Any, **more: Any) -> Any:
-        """Before the batches of a step are taken."""
-        self.session.step_begins()
-        return get(*args, **more)
-
     def save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
         """Save and commit."""
-        self.host.check_step(self.host.step)
+        steps = self.host.steps
+        if self.trainer.control.should_training_stop:  # perhaps in the middle of a step
+            steps.leave()
+        steps.check_save()
+        steps.compare(int(self.trainer.state.global_step))
         self.session.save(
             self.trainer.args.output_dir,
             lambda save: self.host.write(save, lambda: write(model, trial)),
-            tag=hugging_face_tag(self.host.step),
+            tag=hugging_face_tag(steps.step),
             tracker=False,
         )
 

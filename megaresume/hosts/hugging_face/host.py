@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.hugging_face.backends import Written, check_loadable, expected_files, failing_late, zero_stage
 from megaresume.hosts.torch.feeds import Items, micro_batches, micro_batches_to, say_left_over
 from megaresume.hosts.torch.host import StepHost, write_all
+from megaresume.hosts.torch.steps import Steps, words_of
 from megaresume.stream.errors import StateError, UsageError
 
 #: the key in ``stateful_callbacks`` of trainer_state.json.
@@ -33,6 +34,20 @@ WRITTEN: Written = {
     "FSDP": (("pytorch_model_fsdp*", "optimizer.bin", "optimizer_[0-9]*"), "TrainingArguments(fsdp=...)"),
     "DDP": (("optimizer.pt",), "neither deepspeed nor fsdp"),
 }
+
+WORDS = words_of(
+    trainer="the Trainer",
+    name="trainer.get_train_dataloader()",
+    clock="the optimizer step",
+    untrained=(
+        "a callback or a method took a batch of train_dataloader; or the first of the Trainer's callbacks was removed",
+        "to look at a batch: trainer.data_collator([dataset[0], dataset[1]])",
+    ),
+    other_count=(
+        "the Trainer's state was changed by hand, or loaded from another checkpoint",
+        "trainer.train(resume_from_checkpoint=True), and nothing else, loads checkpoints",
+    ),
+)
 
 
 class TrainerHost(StepHost):
@@ -49,23 +64,14 @@ class TrainerHost(StepHost):
 
     def __init__(self, trainer: Any, loader: DataLoader) -> None:
         self.trainer, self.loader = trainer, loader
+        self.steps = Steps(Items(loader), WORDS)
         self.framework = f"transformers {importlib.metadata.version('transformers')}"
-        #: optimizer steps made, and samples that they trained: what is read ahead is not.
-        self.step, self.trained = 0, 0
         #: the samples that the epoch begins and ends with, of the one that was trained last; (0, 0): not known yet.
         self._epoch = 0, 0
 
-    def iteration(self) -> int:
-        """See `Host`."""
-        return self.step
-
-    def samples(self) -> int:
-        """See `Host`."""
-        return self.trained
-
     def topology(self) -> Topology:
         """See `Host`."""
-        return replace(Items(self.loader).topology(self.trained), zero_stage=zero_stage(self.trainer.accelerator))
+        return replace(super().topology(), zero_stage=zero_stage(self.trainer.accelerator))
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
         """See `Host`."""
@@ -74,43 +80,19 @@ class TrainerHost(StepHost):
         )
 
     def stepped(self) -> None:
-        """An optimizer step was made, of the batches handed out last. Raises as `check_step`."""
-        self.check_step(self.step + 1)
-        self.step, self.trained = self.step + 1, self.loader.samples
+        """An optimizer step was made. Raises StateError: see `Count`."""
+        self.steps.stepped()
+        self.steps.compare(int(self.trainer.state.global_step))
         self.trainer.state.epoch = self.loader.epoch + self._part_of_epoch()
 
     def _part_of_epoch(self) -> float:
         """What of the epoch is trained. The Trainer's own counts batches, which differ from one epoch to the next."""
         begin, end = self._epoch
-        if not begin <= self.trained < end:
+        if not begin <= self.steps.samples < end:
             before, end = end, self.loader.epoch_end
             begin = before or max(end - self.loader.items, 0)
             self._epoch = begin, end
-        return max(self.trained - begin, 0) / (end - begin) if end > begin else 0.0
-
-    def check_step(self, expected: int) -> None:
-        """Raise a StateError unless the Trainer counts so many steps."""
-        if (counted := int(self.trainer.state.global_step)) != expected:
-            raise StateError(
-                "the Trainer and the data count different steps",
-                found=f"global_step {counted}",
-                expected=f"{expected}",
-                cause="the Trainer's state was changed by hand, or loaded from another checkpoint; or the first of its "
-                "callbacks was removed",
-                action="trainer.train(resume_from_checkpoint=True), and nothing else, loads checkpoints",
-            )
-
-    def check_position(self) -> None:
-        """Raise a StateError unless the loader stands after the last step."""
-        if self.loader.samples != self.trained:
-            raise StateError(
-                "the loader was read by somebody else",
-                found=f"the loader at sample {self.loader.samples}; the steps of the run at sample {self.trained}",
-                expected="the same",
-                cause="a batch was taken from trainer.get_train_dataloader(), or from what megaresume.attach returned; "
-                "it would never be trained",
-                action="to look at a batch: trainer.data_collator([dataset[0], dataset[1]])",
-            )
+        return max(self.steps.samples - begin, 0) / (end - begin) if end > begin else 0.0
 
     def check_epoch(self, epoch: int) -> None:
         """Raise a UsageError unless the loader has come to an epoch, which the Trainer begins."""
@@ -179,23 +161,23 @@ class TrainerHost(StepHost):
         """
         args, loader = self.trainer.args, self.loader
         if args.max_steps > 0:
-            return loader.epoch + self._epochs_of(max(args.max_steps - self.step, 0)), int(args.max_steps)
-        loader.stop = max(self._end_of(args.num_train_epochs), self.trained)
-        say_left_over(loader, loader.stop - self.trained)
-        steps = self._steps(micro_batches(loader, loader.stop - self.trained))
-        return math.ceil(args.num_train_epochs), self.step + steps
+            return loader.epoch + self._epochs_of(max(args.max_steps - self.steps.step, 0)), int(args.max_steps)
+        loader.stop = max(self._end_of(args.num_train_epochs), self.steps.samples)
+        say_left_over(loader, loader.stop - self.steps.samples)
+        steps = self._steps(micro_batches(loader, loader.stop - self.steps.samples))
+        return math.ceil(args.num_train_epochs), self.steps.step + steps
 
     def _epochs_of(self, steps: int) -> int:
         """Epochs that so many more steps are of, this one included."""
-        epochs, end = 0, self.trained
+        epochs, end = 0, self.steps.samples
         for epochs, end in enumerate(self.loader.epoch_ends() if steps else (), 1):
-            if end - self.trained >= steps * self.loader.step_samples:
+            if end - self.steps.samples >= steps * self.loader.step_samples:
                 return epochs
-        if (there := self._steps(micro_batches(self.loader, end - self.trained))) < steps:
+        if (there := self._steps(micro_batches(self.loader, end - self.steps.samples))) < steps:
             raise UsageError(
                 "the data ends before the last step",
-                found=f"data for {self.step + there} steps",
-                expected=f"{self.step + steps}: max_steps",
+                found=f"data for {self.steps.step + there} steps",
+                expected=f"{self.steps.step + steps}: max_steps",
                 cause="max_epochs of a dataset",
                 action="fewer max_steps, or more max_epochs",
             )
@@ -214,8 +196,24 @@ class TrainerHost(StepHost):
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """(micro-batches, optimizer steps) from here to the end of the epoch."""
-        batches = micro_batches_to(self.loader, self.loader.epoch_end, self.trained)
+        batches = micro_batches_to(self.loader, self.loader.epoch_end, self.steps.samples)
         return batches, self._steps(batches)
 
     def _steps(self, batches: int) -> int:
         return -(-batches // self.loader.accumulation)
+
+
+class Batches:
+    """What the Trainer trains from, in the place of the loader that they are of."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps.feed.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["steps"].feed.loader, name)

@@ -24,7 +24,7 @@ from megaresume.hosts.lightning.hooks import Hooks
 from megaresume.hosts.lightning.host import LightningHost
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.torch.steps import Steps, words_of
 from megaresume.stream.errors import UsageError
 
 #: of which a Trainer may be: one library under two names.
@@ -62,7 +62,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
 
     def open_run(loader: Any, save: Callable[[], Any]) -> tuple[LightningHost, Session]:
         on_all_ranks(lambda: check_fit(trainer, package, loader))
-        steps = Steps(Items(loader), name="trainer.train_dataloader", clock="the optimizer step")
+        steps = Steps(Items(loader), words_of(name="trainer.train_dataloader", clock="the optimizer step"))
         version = f"{package.partition('.')[0]} {importlib.import_module(package).__version__}"
         host = LightningHost(trainer, loader, steps, version)
         session = open_session(host, steps.feed, checkpoints, trainer.strategy.root_device, stop, save)

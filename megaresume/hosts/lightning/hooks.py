@@ -253,7 +253,7 @@ class Hooks:
                 expected="not set",
                 action="leave it out; megaresume.Checkpoints(stage_to=...) copies checkpoints elsewhere",
             )
-        if not self._is_over and not self.host.steps.is_untouched:
+        if not self._is_over and not self.host.steps.is_idle:
             self._is_due = True
             _make_room(filepath)
             write(filepath, weights_only)
@@ -271,7 +271,7 @@ class Hooks:
         """A complete checkpoint of the last step; its file, or None if that failed and the run is to go on."""
         session, self._is_due = self.session, False
         assert session is not None
-        on_all_ranks(self.host.steps.check_save if not self._is_over else lambda: None)
+        on_all_ranks(self.host.steps.check_save)
         tag = deepspeed_tag(self.host.iteration())
         file: Path | None = session.save(self.host.save_dir, self.host.write, tag=tag, tracker=False)
         return file
@@ -279,6 +279,8 @@ class Hooks:
     def save_if_due(self, *, is_over: bool = False) -> None:
         """That which was asked for in the middle of a step. ``is_over``: the rest of a step will never be trained."""
         self._is_over = is_over
+        if is_over:
+            self.host.steps.leave()
         if self._is_due:
             self.save()
 

@@ -132,7 +132,7 @@ class LightningHost(StepHost):
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""
-        loader, at, end = self.loader, self.steps.trained, self.loader.epoch_end
+        loader, at, end = self.loader, self.steps.samples, self.loader.epoch_end
         if loader.epoch + 1 == self.epochs() and loader.stop != end:
             loader.stop = end
             if not loader.drop_last:
@@ -207,15 +207,11 @@ class Witness:
         had_backward, had_step = self._has_backward, self._has_step
         self._has_backward = self._has_step = False
         if not had_backward:
-            raise steps.fail(
-                StateError(
-                    "a micro-batch was taken and not trained",
-                    found=f"no backward pass for the last micro-batch of step {steps.step + 1} that was taken",
-                    expected="one for each",
-                    cause="training_step returned None",
-                    action="return the loss times 0 for what is not to be trained, or remove it from the dataset",
-                )
+            why = (
+                "training_step returned None",
+                "return the loss times 0 for what is not to be trained, or remove it from the dataset",
             )
+            raise steps.fail(steps.untrained("no backward pass was made for the last of them", why=why))
         if ends_step and not had_step:
             raise steps.fail(
                 StateError(

@@ -98,10 +98,10 @@ class BridgeHost(StepHost):
         with replaced(self.config.checkpoint, load=str(choice.tag_dir), ckpt_step=None):
             result = read(carrying)
         trained = state.train_state
-        self.steps.go_on(trained.step, trained.consumed_train_samples)
+        self.steps.loaded(trained.step, trained.consumed_train_samples)
         return Reading(
             envelope=Envelope.read(carrying.text) if carrying.text else None,
             iteration=self.steps.step,
-            samples=self.steps.trained,
+            samples=self.steps.samples,
             result=result,
         )

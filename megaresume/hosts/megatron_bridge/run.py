@@ -15,8 +15,8 @@ from megaresume.hosts.megatron_bridge.host import BridgeHost
 from megaresume.hosts.torch.feeds import Feed, Samples, feed_of
 from megaresume.hosts.torch.host import check_sizes
 from megaresume.hosts.torch.loop import open_session
-from megaresume.hosts.torch.steps import Steps
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.hosts.torch.steps import Steps, words_of
+from megaresume.stream.errors import UsageError
 
 #: what of a stream's batch Bridge takes.
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
@@ -66,7 +66,18 @@ class Run:
         rank, ranks, stage, stages = groups.dp.rank(), groups.dp.size(), groups.pp.rank(), groups.pp.size()
         feed = on_all_ranks(lambda: _feed(self._data(rank, ranks), self.config, rank, ranks))
         self.reads = stage in (0, stages - 1)
-        self.steps = Steps(feed, name="what config.dataset gives", clock="the optimizer step")
+        self.steps = Steps(
+            feed,
+            words_of(
+                trainer="Megatron-Bridge",
+                name="what config.dataset gives",
+                clock="the optimizer step",
+                other_count=(
+                    "the batch size was changed while it ran, or train_state was changed by hand",
+                    "leave both to pretrain()",
+                ),
+            ),
+        )
         self.host = BridgeHost(self.config, self.steps)
         # Bridge saves and loads the generators of all ranks by itself.
         self.session = self.steps.session = open_session(self.host, feed, self._checkpoints, None, None, lambda: None)
@@ -113,20 +124,10 @@ class Run:
         """
         self.step = state.step
         if not self.reads:
-            self.steps.go_on(state.step, state.consumed_train_samples)
+            self.steps.loaded(state.step, state.consumed_train_samples)
         elif state.step == self.steps.step + 1:
             self.steps.stepped()
-        found, expected = (state.step, state.consumed_train_samples), (self.steps.step, self.steps.trained)
-        if found != expected:
-            raise self.steps.fail(
-                StateError(
-                    "Megatron-Bridge and the data count different steps",
-                    found="step {}, {} samples".format(*found),
-                    expected="step {}, {} samples, as the data was read".format(*expected),
-                    cause="the batch size was changed while it ran, or train_state was changed by hand",
-                    action="leave both to pretrain()",
-                )
-            )
+        self.steps.compare(state.step, state.consumed_train_samples)
 
     def close(self, *, is_over: bool) -> None:
         """Say that nothing is left to train, if so, and let other jobs save; once. Collective."""

@@ -113,9 +113,10 @@ class Items(Feed):
                 "the loader was read by somebody else",
                 found=f"the DataLoader at sample {self.loader.samples}; the steps of the run at sample {sample}",
                 expected="the same",
-                cause="a `for` over the loader itself, or loader.load_state_dict",
-                action="take batches from what megaresume.attach returned: for batch in loop; make a second loader for "
-                "anything else",
+                cause="a `for` over the loader itself, a batch taken from trainer.get_train_dataloader(), or "
+                "loader.load_state_dict; it would never be trained",
+                action="leave the loader to the trainer, or to `for batch in loop`; to look at a batch: "
+                "collate_fn([dataset[0], dataset[1]])",
             )
         return iter(self.loader)
 

@@ -40,7 +40,7 @@ class StepHost(Host):
 
     def samples(self) -> int:
         """See `Host`."""
-        return self.steps.trained
+        return self.steps.samples
 
     def topology(self) -> Topology:
         """See `Host`."""
@@ -64,11 +64,11 @@ class StepHost(Host):
 
     def held(self, save: Save) -> dict[str, Any]:
         """What a checkpoint holds besides the weights, by plain names: data state, optimizer steps, samples."""
-        return {"data": save.envelope.to_text(), "step": self.steps.step, "samples": self.steps.trained}
+        return {"data": save.envelope.to_text(), "step": self.steps.step, "samples": self.steps.samples}
 
     def go_on(self, held: Mapping[str, Any]) -> Reading:
         """From what `held` gave, which was read with the weights."""
-        self.steps.go_on(held["step"], held["samples"])
+        self.steps.loaded(held["step"], held["samples"])
         return Reading(envelope=Envelope.read(held["data"]), iteration=held["step"], samples=held["samples"])
 
     def load_by(

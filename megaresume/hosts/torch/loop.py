@@ -94,7 +94,7 @@ class StepLoop:
     @property
     def samples(self) -> int:
         """Samples that they trained, all ranks together."""
-        return self.steps.trained
+        return self.steps.samples
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches of this rank: see `Steps`."""

@@ -19,7 +19,7 @@ from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Feed, feed_of
 from megaresume.hosts.torch.host import check_sizes, of_trainer
 from megaresume.hosts.torch.loop import open_session
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.torch.steps import Steps, words_of
 from megaresume.hosts.torchtitan.hooks import OF_MANAGER, OF_TRAINER, Hooks
 from megaresume.hosts.torchtitan.host import DATALOADER, TitanHost
 
@@ -49,7 +49,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: Stop
     own = ("checkpoint.folder", manager.folder), ("checkpoint.keep_latest_k", manager.keep_latest_k)
     checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, save_dir=own[0], keep_last=own[1]))
     feed = on_all_ranks(lambda: _feed(trainer))
-    steps = Steps(feed, name="trainer.dataloader", clock="trainer.train_step()")
+    steps = Steps(feed, words_of(trainer="the Trainer", name="trainer.dataloader", clock="trainer.train_step()"))
     host = TitanHost(trainer, steps)
     steps.session = open_session(host, feed, checkpoints, trainer.device, stop, lambda: hooks.save_now())
     hooks = Hooks(host, steps.session)

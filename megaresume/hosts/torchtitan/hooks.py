@@ -20,7 +20,6 @@ from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.torch.feeds import Samples
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.host import TitanHost
-from megaresume.stream.errors import StateError
 
 #: torchtitan's IGNORE_INDEX.
 IGNORE = -100
@@ -98,8 +97,7 @@ class Hooks:
         if not curr_step:  # a seed checkpoint
             return bool(save(curr_step, last_step))
         self.steps.stepped()
-        if curr_step != self.steps.step:
-            raise self.steps.fail(_other_count(curr_step, self.steps.step))
+        self.steps.compare(curr_step)
         self.host.background.look()
         manager = self.host.manager
         if not manager._should_save(curr_step, last_step):
@@ -139,13 +137,3 @@ def _keeping(validate: Any, *args: Any, **more: Any) -> Any:
     """Between a save and the next step: a resume would not do it again."""
     with kept():
         return validate(*args, **more)
-
-
-def _other_count(found: int, expected: int) -> StateError:
-    return StateError(
-        "the Trainer and the data count different steps",
-        found=f"step {found}",
-        expected=f"step {expected}",
-        cause="trainer.step was changed by hand, or loaded from elsewhere",
-        action="trainer.train(), and nothing else, loads checkpoints",
-    )

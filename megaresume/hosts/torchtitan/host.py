@@ -83,5 +83,5 @@ class TitanHost(StepHost):
         with replaced(self.manager, folder=str(choice.load_dir)), files.dcp_errors():
             read(choice.iteration)
         envelope = Envelope.read(self._carried.text)
-        self.steps.go_on(int(self.trainer.step), envelope.samples)
+        self.steps.loaded(int(self.trainer.step), envelope.samples)
         return Reading(envelope=envelope, iteration=self.steps.step, samples=envelope.samples, result=True)

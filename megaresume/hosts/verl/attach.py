@@ -19,7 +19,7 @@ from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.hosts.torch.loop import open_session
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.torch.steps import Steps, words_of
 from megaresume.hosts.verl.hooks import Hooks
 from megaresume.hosts.verl.host import Batches, VerlHost
 from megaresume.stream.data_yaml import Append
@@ -46,7 +46,7 @@ def attach(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoin
     checkpoints = on_all_ranks(lambda: _with_config(checkpoints, trainer))
     loader = on_all_ranks(lambda: _loader(trainer, append))
     feed = Items(loader)
-    steps = Steps(feed, name="trainer.train_dataloader", clock="training_client.train_batch()")
+    steps = Steps(feed, words_of(name="trainer.train_dataloader", clock="training_client.train_batch()"))
     batches = Batches(steps, feed, trainer.config.trainer.total_epochs)
     host = VerlHost(trainer, steps, batches)
     device = torch.device(trainer.config.trainer.device if torch.cuda.is_available() else "cpu")

@@ -105,7 +105,7 @@ class VerlHost(StepHost):
         envelope = Envelope.read(state[KEY])
         step = tag_iteration(choice.tag)
         assert step is not None
-        self.steps.go_on(step, envelope.samples)
+        self.steps.loaded(step, envelope.samples)
         return Reading(envelope=envelope, iteration=step, samples=envelope.samples, result=(result,))
 
 

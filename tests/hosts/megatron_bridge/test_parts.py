@@ -132,7 +132,7 @@ def test_other_steps_than_those_of_the_data(taken: int, step: int, samples: int,
 def test_a_stage_in_the_middle_of_a_pipeline_reads_nothing() -> None:
     run = Opened(reads=False)
     run.stepped(SimpleNamespace(step=3, consumed_train_samples=12))
-    assert (run.steps.step, run.steps.trained) == (3, 12)
+    assert (run.steps.step, run.steps.samples) == (3, 12)
 
 
 def test_each_evaluation_begins_at_the_first_batch() -> None:

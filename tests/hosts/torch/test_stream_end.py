@@ -95,7 +95,7 @@ def test_a_stream(
         feed = Samples(megaresume.StreamLoader(stream_of(samples), schedule, micro_batch_size=micro, **options))
         steps = steps_of(feed)
         of_ranks.append(trained(steps, lambda batch: batch["samples"].tolist()))
-        states.append(feed.snapshot(steps.trained).to_dict())
+        states.append(feed.snapshot(steps.samples).to_dict())
     assert all(state == states[0] for state in states) and states[0]["samples"] == samples - left
     counts = [[len(step) for step in rank] for rank in of_ranks]
     assert all(count == counts[0] for count in counts)  # of micro-batches: otherwise a rank would wait for ever

@@ -26,7 +26,7 @@ def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> t
     source = Batches(steps, feed, epochs)
     if state is not None:
         feed.loader.load_state_dict(state)
-        steps.go_on(step, feed.loader.samples)
+        steps.loaded(step, feed.loader.samples)
         source.end()
     return source, steps
 

@@ -30,7 +30,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.checkpoint.paths import TRACKER
-from megaresume.files import read_file
+from megaresume.hosts.count import Count, Words
 from megaresume.hosts.hooking.importing import wrap
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.hooks.call_errors import (
@@ -45,7 +45,7 @@ from megaresume.hosts.megatron.hooks.call_errors import (
 )
 from megaresume.hosts.megatron.hooks.seams import ITERATORS, SIGNALS, Factory, called
 from megaresume.hosts.megatron.project import current_project, package_name
-from megaresume.stream.errors import MegaresumeError, SetupError
+from megaresume.stream.errors import MegaresumeError, SetupError, StateError
 
 if TYPE_CHECKING:
     from megaresume.hosts.megatron.host import MegatronHost
@@ -193,7 +193,8 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
     samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
     if current.taken and current.taken[0].begin != samples:  # a further phase; else a further chunk
         current.taken.clear()
-    counted = Counted(batches, samples)
+    size = int(current.args.micro_batch_size) * int(current.args.data_parallel_size)
+    counted = Counted(batches, samples, size)
     current.taken.append(counted)
     if inner is None:
         return (counted, *others)
@@ -213,21 +214,44 @@ def _watch_saves() -> None:
         wrap(torch, "save", factory)
 
 
-class Counted:
-    """Hands micro-batches on, and counts them; everything else is asked of what it wraps."""
+#: Megatron's counter of samples is its clock: it tells of no step, so `Count.trained_to` is asked. What is refused is
+#: worded by `call_errors`, which names the function of a fork that is in the way.
+_WORDS = Words(
+    trainer="Megatron",
+    clock="a step",
+    next="the next one is asked for",
+    untrained=("", ""),
+    incomplete=("", ""),
+    early_save=("", ""),
+    other_count=("", ""),
+)
 
-    def __init__(self, batches: Iterator[Any], begin: int) -> None:
-        self._batches = batches
-        #: samples trained before the first of them.
+
+class Counted:
+    """Hands micro-batches on, and counts them; everything else is asked of what it wraps.
+
+    Args:
+        batches: to be handed on.
+        begin: samples trained before the first of them.
+        size: of a micro-batch of all data-parallel ranks.
+    """
+
+    def __init__(self, batches: Iterator[Any], begin: int, size: int) -> None:
+        self._batches, self._size = batches, size
         self.begin = begin
-        #: micro-batches taken.
-        self.num_taken = 0
+        self.count: Count[str] = Count(_WORDS, samples=begin)
+        self.count.begin(sys.maxsize)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether none was ever taken."""
+        return self.count.end == self.begin
 
     def __iter__(self) -> Counted:
         return self
 
     def __next__(self) -> Any:
-        self.num_taken += 1
+        self.count.take("", self.count.end + self._size)
         return next(self._batches)
 
     def __getattr__(self, name: str) -> Any:
@@ -374,26 +398,26 @@ def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the 
     """
     if not current.taken:
         return
-    args, is_rank_0 = current.args, os.environ.get("RANK", "0") == "0"
-    size = int(args.micro_batch_size) * int(args.data_parallel_size)
+    trained, is_rank_0 = int(current.args.consumed_train_samples), os.environ.get("RANK", "0") == "0"
     for chunk, counted in enumerate(current.taken):
-        if counted.num_taken == 0 and (chunk or not is_rank_0):
+        if counted.is_untouched and (chunk or not is_rank_0):
             continue  # a stage that needs no tokens
-        taken, trained = counted.num_taken * size, int(args.consumed_train_samples) - counted.begin
-        if current.project.kind != "megatron-lm":  # the engine takes its batches, and proves them
-            taken = max(taken, trained) if taken else 0
-        if taken < trained:
-            raise _refused(not_read(taken, trained))
-        if taken == trained or during == "the end" or current.project.kind != "megatron-lm":
-            continue
+        if current.project.kind != "megatron-lm" and not counted.is_untouched:
+            continue  # the engine takes its batches, and proves them
         # A loop may take the batches of its step before the schedule begins; and a step is run again on the same ones.
-        if taken - trained != _step_size(size) or (during == "a save" and not _is_run_again()):
-            raise _refused(not_trained(taken, trained))
+        ahead = {0} if during == "a save" and not _is_run_again() else {0, _step_size(current.args)}
+        count = counted.count
+        try:
+            count.trained_to(trained, ahead=None if during == "the end" else ahead)
+        except StateError:
+            words = not_read if count.end < trained else not_trained
+            raise _refused(words(count.end - counted.begin, trained - counted.begin)) from None
 
 
-def _step_size(size: int) -> int:
+def _step_size(args: Any) -> int:
     """Samples of the step under way; 0: not known."""
     module = sys.modules.get(f"{package_name()}.core.num_microbatches_calculator")
+    size = int(args.micro_batch_size) * int(args.data_parallel_size)
     return 0 if module is None else size * int(module.get_num_microbatches())
 
 
