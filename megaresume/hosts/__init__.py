@@ -1,17 +1,28 @@
 """The training programs of other people, each as the host of a `megaresume.checkpoint.session.session.Session`.
 
     attach.py    `megaresume.attach`: the table of them, and the one call
-    deepspeed/   a DeepSpeed engine in the user's own loop
-    megatron/    Megatron-LM and Megatron-DeepSpeed: hooks in their functions
-    torch/       a loop of one's own in torch
-    hugging_face/ Hugging Face's Trainer, and Accelerate
-    lightning/   Lightning's Trainer
-    torchtitan/  torchtitan's Trainer
-    megatron_bridge/ Megatron-Bridge's pretrain and finetune
-    verl/        VeRL's supervised trainer, and the prompts of its others
-    instances.py methods hooked on one instance, and settings of theirs that are refused
-    hooking/     how hooks come into programs that do not know us
-    loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
+
+    count.py     the promise: each step trains the micro-batches that were taken for it, once
+    steps.py     `Steps`: a rank's micro-batches under that count; feeds.py: where they come from
+    trainer.py   `TrainerHost`: a trainer as a host, declared
+    instances.py methods hooked on one instance, and settings that are refused
+    shares.py    whether the loaders of all processes are those of all ranks
+    files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file
+
+One file a trainer:
+
+    loop.py            a loop of one's own in torch
+    hugging_face.py    Hugging Face's Trainer; hugging_face_data.py: what it trains; hugging_face_launch.py: for scripts
+                       that do not know us
+    accelerate.py      a loop with Accelerate; accelerate_backends.py: DDP, DeepSpeed and FSDP, also under the Trainer
+    lightning.py       Lightning's Trainer; lightning_settings.py: what is refused; lightning_links.py: its own paths
+    torchtitan.py      torchtitan's Trainer
+    verl.py            VeRL's supervised trainer, and the prompts of its others
+    megatron_bridge/   Megatron-Bridge's pretrain and finetune
+    deepspeed/         a DeepSpeed engine in the user's own loop
+    megatron/          Megatron-LM and Megatron-DeepSpeed: hooks in their functions
+    loaders/           other people's loaders (Energon, torchdata), their states in the checkpoint, for both
+    hooking/           how hooks come into programs that do not know us
 
 How to write another one: docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.
 """

@@ -30,8 +30,9 @@ class Trainer:
     call: str
     #: package and name of its class; a class that is made from it is of it, too. Empty: a mapping.
     classes: tuple[tuple[str, str], ...]
-    #: that has its function ``attach``.
+    #: that has its function.
     module: str
+    function: str = "attach"
     #: of this project: what installs all that it needs.
     extra: str
     #: methods of which the first that a class has ends with an instance that can be attached. Empty: one that is made.
@@ -50,28 +51,28 @@ TRAINERS = (
         name="Hugging Face's Trainer",
         call="attach(trainer",
         classes=(("transformers", "Trainer"),),
-        module="megaresume.hosts.hugging_face.attach",
+        module="megaresume.hosts.hugging_face",
         extra="hugging-face",
     ),
     Trainer(
         name="an Accelerator",
         call="attach(accelerator, loader",
         classes=(("accelerate", "Accelerator"),),
-        module="megaresume.hosts.hugging_face.accelerator",
+        module="megaresume.hosts.accelerate",
         extra="hugging-face",
     ),
     Trainer(
         name="Lightning's Trainer",
         call="attach(trainer",
         classes=(("lightning", "Trainer"), ("pytorch_lightning", "Trainer")),
-        module="megaresume.hosts.lightning.attach",
+        module="megaresume.hosts.lightning",
         extra="lightning",
     ),
     Trainer(
         name="torchtitan's Trainer, or its class",
         call="attach(Trainer",
         classes=(("torchtitan", "Trainer"),),
-        module="megaresume.hosts.torchtitan.attach",
+        module="megaresume.hosts.torchtitan",
         extra="torch",
         made_by=("__init__",),
     ),
@@ -79,7 +80,7 @@ TRAINERS = (
         name="the class of VeRL's SFTTrainer",
         call="attach(SFTTrainer",
         classes=(("verl", "SFTTrainer"),),
-        module="megaresume.hosts.verl.attach",
+        module="megaresume.hosts.verl",
         extra="torch",
         made_by=("_build_ckpt_handler",),
     ),
@@ -87,7 +88,8 @@ TRAINERS = (
         name="the class of VeRL's PPOTrainer or RayPPOTrainer",
         call="attach(PPOTrainer",
         classes=(("verl", "PPOTrainer"), ("verl", "RayPPOTrainer")),
-        module="megaresume.hosts.verl.prompts",
+        module="megaresume.hosts.verl",
+        function="attach_prompts",
         extra="torch",
         made_by=("_init_dataloader", "_create_dataloader"),
     ),
@@ -95,14 +97,14 @@ TRAINERS = (
         name="a ConfigContainer of Megatron-Bridge",
         call="attach(config, loader_of",
         classes=(("megatron", "ConfigContainer"),),
-        module="megaresume.hosts.megatron_bridge.attach",
+        module="megaresume.hosts.megatron_bridge.host",
         extra="torch",
     ),
     Trainer(
         name="what a loop of your own saves, by name: {'model': model, 'optimizer': optimizer}",
         call="attach({...}, loader",
         classes=(),
-        module="megaresume.hosts.torch.loop",
+        module="megaresume.hosts.loop",
         extra="torch",
     ),
 )
@@ -189,7 +191,7 @@ def _unknown(thing: Any, names: set[tuple[str, str]]) -> UsageError:
 
 def _function_of(trainer: Trainer) -> Callable[..., Any]:
     try:
-        function: Callable[..., Any] = importlib.import_module(trainer.module).attach
+        function: Callable[..., Any] = getattr(importlib.import_module(trainer.module), trainer.function)
     except ModuleNotFoundError as error:
         explained = missing_package(error, "megaresume.attach", trainer.extra)
         raise error if explained is None else explained from error

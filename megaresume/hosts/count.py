@@ -200,12 +200,9 @@ class Count(Generic[T]):
         if self.failure is not None and not self._may_save:
             raise self.failure
         if self.used:
-            raise _error(
-                "a checkpoint was asked for in the middle of a step",
-                self._taken(),
-                f"a save right after the {self.words.clock} that ends a step",
-                self.words.early_save,
-            )
+            headline = "a checkpoint was asked for in the middle of a step"
+            expected = f"a save right after the {self.words.clock} that ends a step"
+            raise self._refuse(_error(headline, self._taken(), expected, self.words.early_save))
 
     def compare(self, step: int, samples: int | None = None) -> None:
         """Raise a StateError if the trainer counts other steps, or other samples (None: it counts none)."""

@@ -29,14 +29,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, dict
     calls: list[tuple[str, Any, dict[str, Any]]] = []
     for trainer in TRAINERS:
         module = importlib.import_module(trainer.module)
-        signature = inspect.signature(module.attach)
+        signature = inspect.signature(getattr(module, trainer.function))
 
         def attach(one: Any, _module: str = trainer.module, **options: Any) -> Any:
             calls.append((_module.split(".")[2], one, options))
             return "what it returns"
 
         attach.__signature__ = signature  # type: ignore[attr-defined]
-        monkeypatch.setattr(module, "attach", attach)
+        monkeypatch.setattr(module, trainer.function, attach)
     yield calls
 
 
@@ -45,7 +45,7 @@ def test_whom_it_goes_to(taken: list[Any]) -> None:
     for package, name, room in (
         ("deepspeed", "DeepSpeedEngine", "deepspeed"),
         ("transformers", "Trainer", "hugging_face"),
-        ("accelerate", "Accelerator", "hugging_face"),
+        ("accelerate", "Accelerator", "accelerate"),
         ("lightning", "Trainer", "lightning"),
         ("pytorch_lightning", "Trainer", "lightning"),
         ("torchtitan", "Trainer", "torchtitan"),
@@ -60,7 +60,7 @@ def test_whom_it_goes_to(taken: list[Any]) -> None:
         assert megaresume.attach(made, **options) == "what it returns"
         assert taken[-1] == (room, made, options)
     megaresume.attach({"model": 1}, 2, checkpoints=megaresume.Checkpoints(save_dir="run"), writer="torch")
-    assert taken[-1][0] == "torch" and taken[-1][2]["writer"] == "torch"
+    assert taken[-1][0] == "loop" and taken[-1][2]["writer"] == "torch"
 
 
 def test_real_classes() -> None:
@@ -149,7 +149,8 @@ def test_a_trainer_of_verl_that_is_made() -> None:
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     (loop,) = [trainer for trainer in TRAINERS if not trainer.classes]
-    monkeypatch.delitem(sys.modules, loop.module, raising=False)
+    for module in (loop.module, "megaresume.hosts.files"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match=r"megaresume\.attach needs the package 'torch'(.|\n)*megaresume\[torch\]"):
         megaresume.attach({"model": None}, None)

@@ -28,7 +28,7 @@ from megaresume.checkpoint.session.settings import Loader
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint
-from megaresume.hosts.torch.feeds import RankFaults
+from megaresume.hosts.feeds import RankFaults
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
 from megaresume.stream.errors import StateError

@@ -1,33 +1,88 @@
-"""`BridgeHost`: a run of Megatron-Bridge as the host of a `Session`.
+"""`BridgeHost`: a run of Megatron-Bridge as the host of a `Session`; `attach`.
 
 The data state lies in ``iter_0000010`` beside the weights, in the one file of the state that all ranks have alike: with
 that of the schedule of the learning rate. Bridge's own count of samples lies in its ``train_state.pt``.
+
+Bridge makes its process groups, and `Manager` and `Provider`, by itself: what a run trains is opened when its ranks are
+known, and there are no hooks. Only its first and last stages of a pipeline read batches; the others follow its counter.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Sequence
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.session.host import Reading, Save
-from megaresume.checkpoint.session.ranks import is_rank_0
+from megaresume.checkpoint.session.random_state import kept
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.instances import replaced
-from megaresume.hosts.torch.host import StepHost, write_all
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.feeds import Feed, Samples, feed_of
+from megaresume.hosts.instances import SLOT, check_new, refuse, replaced
+from megaresume.hosts.steps import words_of
+from megaresume.hosts.trainer import Carried, TrainerHost, check_sizes, of_trainer, write_all
+from megaresume.stream.errors import UsageError
 
-#: ours, in the state of the schedule.
-KEY = "megaresume"
+#: imports Bridge.
+_MANAGER = "megaresume.hosts.megatron_bridge.manager"
 #: what rank 0 writes after it has heard of the files of all ranks.
 _LAST = (".metadata", "metadata.json", "run_config.yaml", "train_state.pt")
+#: what of a stream's batch Bridge takes.
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+#: given (data-parallel rank, data-parallel ranks): the loader of that rank.
+LoaderOf = Callable[[int, int], DataLoader | StreamLoader]
+ValidationOf = Callable[[int, int], Iterable[Any]]
 
 
-class Carrying:
+def attach(
+    config: Any,
+    data: LoaderOf,
+    *,
+    validation: ValidationOf | None = None,
+    checkpoints: Checkpoints = Checkpoints(),
+) -> None:
+    """Give a run of Megatron-Bridge its data in an exact order, and its checkpoints the state of that data. Call it on
+    every rank, before ``pretrain(config, forward_step)`` or ``finetune(config, forward_step)``.
+
+    It sets ``config.dataset`` and ``config.checkpoint.custom_manager_class``. With ``checkpoint.load`` the run goes on
+    from the newest complete checkpoint, on any number of ranks; Bridge's config says where and when it saves, and
+    ``checkpoint.most_recent_k`` keeps the newest so many complete ones.
+
+    Args:
+        config: Bridge's ``ConfigContainer``.
+        data: given the data-parallel rank and the number of such ranks, makes the loader of that rank: a `DataLoader`
+            of batches as Bridge's forward step takes them, or a `StreamLoader`.
+        validation: likewise what each evaluation reads, from its beginning on: any iterable of micro-batches, such as a
+            loader of torch's. None: nothing is evaluated.
+        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+
+    Raises:
+        UsageError: a setting under which the data would be other data, or that is not known to work, by name; or
+            attached already. Also at the start of the run, on every rank, for what is known only then.
+    """
+    host = BridgeHost(config, data, validation)
+    host.check()
+    host.checkpoints = host.settings(checkpoints)
+    own = config.checkpoint
+    # Retention is the session's: what Bridge deletes, it deletes before the newer one is complete.
+    own.most_recent_k, own.custom_manager_class = -1, f"{_MANAGER}.Manager"
+    setattr(own, SLOT, host)
+    config.dataset = importlib.import_module(_MANAGER).Provider.of(host)
+    allowed = importlib.import_module("megatron.bridge.utils.instantiate_utils")
+    if hasattr(allowed, "register_allowed_target_prefix"):
+        allowed.register_allowed_target_prefix("megaresume.hosts.megatron_bridge.")
+
+
+class Carrying(Carried):
     """A schedule of the learning rate, and the data state in what it saves and loads.
 
     Args:
@@ -36,41 +91,170 @@ class Carrying:
     """
 
     def __init__(self, schedule: Any, text: str = "") -> None:
+        super().__init__()
         self._schedule, self.text = schedule, text
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved; and, before a load, what is looked for."""
-        return {**self._schedule.state_dict(), KEY: self.text}
+        """See `Carried`: beside the schedule's own."""
+        return {**self._schedule.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was found."""
-        rest = dict(state)
-        self.text = str(rest.pop(KEY, ""))
-        self._schedule.load_state_dict(rest)
+        """See `Carried`: the rest is the schedule's."""
+        super().load_state_dict(state)
+        self._schedule.load_state_dict({name: value for name, value in state.items() if name != self.KEY})
 
 
-class BridgeHost(StepHost):
-    """See `megaresume.checkpoint.session.host.Host`.
+class BridgeHost(TrainerHost):
+    """See `TrainerHost`. Made once for each config.
 
     Args:
-        config: Bridge's.
-        steps: what it has trained.
+        trainer: Bridge's ``ConfigContainer``.
+        data: makes the loader of a data-parallel rank.
+        validation: likewise what is evaluated; None: nothing.
     """
 
+    package = "megatron-bridge"
+    words = words_of(
+        trainer="Megatron-Bridge",
+        name="what config.dataset gives",
+        clock="the optimizer step",
+        other_count=(
+            "the batch size was changed while it ran, or train_state was changed by hand",
+            "leave both to pretrain()",
+        ),
+    )
     forgotten = "checkpoint.load names another directory, or none, or it has lost latest_train_state.pt; or finetune"
     load = "checkpoint.load={directory}"
     begin_anew = "checkpoint.pretrained_checkpoint, and another directory as checkpoint.save and checkpoint.load"
+    #: of `settings`; the data-parallel rank and their number; whether this rank reads batches.
+    checkpoints: Checkpoints
+    ranks: tuple[int, int]
+    reads: bool
 
-    def __init__(self, config: Any, steps: Steps) -> None:
-        self.config, self.steps = config, steps
-        self.framework = f"megatron-bridge {importlib.metadata.version('megatron-bridge')}"
+    def __init__(self, trainer: Any, data: Callable[[int, int], Any], validation: ValidationOf | None) -> None:
+        super().__init__(trainer)
+        self._data, self._validation = data, validation
+        self.is_open, self._has_begun, self.is_closed = False, False, False
+        #: steps that Bridge has made.
+        self.step = 0
+
+    def check(self) -> None:
+        """See `TrainerHost`."""
+        config, validates = self.trainer, self._validation is not None
+        own: Any = getattr(config, "checkpoint", None)
+        needed = dict.fromkeys(("train", "model", "dataset", "validation"), config)
+        needed |= dict.fromkeys(("save", "load", "most_recent_k", "custom_manager_class"), own)
+        check_new(
+            config,
+            "config",
+            missing=[name for name, owner in needed.items() if not hasattr(owner, name)],
+            headline="this is no config of Megatron-Bridge, or of another version",
+            expected="a megatron.bridge ConfigContainer with its checkpoint; 0.6.2 was tried",
+        )
+        check_new(own, "config")
+        restart, model = getattr(config, "inprocess_restart", None), config.model
+        leave = "leave it out"
+        refused: dict[str, tuple[Any, str]] = {
+            "checkpoint.save": (not own.save and "not set", "set it: what is not saved cannot be resumed"),
+            "a remote checkpoint.save": (
+                "://" in str(own.save) and own.save,
+                "a directory that all nodes see, and Checkpoints(stage_to=...) for copies",
+            ),
+            "checkpoint.custom_manager_class": (own.custom_manager_class, leave),
+            "checkpoint.ckpt_format": (own.ckpt_format != "torch_dist" and own.ckpt_format, "torch_dist"),
+            "checkpoint.async_save": (own.async_save, f"{leave}: a save counts when all of its files are there"),
+            "checkpoint.non_persistent_save_interval": (own.non_persistent_save_interval, "checkpoint.save_interval"),
+            "checkpoint.save_optim=False": (not own.save_optim, "set it: nobody can go on without the optimizer"),
+            "checkpoint.load_optim=False": (not own.load_optim, "checkpoint.pretrained_checkpoint loads weights alone"),
+            "train.num_epochs": (getattr(config.train, "num_epochs", None), "train.train_iters"),
+            "a virtual pipeline": (
+                getattr(model, "virtual_pipeline_model_parallel_size", None),
+                "leave virtual_pipeline_model_parallel_size out: its chunks would read one loader",
+            ),
+            "inprocess_restart": (getattr(restart, "enabled", False), "restart the job"),
+            "a model of several modules (MegatronMIMO)": (hasattr(model, "megatron_mimo_parallelism_config"), leave),
+            "validation.eval_iters": (
+                not validates and config.validation.eval_iters and f"{config.validation.eval_iters}, and no validation",
+                "megaresume.attach(config, data, validation=...), or validation.eval_iters=0",
+            ),
+        }
+        refuse(refused)
+
+    @property
+    def device(self) -> None:
+        """See `TrainerHost`: Bridge saves and loads the generators of all ranks by itself."""
+
+    def settings(self, given: Checkpoints) -> Checkpoints:
+        """See `TrainerHost`."""
+        own = self.trainer.checkpoint
+        most = own.most_recent_k if own.most_recent_k and own.most_recent_k > 0 else None
+        most_is = "checkpoint.most_recent_k"
+        return of_trainer(given, save_dir=("checkpoint.save", own.save), keep_last=(most_is, most))
+
+    def open_once(self, groups: Any) -> None:
+        """Make the loader, and open the session; once. Collective.
+
+        Args:
+            groups: Megatron-Core's ``ProcessGroupCollection``.
+
+        Raises, on every rank:
+            UsageError: no loader of megaresume's, or one of other ranks or sizes than the run's.
+            CheckpointError: another job writes to ``checkpoint.save``.
+        """
+        if self.is_open:
+            return
+        _let_warnings_through()
+        rank, ranks, stage, stages = groups.dp.rank(), groups.dp.size(), groups.pp.rank(), groups.pp.size()
+        self.ranks, self.reads = (rank, ranks), stage in (0, stages - 1)
+        self.open(on_all_ranks(self.feed), self.checkpoints)
+        self.is_open = True
+
+    def feed(self) -> Feed:
+        """See `TrainerHost`.
+
+        Raises:
+            UsageError: it is no loader of megaresume's, or one for other ranks, sizes or steps than the config's.
+        """
+        rank, ranks = self.ranks
+        loader: Any = self._data(rank, ranks)
+        feed, config = feed_of(loader), self.trainer
+        train, sizes = config.train, feed.topology(0)
+        length = getattr(feed.stream.config, "seq_length", None) if isinstance(feed, Samples) else None
+        ramps = getattr(train, "rampup_batch_size", None)
+        step = train.global_batch_size // (train.micro_batch_size * ranks)
+        check_sizes(
+            feed,
+            "loader",
+            "config",
+            {
+                "dp_rank": (loader.dp_rank, rank, "dp_rank=dp_rank, which data is given"),
+                "dp_size": (loader.dp_size, ranks, "dp_size=dp_size, which data is given"),
+                "micro-batches": (sizes.micro_batch_size, train.micro_batch_size, "config.train.micro_batch_size"),
+                "samples of a step": (
+                    sizes.global_batch_size if not ramps else None,
+                    train.global_batch_size if not ramps else None,
+                    f"accumulation={step}" if isinstance(loader, DataLoader) else "config.train.global_batch_size",
+                ),
+                "the length of a sequence": (length, config.model.seq_length if length else None, "model.seq_length"),
+            },
+            layout=f"{ranks} data-parallel ranks",
+            length="train.train_iters",
+        )
+        if not ramps and not feed.has((train.train_iters - 1) * train.global_batch_size):
+            raise UsageError(
+                "the data ends before the run does",
+                found=f"train.train_iters={train.train_iters}, of {train.global_batch_size} samples each",
+                expected="no more steps than the data has",
+                action="leave max_epochs out of the data, or set train.train_iters lower",
+            )
+        return feed
 
     def topology(self) -> Topology:
         """See `Host`."""
-        model = self.config.model
+        model = self.trainer.model
         return replace(
             super().topology(),
             tp=model.tensor_model_parallel_size,
@@ -95,13 +279,70 @@ class BridgeHost(StepHost):
             schedule: of the learning rate.
         """
         carrying = Carrying(schedule)
-        with replaced(self.config.checkpoint, load=str(choice.tag_dir), ckpt_step=None):
+        with replaced(self.trainer.checkpoint, load=str(choice.tag_dir), ckpt_step=None):
             result = read(carrying)
-        trained = state.train_state
-        self.steps.loaded(trained.step, trained.consumed_train_samples)
-        return Reading(
-            envelope=Envelope.read(carrying.text) if carrying.text else None,
-            iteration=self.steps.step,
-            samples=self.steps.samples,
-            result=result,
-        )
+        trained, envelope = state.train_state, Envelope.read(carrying.text) if carrying.text else None
+        return self.resumed_at(trained.step, trained.consumed_train_samples, envelope, result)
+
+    def batches(self) -> Iterator[Any]:
+        """The micro-batches of this rank, to the end of the data."""
+        of_stream = isinstance(self.steps.feed, Samples)
+        for batch in self.steps.to_the_end():
+            yield {key: batch[key] for key in _KEYS if key in batch} if of_stream else batch
+
+    def validation(self, groups: Any) -> Iterator[Any] | None:
+        """The micro-batches of this rank for evaluations: each begins at the first one."""
+        if self._validation is None:
+            return None
+        return self._evaluated(self._validation(groups.dp.rank(), groups.dp.size()))
+
+    def _evaluated(self, loader: Iterable[Any]) -> Iterator[Any]:
+        while True:
+            step = self.step
+            with kept():  # an evaluation draws nothing from the generators of the training
+                batches, batch = iter(loader), None
+            while step == self.step:
+                with kept():
+                    following = next(batches, None)
+                if following is None:
+                    break
+                batch = following
+                yield batch
+            if batch is None:
+                raise UsageError("there is nothing to evaluate", found="no micro-batch, of validation's")
+
+    def step_begins(self, *, is_over: bool) -> None:
+        """A step begins, or nothing is left to train. Collective."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.session.begin(trains=not is_over, save_interval=self.trainer.checkpoint.save_interval)
+
+    def stepped(self, state: Any) -> None:
+        """Compare Bridge's count of steps and samples with ours, between two steps.
+
+        Raises:
+            StateError: they differ; or a step was made of other batches than its own.
+        """
+        self.step = state.step
+        if not self.reads:
+            self.steps.loaded(state.step, state.consumed_train_samples)
+        elif state.step == self.steps.step + 1:
+            self.steps.stepped()
+        self.steps.compare(state.step, state.consumed_train_samples)
+
+    def close(self, *, is_over: bool) -> None:
+        """Say that nothing is left to train, if so, and let other jobs save; once. Collective."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if is_over:
+            self.step_begins(is_over=True)
+            self.session.finish()
+        self.session.close()
+
+
+def _let_warnings_through() -> None:
+    """Bridge's ``logger.filter_warnings`` silences every logger that there is: ours says what was passed over."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "megaresume" and isinstance(logger, logging.Logger):
+            logger.filters = [one for one in logger.filters if getattr(one, "__name__", "") != "warning_filter"]

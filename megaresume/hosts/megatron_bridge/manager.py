@@ -28,7 +28,7 @@ from megaresume.checkpoint.paths import is_usual_tag, megatron_tag, tag_iteratio
 from megaresume.checkpoint.session.host import Reading
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.instances import SLOT, replaced
-from megaresume.hosts.megatron_bridge.run import Run
+from megaresume.hosts.megatron_bridge.host import BridgeHost
 
 
 class Manager:
@@ -40,7 +40,7 @@ class Manager:
 
     def __init__(self, checkpoint_config: Any) -> None:
         self._config, self._bridge = checkpoint_config, DefaultCheckpointManager(checkpoint_config)
-        self._run: Run = getattr(checkpoint_config, SLOT)
+        self._run: BridgeHost = getattr(checkpoint_config, SLOT)
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Manager:
         run, own, bridge = self._run, self._config, self._bridge
         if own.finetune or not checkpoint_exists(own.load):
             return tuple(bridge.load(ctx))
-        run.open(ctx.pg_collection or get_pg_collection(ctx.model))
+        run.open_once(ctx.pg_collection or get_pg_collection(ctx.model))
         root, asked = Path(os.path.abspath(own.load)), None
         if (step := tag_iteration(root.name)) is not None and is_usual_tag(root.name, step):
             asked = root
@@ -65,14 +65,14 @@ class Manager:
             asked = root / megatron_tag(own.ckpt_step)
 
         def read(choice: Choice, _beside: StepFile | None) -> Reading:
-            return run.host.read(
+            return run.read(
                 choice,
                 ctx.state,
                 ctx.opt_param_scheduler,
                 lambda carrying: bridge.load(replace(ctx, opt_param_scheduler=carrying)),
             )
 
-        found = run.host.load_by(read, asked, root=root)
+        found = run.load_by(read, asked, root=root)
         run.step = ctx.state.train_state.step
         return self._begin(ctx) if found is None else tuple(found)
 
@@ -100,7 +100,7 @@ class Manager:
 
         run.session.save(
             self._config.save,
-            lambda save: run.host.write(save, ctx.opt_param_scheduler, write),
+            lambda save: run.write(save, ctx.opt_param_scheduler, write),
             tag=megatron_tag(run.steps.step),
             latest=False,
         )
@@ -109,7 +109,7 @@ class Manager:
         """A step begins; or, with ``terminate``, no more will.
 
         Raises:
-            StateError: see `Run.stepped`; on every rank: see `Session.begin`.
+            StateError: see `BridgeHost.stepped`; on every rank: see `Session.begin`.
         """
         self._bridge.finalize_async_saves(state, blocking=blocking, terminate=terminate)
         run = self._run
@@ -120,7 +120,7 @@ class Manager:
         if terminate:
             run.close(is_over=is_over)
         elif not blocking:
-            run.goes_on(is_over=is_over)
+            run.step_begins(is_over=is_over)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Provider(DatasetProvider):  # type: ignore[misc]
     skip_getting_attention_mask_from_dataset: bool = True
 
     @classmethod
-    def of(cls, run: Run) -> Provider:
+    def of(cls, run: BridgeHost) -> Provider:
         """The data of a run."""
         provider = cls()
         provider._run = run  # no field: it cannot be written to a file
@@ -140,8 +140,8 @@ class Provider(DatasetProvider):  # type: ignore[misc]
 
     def build_datasets(self, context: Any) -> tuple[Iterator[Any], Iterator[Any] | None, None]:
         """The micro-batches of this rank to train, and to evaluate. Collective."""
-        run: Run = self._run
-        run.open(context.pg_collection)
+        run: BridgeHost = self._run
+        run.open_once(context.pg_collection)
         loader = run.steps.feed.loader
         masks = isinstance(loader, StreamLoader) and loader.dataset.attention_mask
         self.skip_getting_attention_mask_from_dataset = not masks

@@ -83,7 +83,7 @@ def test_a_callback_that_takes_a_batch(tmp_path: Path, when: str) -> None:
     trainer = make(tmp_path / "run", num_train_epochs=2)
     trainer.add_callback(Peek(when))
     megaresume.attach(trainer)
-    with pytest.raises(StateError, match=r"was moved while it was being read|read by somebody else"):
+    with pytest.raises(StateError, match=r"was moved while it was being read|taken and not trained"):
         trainer.train()
 
 
@@ -110,7 +110,7 @@ def test_callbacks_that_were_removed_or_changed_the_state(tmp_path: Path) -> Non
     trainer = make(tmp_path / "removed")
     megaresume.attach(trainer)
     del trainer.callback_handler.callbacks[0]
-    with pytest.raises(StateError, match="count different steps"):
+    with pytest.raises(StateError, match=r"taken and not trained(.|\n)*the first of the callbacks was removed"):
         trainer.train()
 
     class Jump(TrainerCallback):

@@ -32,9 +32,9 @@ import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.hosts.lightning.host import LightningHost
-from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.feeds import Items
+from megaresume.hosts.lightning import LightningHost
+from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.lightning.program import Module, attached, loader, newest, run, trainer_of
 from tests.hosts.torch.program import BASE, Numbers
@@ -251,7 +251,8 @@ def test_items_that_no_rank_would_train_are_said_at_the_last_epoch(caplog: pytes
     """One of 47, in steps of 4, one item at a time on two ranks: Lightning asks for no more batches than there are."""
     made = megaresume.DataLoader(Numbers(47), 1, accumulation=2, dp_rank=0, dp_size=2)
     fit_loop: Any = SimpleNamespace(max_epochs=1)
-    host = LightningHost(SimpleNamespace(fit_loop=fit_loop), made, Steps(Items(made)), "2.6")
+    host = LightningHost(SimpleNamespace(fit_loop=fit_loop), Checkpoints())
+    host.steps = Steps(Items(made))
     for _ in range(2):
         assert host.batches_of_epoch() == (0, 23)
     assert caplog.text.count("the last 1 of the run's items will not be trained: its last step has 3, which") == 1

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.megatron_bridge.attach import attach
-from megaresume.hosts.megatron_bridge.host import Carrying
-from megaresume.hosts.megatron_bridge.run import Run, _feed
-from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.feeds import Items
+from megaresume.hosts.megatron_bridge.host import BridgeHost, Carrying, attach
+from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import StateError, UsageError
 
 
@@ -71,6 +69,13 @@ def loader(**options: Any) -> megaresume.DataLoader:
     return megaresume.DataLoader(torch.arange(10), **{"batch_size": 2, "accumulation": 2} | options)
 
 
+def feed_of(made: Any) -> Any:
+    """As rank 0 of 1 makes it."""
+    host = BridgeHost(config(), lambda rank, ranks: made, None)
+    host.ranks = (0, 1)
+    return host.feed()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -84,17 +89,17 @@ def loader(**options: Any) -> megaresume.DataLoader:
 )
 def test_loaders_that_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        _feed(loader(**options), config(), 0, 1)
+        feed_of(loader(**options))
     with pytest.raises(UsageError, match=r"megaresume\.attach needs a loader of megaresume's"):
-        _feed(torch.utils.data.DataLoader(torch.arange(10)), config(), 0, 1)  # type: ignore[arg-type]
-    assert _feed(loader(max_epochs=2, drop_last=True), config(), 0, 1).has(16)
+        feed_of(torch.utils.data.DataLoader(torch.arange(10)))
+    assert feed_of(loader(max_epochs=2, drop_last=True)).has(16)
 
 
-class Opened(Run):
+class Opened(BridgeHost):
     """A run without a session."""
 
     def __init__(self, reads: bool = True) -> None:
-        super().__init__(config(), lambda *_: None, lambda rank, ranks: [0, 1, 2], megaresume.Checkpoints())
+        super().__init__(config(), lambda *_: None, lambda rank, ranks: [0, 1, 2])
         self.steps, self.reads = Steps(Items(loader())), reads
         self.steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
 

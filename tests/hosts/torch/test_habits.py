@@ -17,7 +17,7 @@ from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.paths import deepspeed_tag, manifest_path
 from megaresume.checkpoint.system import boot_id
-from megaresume.hosts.torch.loop import Loop
+from megaresume.hosts.loop import Loop
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 from tests.hosts.torch.program import Numbers
 

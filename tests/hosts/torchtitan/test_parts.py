@@ -12,11 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import megaresume
-from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.steps import Steps
-from megaresume.hosts.torchtitan.attach import attach
-from megaresume.hosts.torchtitan.hooks import Batches
-from megaresume.hosts.torchtitan.host import Carried
+from megaresume.hosts.feeds import Items
+from megaresume.hosts.steps import Steps
+from megaresume.hosts.torchtitan import Batches, attach
+from megaresume.hosts.trainer import Carried
 from megaresume.stream.errors import StateError, UsageError
 
 

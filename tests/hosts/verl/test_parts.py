@@ -9,12 +9,9 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.steps import Steps
-from megaresume.hosts.verl import prompts
-from megaresume.hosts.verl.attach import attach
-from megaresume.hosts.verl.host import Batches
-from megaresume.hosts.verl.prompts import Prompts
+from megaresume.hosts.feeds import Items
+from megaresume.hosts.steps import Steps
+from megaresume.hosts.verl import Batches, Prompts, attach, attach_prompts
 from megaresume.stream.errors import StateError, UsageError
 
 
@@ -23,7 +20,7 @@ def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> t
     feed = Items(megaresume.DataLoader(torch.arange(10), batch_size=batch_size, drop_last=True))
     steps = Steps(feed)
     steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
-    source = Batches(steps, feed, epochs)
+    source = Batches(steps, epochs)
     if state is not None:
         feed.loader.load_state_dict(state)
         steps.loaded(step, feed.loader.samples)
@@ -114,16 +111,16 @@ class Data(SimpleNamespace):
 @pytest.mark.parametrize(("batch_size", "step"), [(2, 5), (3, 5), (5, 5), (10, 4)])
 def test_prompts_go_on(batch_size: int, step: int) -> None:
     whole = Driver(2, seed=3)
-    prompts.attach(whole)
+    attach_prompts(whole)
     order = whole.hand_out()
     assert sorted(order[:10]) == sorted(order[10:20]) == sorted(order[20:]) == list(range(10))
     assert order[:10] != order[10:20]
     first = Driver(2, seed=3)
-    prompts.attach(first)
+    attach_prompts(first)
     before, state = first.hand_out(step), first.train_dataloader.state_dict()
     # Step 5 is the end of an epoch of steps of 2; step 4 is one of this run to VeRL, with a step more than it has.
     second = Driver(batch_size, state, step, seed=3)
-    prompts.attach(second)
+    attach_prompts(second)
     after = second.hand_out()
     left = (30 - 2 * step) // batch_size
     assert before + after == order[: 2 * step + left * batch_size]
@@ -132,7 +129,7 @@ def test_prompts_go_on(batch_size: int, step: int) -> None:
 
 def test_prompts_that_are_refused() -> None:
     driver = Driver(2, seed=None)
-    prompts.attach(driver)
+    attach_prompts(driver)
     driver.hand_out(4)
     state = driver.train_dataloader.state_dict()
     for found, step, words in (
@@ -141,19 +138,19 @@ def test_prompts_that_are_refused() -> None:
         (state, 6, r"of different steps(.|\n)*data.pt of step 4"),
     ):
         other = Driver(2, found, step, seed=None)
-        prompts.attach(other)
+        attach_prompts(other)
         with pytest.raises(StateError, match=words):
             other.hand_out()
     other = Driver(2, state, 4, seed=1)
-    prompts.attach(other)
+    attach_prompts(other)
     with pytest.raises(StateError, match="seed"):
         other.hand_out()
     assert isinstance(other.train_dataloader, Prompts)
     with pytest.raises(UsageError, match="has its data already"):
-        prompts.attach(other)
+        attach_prompts(other)
     with pytest.raises(UsageError, match="no trainer of VeRL's reinforcement learning"):
-        prompts.attach(SimpleNamespace())
+        attach_prompts(SimpleNamespace())
     other = Driver(2, seed=1)
     other.train_dataset = SimpleNamespace(on_batch_end=None)
     with pytest.raises(UsageError, match="prompts that change"):
-        prompts.attach(other)
+        attach_prompts(other)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _SETUP = ("__init__", "dummy_step", "initialize_optimizer_states", "_init_optimizer_states_with_dummy_values")
 
 #: One of them is imported where something was attached by `megaresume.attach` or its like: its own proof.
-_PROOFS = ("megaresume.hosts.deepspeed.attach", "megaresume.hosts.torch.loop")
+_PROOFS = ("megaresume.hosts.deepspeed.attach", "megaresume.hosts.trainer")
 
 
 class _Process:

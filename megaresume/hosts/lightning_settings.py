@@ -1,30 +1,13 @@
-"""Exact data resume for Lightning's Trainer.
-
-    trainer = L.Trainer(max_epochs=3, callbacks=[ModelCheckpoint(every_n_train_steps=100)])
-    megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_dir="run", keep_last=3))
-    trainer.fit(model, megaresume.DataLoader(dataset, batch_size=8), ckpt_path="last")
-
-See docs/lightning.md.
-"""
+"""What of a Lightning Trainer's settings would be other data, or is not known to work."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
-from megaresume.checkpoint.session.session import Session
-from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
-from megaresume.hosts.lightning.hooks import Hooks
-from megaresume.hosts.lightning.host import LightningHost
-from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.loop import check_checkpoints, open_session
-from megaresume.hosts.torch.steps import Steps, words_of
+from megaresume.hosts.instances import check_new, kind_of, refuse
 from megaresume.stream.errors import UsageError
 
 #: of which a Trainer may be: one library under two names.
@@ -32,44 +15,6 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 #: that were tried.
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-
-
-def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
-    """Give the fit of a Lightning Trainer its data in an exact order, and complete checkpoints. Call it on every rank,
-    before ``trainer.fit``.
-
-    The training data is a `DataLoader`: given to ``fit``, or made by ``train_dataloader`` of the model or the data
-    module. ``fit(ckpt_path="last")`` goes on from the newest complete checkpoint of ``save_dir``, or begins if there is
-    none. Whenever a ModelCheckpoint saves, a complete checkpoint is made; its own file is a link into that. A Trainer
-    with ``fast_dev_run``, which saves nothing, is left as it is.
-
-    Args:
-        trainer: ``lightning.Trainer`` or ``pytorch_lightning.Trainer``, on one device, or with DDP, FSDP, FSDP2
-            or DeepSpeed.
-        checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
-        stop: when to save and exit, with `megaresume.Stopped`. Lightning then listens to no signal.
-
-    Raises:
-        UsageError: a setting under which the data would be other data, by name; or attached already. Also at ``fit``,
-            on every rank, for what is known only then.
-    """
-    check_checkpoints(checkpoints)
-    package = check_trainer(trainer, stops=stop is not None)
-    if trainer.fast_dev_run:
-        if is_rank_0():
-            print("megaresume: fast_dev_run saves nothing: megaresume.attach leaves this Trainer as it is", flush=True)
-        return
-
-    def open_run(loader: Any, save: Callable[[], Any]) -> tuple[LightningHost, Session]:
-        on_all_ranks(lambda: check_fit(trainer, package, loader))
-        steps = Steps(Items(loader), words_of(name="trainer.train_dataloader", clock="the optimizer step"))
-        version = f"{package.partition('.')[0]} {importlib.import_module(package).__version__}"
-        host = LightningHost(trainer, loader, steps, version)
-        session = open_session(host, steps.feed, checkpoints, trainer.strategy.root_device, stop, save)
-        steps.session = session
-        return host, session
-
-    setattr(trainer, SLOT, Hooks(trainer, package, open_run, listens=stop is not None))
 
 
 def check_trainer(trainer: Any, *, stops: bool) -> str:

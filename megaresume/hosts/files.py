@@ -10,9 +10,11 @@ Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every 
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
@@ -33,9 +35,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
+from megaresume.checkpoint.session.file_errors import writing
+from megaresume.checkpoint.session.host import Save
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.hosts.instances import kind_of
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 Writer = Literal["dcp", "dcp_async", "torch"]
 
@@ -285,3 +289,62 @@ def dcp_errors() -> Iterator[None]:
 def own_group() -> Any:
     """A process group on the CPU, for the writer alone: it writes in the background while others train. Collective."""
     return dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
+
+
+class Background:
+    """A save that torch.distributed.checkpoint writes while training goes on: at most one. It counts once it is whole.
+
+    Args:
+        commit: makes it count: `Session.commit`.
+    """
+
+    def __init__(self, commit: Callable[[Save], object]) -> None:
+        self._commit = commit
+        #: what is in flight, and whether it counts already: known on rank 0.
+        self._flight: tuple[Future[Any], Save] | None = None
+        self._is_committed = False
+
+    def begin(self, future: Future[Any], save: Save) -> None:
+        """A save is in flight: the future of this rank's part; on rank 0, of those of all ranks."""
+        self._flight, self._is_committed = (future, save), False
+        save.defer()
+
+    def settle(self) -> None:
+        """See `Host.settle`."""
+        flight = self._flight
+        if flight is None:
+            return
+        future, save = flight
+        self._flight = None
+        on_all_ranks(lambda: _written(future, save))
+        if not on_rank_0(lambda: self._is_committed):
+            self._commit(save)
+
+    def is_saving(self) -> bool:
+        """See `Host.is_saving`."""
+        return self._flight is not None and not self._is_committed
+
+    def look(self) -> None:
+        """Commit it, if it is written: rank 0 ends after all others. No collective."""
+        if self._flight is None or self._is_committed or not is_rank_0():
+            return
+        future, save = self._flight
+        if future.done() and future.exception() is None:
+            with contextlib.suppress(MegaresumeError):  # `settle` tries again, and says it on every rank
+                self._is_committed = save.commit()
+
+    def look_at_exit(self) -> None:
+        """The same at the end of a program that did not wait."""
+        if self._flight is None or not is_rank_0():
+            return
+        future, save = self._flight
+        try:
+            _written(future, save)
+            self.look()
+        except MegaresumeError as error:
+            print(f"megaresume: error: {error}", file=sys.stderr, flush=True)
+
+
+def _written(future: Future[Any], save: Save) -> None:
+    with writing(save.save_dir / save.tag):
+        wait(future)

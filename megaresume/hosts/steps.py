@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from megaresume.checkpoint.session.session import Session
 from megaresume.hosts.count import Count, Words
-from megaresume.hosts.torch.feeds import Feed
+from megaresume.hosts.feeds import Feed
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 _END = object()

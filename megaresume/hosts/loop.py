@@ -16,52 +16,50 @@ See docs/torch.md.
 
 from __future__ import annotations
 
-import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
-
-import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.checkpoint.session.host import Host, Reading, Resume, Save
-from megaresume.checkpoint.session.random_state import RandomState
-from megaresume.checkpoint.session.ranks import all_come, is_rank_0, on_all_ranks, same_on_all_ranks
-from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.host import Reading, Resume, Save
+from megaresume.checkpoint.session.ranks import all_come, is_rank_0, on_all_ranks
 from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.hosts.torch import files
-from megaresume.hosts.torch.background import Background
-from megaresume.hosts.torch.feeds import Feed, feed_of
-from megaresume.hosts.torch.host import StepHost, write_all
-from megaresume.hosts.torch.shares import check_averaged, check_shares
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts import files
+from megaresume.hosts.feeds import Feed, feed_of
+from megaresume.hosts.files import Background
+from megaresume.hosts.shares import check_averaged
+from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
 
 
-class LoopHost(StepHost):
-    """See `megaresume.checkpoint.session.host.Host`.
+class LoopHost(TrainerHost):
+    """See `TrainerHost`.
 
     Args:
-        steps: what the loop has trained.
-        objects: what it saves.
+        trainer: what the loop saves, by name.
         writer: how.
     """
 
+    package = "torch"
     background: Background
-    framework = f"torch {torch.__version__}"
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
     begin_anew = "read its weights with torch.distributed.checkpoint or torch.load, and save to another directory"
 
-    def __init__(self, steps: Steps, objects: files.Objects, writer: files.Writer) -> None:
-        self.steps, self.objects, self.writer = steps, objects, writer
-        self._group = files.own_group()
-        self.background = Background(lambda save: steps.session.commit(save))
+    def __init__(self, trainer: Mapping[str, Any], writer: files.Writer) -> None:
+        super().__init__(trainer)
+        self.objects, self.writer = files.Objects(trainer), writer
+        self.background = Background(lambda save: self.session.commit(save))
+
+    @property
+    def device(self) -> Any:
+        """See `TrainerHost`."""
+        return self.objects.device
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
         """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
@@ -70,21 +68,30 @@ class LoopHost(StepHost):
 
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
-        held = self.held(save)
-        future = write_all(save, lambda: files.write(self.objects, save.tag_dir, held, self.writer, self._group))
+        carried = self.carried(save)
+        future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
         if future is not None:
             self.background.begin(future, save)
 
     def read(self, choice: Choice) -> Reading:
         """Read the files of this rank: for `Session.load`."""
-        return self.go_on(files.read(self.objects, choice.tag_dir, self._group))
+        return self.resumed(files.read(self.objects, choice.tag_dir, self._group))
+
+    def begin(self) -> None:
+        """See `TrainerHost`."""
+        self._group = files.own_group()
+
+    def save_now(self) -> None:
+        """Save the step that was made last. Collective."""
+        on_all_ranks(self.steps.check_save)
+        self.session.save(self.save_dir, self.write, tag=deepspeed_tag(self.steps.step), tracker=False)
 
 
 class StepLoop:
     """A training loop over `Steps`, and its checkpoints. Every method is called on every rank."""
 
-    def __init__(self, host: StepHost, session: Session) -> None:
-        self.steps, self.session = host.steps, session
+    def __init__(self, host: TrainerHost) -> None:
+        self.steps, self.session = host.steps, host.session
 
     @property
     def step(self) -> int:
@@ -117,8 +124,8 @@ class Loop(StepLoop):
     Iterate over it for batches: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
     """
 
-    def __init__(self, host: LoopHost, session: Session) -> None:
-        super().__init__(host, session)
+    def __init__(self, host: LoopHost) -> None:
+        super().__init__(host)
         self.host = host
 
     @property
@@ -145,8 +152,7 @@ class Loop(StepLoop):
             CheckpointError: files are missing, another job writes there, or the disk refuses.
         """
         all_come("loop.save()")
-        on_all_ranks(self.steps.check_save)
-        self.session.save(self.host.save_dir, self.host.write, tag=deepspeed_tag(self.step), tracker=False)
+        self.host.save_now()
 
     def load(self, directory: str | os.PathLike[str] | None = None, *, tag: str | None = None) -> Resume | None:
         """Go on from the newest complete checkpoint, with what `megaresume.attach` was given to save.
@@ -196,75 +202,12 @@ def attach(
         SetupError: directories or clocks differ between nodes.
     """
     on_all_ranks(lambda: _check(checkpoints, writer))
-    feed = on_all_ranks(lambda: feed_of(data))
-    saved = on_all_ranks(lambda: files.Objects(objects))
-    check_averaged(saved.modules.values(), data.dp_size, context_parallel)
-    steps = Steps(feed)
-    host = LoopHost(steps, saved, writer)
-    session = steps.session = open_session(host, feed, checkpoints, host.objects.device, stop, lambda: loop.save())
-    loop = Loop(host, session)
-    atexit.register(host.background.look_at_exit)
-    return loop
-
-
-def open_session(
-    host: Host,
-    feed: Feed,
-    checkpoints: Checkpoints,
-    device: Any,
-    stop: StopConditions | None,
-    on_stop: Callable[[], None],
-) -> Session:
-    """The session of a loop, started. Collective.
-
-    Args:
-        host: of the loop.
-        feed: what it trains.
-        checkpoints: where it saves.
-        device: whose generators are saved, besides those on the CPU; None: the trainer saves generators by itself.
-        stop, on_stop: when it is to save and exit, and how it saves then.
-
-    Raises, on every rank:
-        UsageError: the loaders are not those of all ranks.
-        StateError: they have other data, or make other steps.
-    """
-    check_shares(feed)
-    rank = feed.loader.dp_rank
-    session = Session(
-        host,
-        feed,
-        **checkpoints.of_session,
-        random=None if device is None else RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
-        stop=stop,
-        on_stop=on_stop,
-    )
-    session.start()
-    stream = feed.stream
-    on_all_ranks(lambda: bool(stream.fingerprints))
-    same_on_all_ranks(
-        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips)),
-        "the data",
-        cause="the nodes have different copies of it, or it was made with random numbers, or with other skips",
-        action="make the data from the same files, and with the same seed and skips, on every rank",
-    )
-    if session.stopper is not None:
-        session.stopper.install()
-    return session
-
-
-_ACTION = "Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks"
-
-
-def check_checkpoints(checkpoints: Checkpoints, whose: str = "a loop's", action: str = _ACTION) -> None:
-    """Raise a UsageError unless a loop can save by these settings. ``whose, action``: for the error."""
-    found = {"save_dir": checkpoints.save_dir, "elastic": checkpoints.elastic, "adopt": checkpoints.adopt}
-    if found["save_dir"] is None or found["elastic"] or found["adopt"]:
-        raise UsageError(
-            f"these checkpoints are none of {whose}",
-            found=", ".join(f"{name}={value}" for name, value in found.items()),
-            expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
-            action=action,
-        )
+    feed: Feed = on_all_ranks(lambda: feed_of(data))
+    host = on_all_ranks(lambda: LoopHost(objects, writer))
+    check_averaged(host.objects.modules.values(), data.dp_size, context_parallel)
+    host.begin()
+    host.open(feed, checkpoints, stop)
+    return Loop(host)
 
 
 def _check(checkpoints: Checkpoints, writer: str) -> None:

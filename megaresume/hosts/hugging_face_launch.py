@@ -39,7 +39,7 @@ SETTINGS_VARIABLE = "MEGARESUME_TRAINER"
 _TRAINER = "transformers.trainer"
 _OPTIMIZER = "torch.optim.optimizer"
 #: one of them is imported where something is attached, which checks its steps by itself.
-_PROOFS = ("megaresume.hosts.torch.loop", "megaresume.hosts.deepspeed.attach")
+_PROOFS = ("megaresume.hosts.trainer", "megaresume.hosts.deepspeed.attach")
 
 #: output_dir of each Trainer that this process has attached.
 _trained: set[Path] = set()
@@ -103,23 +103,23 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
         trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any
     ) -> Any:
         from megaresume.checkpoint.session.ranks import on_rank_0
-        from megaresume.hosts.hugging_face.hooks import Hooks  # deferred: torch
+        from megaresume.hosts.hugging_face import TransformersHost  # deferred: torch
 
-        hooks: Hooks | None = getattr(trainer, SLOT, None)
-        if hooks is not None:  # by the script, whose call has come through our hook
+        host: TransformersHost | None = getattr(trainer, SLOT, None)
+        if host is not None:  # by the script, whose call has come through our hook
             return train(trainer, resume_from_checkpoint, trial, *args, **more)
         show_refusals()
         output_dir = Path(trainer.args.output_dir).absolute()
         _check_output_dir(output_dir)
-        hooks = _attached(trainer)
+        host = _attached(trainer)
         path = on_rank_0(lambda: _resume_from(output_dir, resume_from_checkpoint))
-        return hooks.train(functools.partial(train, trainer), path, trial, *args, **more)
+        return host.train(functools.partial(train, trainer), path, trial, *args, **more)
 
     return attached_train
 
 
 def _attached(trainer: Any) -> Any:
-    from megaresume.hosts.hugging_face.attach import attach  # deferred: torch
+    from megaresume.hosts.hugging_face import attach  # deferred: torch
 
     said = _said()
     data, stop, launch = (said.get(group, {}) for group in ("data_options", "stop", "launch"))

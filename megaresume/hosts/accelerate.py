@@ -1,4 +1,14 @@
-"""`AcceleratedLoop`: a training loop with Accelerate; `AcceleratorHost`: the host of its session.
+"""Exact data resume for a training loop with Hugging Face's Accelerate.
+
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    loop = megaresume.attach(accelerator, loader)
+    accelerator.load_state()
+    for batch in loop:
+        with accelerator.accumulate(model):
+            ...
+            optimizer.step()
+        if loop.step % 100 == 0: accelerator.save_state()
+    loop.finish()
 
 Hooked on the instances:
 
@@ -7,38 +17,44 @@ Hooked on the instances:
     accelerator.save_state   saved by the session: commit, lock, ledger, retention
     accelerator.load_state   the newest complete checkpoint, or the one that is asked for
     accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and goes on by itself
+
+See docs/accelerate.md.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
 from megaresume.checkpoint.session.host import Reading, Resume, Save
 from megaresume.checkpoint.session.ranks import all_come, on_all_ranks, on_rank_0
-from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.deepspeed.engine import forget_gradients
-from megaresume.hosts.hugging_face.backends import (
+from megaresume.hosts.accelerate_backends import (
     Written,
+    check_backend,
     check_loadable,
     engine_of,
     expected_files,
     failing_late,
     zero_stage,
 )
-from megaresume.hosts.instances import hook, replaced
-from megaresume.hosts.torch.host import StepHost, write_all
-from megaresume.hosts.torch.loop import StepLoop
-from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.deepspeed.engine import forget_gradients
+from megaresume.hosts.feeds import Feed, feed_of
+from megaresume.hosts.instances import check_new, refuse, replaced
+from megaresume.hosts.loop import StepLoop
+from megaresume.hosts.steps import words_of
+from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
 
 #: see `check_loadable`.
@@ -49,60 +65,168 @@ WRITTEN: Written = {
 }
 
 
+def attach(
+    accelerator: Any,
+    data: DataLoader | StreamLoader,
+    *,
+    checkpoints: Checkpoints = Checkpoints(),
+    stop: StopConditions | None = None,
+) -> AcceleratedLoop:
+    """Give a loop with Accelerate its data in an exact order, and its checkpoints the state of that data. Call it on
+    every rank, after ``accelerator.prepare`` and ``register_for_checkpointing``, and before ``load_state``.
+
+    Args:
+        accelerator: Accelerate's.
+        data: not prepared: a `DataLoader`, or a `StreamLoader`.
+        checkpoints: where the run saves, what it keeps, and so on. ``save_dir`` and ``keep_last`` may be left to
+            ``ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)``.
+        stop: when to save and exit, with `megaresume.Stopped`.
+
+    Returns:
+        what the loop iterates over.
+
+    Raises, on every rank:
+        UsageError: nothing is prepared, or a setting under which the data would be other data, by name.
+        CheckpointError: another job writes to the directory.
+    """
+    host = AcceleratorHost(accelerator, data)
+    host.attach(checkpoints, stop)
+    return host.loop
+
+
 class DataRecord:
-    """What rides in a checkpoint of Accelerate's, as an object that is registered for checkpointing: the last one."""
+    """What lies in a checkpoint of Accelerate's, as an object that is registered for checkpointing: the last one."""
 
     def __init__(self) -> None:
-        self.held: dict[str, Any] = {}
+        self.carried: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Data state, optimizer steps and samples."""
-        return self.held
+        return self.carried
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave."""
-        self.held = state
+        self.carried = state
 
 
-class AcceleratorHost(StepHost):
-    """See `megaresume.checkpoint.session.host.Host`.
+class AcceleratorHost(TrainerHost):
+    """See `TrainerHost`.
 
     Args:
-        accelerator: Accelerate's, with models and optimizers prepared.
-        steps: what the loop has trained.
+        trainer: Accelerate's ``Accelerator``, with models and optimizers prepared.
+        data: not prepared.
     """
 
+    package = "accelerate"
+    words = words_of(clock="optimizer.step()")
     forgotten = "accelerator.load_state() was not called"
     load = "accelerator.load_state() before the first step"
     begin_anew = "load its weights with safetensors.torch.load_model, and save to another directory"
+    loop: AcceleratedLoop
 
-    def __init__(self, accelerator: Any, steps: Steps) -> None:
-        self.accelerator, self.steps, self.record = accelerator, steps, DataRecord()
-        self.framework = f"accelerate {importlib.metadata.version('accelerate')}"
+    def __init__(self, trainer: Any, data: DataLoader | StreamLoader) -> None:
+        super().__init__(trainer)
+        self.data, self.record = data, DataRecord()
         #: whether Accelerate is saving or loading.
         self.is_at_files = False
 
+    def feed(self) -> Feed:
+        """See `TrainerHost`."""
+        return feed_of(self.data)
+
+    def check(self) -> None:
+        """See `TrainerHost`."""
+        accelerator, loader = self.trainer, feed_of(self.data).loader
+        check_new(accelerator, "Accelerator")
+        if not accelerator._optimizers:
+            raise UsageError(
+                "nothing is prepared yet",
+                found="no optimizer of this Accelerator",
+                expected="model and optimizer = accelerator.prepare(model, optimizer), and megaresume.attach after it",
+                action="call megaresume.attach after the last accelerator.prepare",
+            )
+        accumulation = getattr(loader, "accumulation", accelerator.gradient_accumulation_steps)
+        ranks = f"rank {accelerator.process_index} of {accelerator.num_processes}"
+        own = f"rank {loader.dp_rank} of {loader.dp_size}"
+        kind = str(accelerator.distributed_type).removeprefix("DistributedType.")
+        leave = "leave it out"
+        refused = {
+            "split_batches": (accelerator.split_batches, f"{leave}, and divide the batch size by the number of ranks"),
+            "dispatch_batches": (accelerator.dispatch_batches, f"{leave}: every rank reads its own items"),
+            "sync_with_dataloader=False": (
+                not accelerator.gradient_state.sync_with_dataloader,
+                f"{leave}: a step ends with its last micro-batch",
+            ),
+            "a loader of other ranks": (
+                own != ranks and f"{own}; the Accelerator's is {ranks}",
+                "leave dp_rank and dp_size out, and make the loader after the Accelerator",
+            ),
+            "gradient_accumulation_steps other than the loader's": (
+                accumulation != accelerator.gradient_accumulation_steps
+                and f"{accelerator.gradient_accumulation_steps}, and accumulation={accumulation}",
+                "give DataLoader(accumulation=...) and Accelerator(gradient_accumulation_steps=...) the same number",
+            ),
+            "this way to train on several devices": (
+                kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED") and kind,
+                "train with DDP, FSDP2 or DeepSpeed",
+            ),
+            "several models under DeepSpeed": (
+                kind == "DEEPSPEED" and len(accelerator._models) > 1 and f"{len(accelerator._models)} engines",
+                "one engine that trains; what does not train need not be prepared",
+            ),
+            "tensor, context or sequence parallelism": (
+                getattr(accelerator.parallelism_config, "non_data_parallel_size", 1) > 1,
+                "train with DDP, FSDP2 or DeepSpeed: these ranks need the same batches, and each would get its own",
+            ),
+        }
+        refuse(refused)
+        check_backend(accelerator)
+
+    def settings(self, given: Checkpoints) -> Checkpoints:
+        """With what Accelerate's own settings say of directory and retention."""
+        naming = self.trainer.project_configuration
+        if naming.automatic_checkpoint_naming:
+            if given.save_dir is None and naming.project_dir is not None:
+                given = replace(given, save_dir=Path(naming.project_dir) / "checkpoints")
+            if given.keep_last is None and naming.total_limit is not None:
+                given = replace(given, keep_last=naming.total_limit)
+        action = "ProjectConfiguration(project_dir, automatic_checkpoint_naming=True), or Checkpoints(save_dir=...)"
+        return check_checkpoints(given, "Accelerate", action)
+
+    def begin(self) -> None:
+        """See `TrainerHost`."""
+        self.loop = AcceleratedLoop(self)
+        self.trainer.register_for_checkpointing(self.record)
+
+    def hooks(self) -> list[Hook]:
+        """See `TrainerHost`."""
+        return self.loop.hooks()
+
+    def save_now(self) -> None:
+        """As ``accelerator.save_state()``."""
+        self.trainer.save_state()
+
     def topology(self) -> Topology:
         """See `Host`."""
-        return replace(super().topology(), zero_stage=zero_stage(self.accelerator))
+        return replace(super().topology(), zero_stage=zero_stage(self.trainer))
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
         """See `Host`."""
-        return expected_files(self.accelerator, save_dir, tag, inner=lambda _: "pytorch_model")
+        return expected_files(self.trainer, save_dir, tag, inner=lambda _: "pytorch_model")
 
     def write(self, save: Save, write: Callable[[str], Any]) -> Any:
         """Write a checkpoint by Accelerate's own method ``write(directory)``."""
-        self.record.held = self.held(save)
+        self.record.carried = self.carried(save)
 
         def write_files() -> Any:
-            with failing_late(self.accelerator) as errors, replaced(self, is_at_files=True):
+            with failing_late(self.trainer) as errors, replaced(self, is_at_files=True):
                 result = write(str(save.tag_dir))
             if errors:
                 raise errors[0]
             return result
 
         # It deletes old checkpoints before the new one is complete, and stumbles over the records beside them.
-        with replaced(self.accelerator.project_configuration, automatic_checkpoint_naming=False):
+        with replaced(self.trainer.project_configuration, automatic_checkpoint_naming=False):
             return write_all(save, write_files)
 
     def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Reading:
@@ -114,20 +238,20 @@ class AcceleratorHost(StepHost):
         """
 
         def check_and_read() -> None:
-            check_loadable(self.accelerator, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew)
+            check_loadable(self.trainer, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew)
             with replaced(self, is_at_files=True):
                 read(str(choice.tag_dir))
 
         on_all_ranks(check_and_read)
         self._forget_gradients()
-        return self.go_on(self.record.held)
+        return self.resumed(self.record.carried)
 
     def _forget_gradients(self) -> None:
         """Of a step that is given up."""
-        if (engine := engine_of(self.accelerator)) is not None:
+        if (engine := engine_of(self.trainer)) is not None:
             forget_gradients(engine)
             return
-        for optimizer in self.accelerator._optimizers:
+        for optimizer in self.trainer._optimizers:
             optimizer.optimizer.zero_grad()
 
 
@@ -140,21 +264,24 @@ class AcceleratedLoop(StepLoop):
     #: for Accelerate, of a loader that is read: nothing was added to fill up batches.
     remainder = -1
 
-    def __init__(self, host: AcceleratorHost, session: Session) -> None:
-        super().__init__(host, session)
+    def __init__(self, host: AcceleratorHost) -> None:
+        super().__init__(host)
         self.host = host
-        accelerator = host.accelerator
-        self._optimizers = list(accelerator._optimizers)
+        self._optimizers = list(host.trainer._optimizers)
         #: those that have made the last step.
         self._made: list[Any] = []
-        accelerator.register_for_checkpointing(host.record)
-        engine = engine_of(accelerator)
-        for owner in self._optimizers if engine is None else [engine]:
-            hook(owner, "step", functools.partial(self._step, owner))
-        hook(accelerator, "save_state", self._save_state)
-        hook(accelerator, "load_state", self._load_state)
-        hook(accelerator, "prepare", self._prepare)
-        hook(accelerator, "skip_first_batches", self._skip)
+
+    def hooks(self) -> list[Hook]:
+        """See `TrainerHost`."""
+        accelerator, engine = self.host.trainer, engine_of(self.host.trainer)
+        owners = self._optimizers if engine is None else [engine]
+        return [
+            *((owner, "step", functools.partial(self._step, owner)) for owner in owners),
+            (accelerator, "save_state", self._save_state),
+            (accelerator, "load_state", self._load_state),
+            (accelerator, "prepare", self._prepare),
+            (accelerator, "skip_first_batches", self._skip),
+        ]
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -165,7 +292,7 @@ class AcceleratedLoop(StepLoop):
         """The micro-batches of this rank: see `Steps`."""
         from accelerate.utils import send_to_device
 
-        accelerator = self.host.accelerator
+        accelerator = self.host.trainer
         accelerator.gradient_state._add_dataloader(self)
         try:
             for batch in self.steps:
@@ -178,7 +305,7 @@ class AcceleratedLoop(StepLoop):
     def _step(self, optimizer: Any, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
         result = step(*args, **more)
         # Under FSDP, torch makes the state of an optimizer by a step without gradients before it saves or loads it.
-        if self.host.accelerator.sync_gradients and not self.host.is_at_files:
+        if self.host.trainer.sync_gradients and not self.host.is_at_files:
             # Another optimizer of the same step makes no other one.
             if not self.steps.is_idle or any(optimizer is one for one in self._made) or not self._made:
                 self.steps.stepped()
@@ -188,7 +315,7 @@ class AcceleratedLoop(StepLoop):
 
     def save(self) -> None:
         """As ``accelerator.save_state()``."""
-        self.host.accelerator.save_state()
+        self.host.save_now()
 
     def _save_state(self, write: Callable[..., Any], output_dir: Any = None, *args: Any, **more: Any) -> Any:
         def check() -> Path:
@@ -209,7 +336,7 @@ class AcceleratedLoop(StepLoop):
     def _place(self, output_dir: Any) -> Path:
         """The tag directory of a save."""
         root = self.host.save_dir
-        if output_dir is None or self.host.accelerator.project_configuration.automatic_checkpoint_naming:
+        if output_dir is None or self.host.trainer.project_configuration.automatic_checkpoint_naming:
             return root / hugging_face_tag(self.step)
         directory = Path(os.path.abspath(os.path.expanduser(output_dir)))
         if directory.parent != root:
@@ -233,7 +360,7 @@ class AcceleratedLoop(StepLoop):
         return self.session.resumed
 
     def _check_prepared(self) -> None:
-        found = self.host.accelerator._optimizers
+        found = self.host.trainer._optimizers
         if len(found) != len(self._optimizers) or any(a is not b for a, b in zip(found, self._optimizers, strict=True)):
             raise UsageError(
                 "optimizers were prepared after megaresume.attach, or given up",
@@ -241,10 +368,10 @@ class AcceleratedLoop(StepLoop):
                 expected=f"the {len(self._optimizers)} that were prepared before",
                 action="call megaresume.attach after the last accelerator.prepare",
             )
-        if self.host.accelerator._custom_objects[-1] is not self.host.record:
+        if self.host.trainer._custom_objects[-1] is not self.host.record:
             raise UsageError(
                 "an object was registered for checkpointing after megaresume.attach",
-                found=type(self.host.accelerator._custom_objects[-1]).__qualname__,
+                found=type(self.host.trainer._custom_objects[-1]).__qualname__,
                 expected="register_for_checkpointing before megaresume.attach",
                 cause="Accelerate knows such objects by their number",
                 action="call megaresume.attach after the last register_for_checkpointing",

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megaresume.checkpoint.session.ranks import gather, known_to_all, on_all_ranks, same_on_all_ranks
-from megaresume.hosts.torch.feeds import Feed
+from megaresume.hosts.feeds import Feed
 from megaresume.stream.errors import UsageError
 
 _LEAVE_OUT = "leave dp_rank and dp_size out: they are then torch.distributed's"

@@ -1,0 +1,480 @@
+"""Exact data resume for Hugging Face's Trainer.
+
+    trainer = Trainer(model, args, train_dataset=dataset, ...)
+    megaresume.attach(trainer)
+    trainer.train(resume_from_checkpoint=True)
+
+Hooked on the Trainer:
+
+    train                            what to resume from; the end of the run
+    get_train_dataloader             our batches
+    set_initial_training_values      how many steps the run has
+    _init_training_state             at which epoch it goes on: the Trainer skips nothing, as our loader is there
+    _run_epoch                       how many batches this epoch has
+    on_step_end (a callback)         a step was made
+    _save_checkpoint                 saved by the session: commit, lock, ledger, retention
+    _evaluate                        draws nothing from the generators of the training
+    _load_callback_state             the data state is no state of a callback
+
+The data state lies in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
+See docs/hugging-face.md. Importing this does not import transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.items.options import ItemOptions
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.paths import hugging_face_tag
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.random_state import kept
+from megaresume.checkpoint.session.ranks import on_all_ranks
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.accelerate_backends import (
+    Written,
+    check_backend,
+    check_loadable,
+    expected_files,
+    failing_late,
+    zero_stage,
+)
+from megaresume.hosts.feeds import Feed, Items, micro_batches, micro_batches_to, say_left_over
+from megaresume.hosts.hugging_face_data import check_methods, check_settings, let_epochs_end, loader_of
+from megaresume.hosts.instances import check_new, replaced
+from megaresume.hosts.steps import Steps, words_of
+from megaresume.hosts.trainer import Hook, TrainerHost, of_trainer, write_all
+from megaresume.stream.errors import StateError, UsageError
+
+#: the key in ``stateful_callbacks`` of trainer_state.json.
+KEY = "megaresume"
+STATE = "trainer_state.json"
+
+#: see `check_loadable`.
+WRITTEN: Written = {
+    "DeepSpeed": (("global_step*",), "TrainingArguments(deepspeed=...)"),
+    "FSDP": (("pytorch_model_fsdp*", "optimizer.bin", "optimizer_[0-9]*"), "TrainingArguments(fsdp=...)"),
+    "DDP": (("optimizer.pt",), "neither deepspeed nor fsdp"),
+}
+
+#: without ``get_train_dataloader``, which is replaced.
+HOOKED = (
+    "train",
+    "set_initial_training_values",
+    "_init_training_state",
+    "_run_epoch",
+    "_save_checkpoint",
+    "_evaluate",
+    "_load_callback_state",
+)
+
+
+def attach(
+    trainer: Any,
+    data: Any = None,
+    *,
+    checkpoints: Checkpoints = Checkpoints(),
+    stop: StopConditions | None = None,
+    **options: Unpack[ItemOptions],
+) -> DataLoader:
+    """Give a Trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
+    before ``trainer.train``.
+
+    Batch size, workers and collator are the Trainer's; the seed of the order is its ``data_seed``, or ``seed``. With
+    ``resume_from_checkpoint=True`` it goes on from the newest complete checkpoint of ``output_dir``, or begins if there
+    is none. ``save_total_limit`` keeps the newest so many complete ones.
+
+    Args:
+        trainer: transformers' Trainer, or of a class made from it.
+        data: a map-style dataset, or several: ``{name: (dataset, weight)}``; None: its ``train_dataset``.
+        checkpoints: what is kept besides the newest, how often a save is tried, and so on. The Trainer's own settings
+            say where it saves, and how many it keeps.
+        stop: when to save and exit, with `megaresume.Stopped`.
+        options: as of `megaresume.DataLoader`: append, on_change, stages, skip, keyed; and to pack items, seq_length,
+            packing, lengths, lengths_dir (default: in ``output_dir``) and blend. Packed items come without padding, by
+            the Trainer's ``data_collator`` only if it is one that does not pad. With
+            ``train_sampling_strategy="group_by_length"``: lengths and lengths_dir.
+
+    Returns:
+        the loader, which the Trainer reads from.
+
+    Raises on every rank:
+        UsageError: a setting under which the order would be another one, by name; or attached already.
+        CheckpointError: another job writes to ``output_dir``.
+    """
+    host = TransformersHost(trainer, data, options)
+    host.attach(checkpoints, stop)
+    return host.loader
+
+
+class Batches:
+    """What the Trainer trains from, in the place of the loader that they are of."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps.feed.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["steps"].feed.loader, name)
+
+
+class TransformersHost(TrainerHost):
+    """See `TrainerHost`.
+
+    Args:
+        trainer: transformers' Trainer, or of a class made from it.
+        data, options: see `attach`.
+    """
+
+    package = "transformers"
+    words = words_of(
+        trainer="the Trainer",
+        name="trainer.get_train_dataloader()",
+        clock="the optimizer step",
+        untrained=(
+            "a callback or a method took a batch of train_dataloader; or the first of the callbacks was removed",
+            "to look at a batch: trainer.data_collator([dataset[0], dataset[1]])",
+        ),
+        other_count=(
+            "the Trainer's state was changed by hand, or loaded from another checkpoint",
+            "trainer.train(resume_from_checkpoint=True), and nothing else, loads checkpoints",
+        ),
+    )
+    forgotten = "trainer.train() was called without resume_from_checkpoint, or output_dir was used before"
+    load = "trainer.train(resume_from_checkpoint=True)"
+    begin_anew = "load its weights with from_pretrained, and train with another output_dir"
+
+    #: the batches of this rank.
+    loader: DataLoader
+
+    def __init__(self, trainer: Any, data: Any, options: ItemOptions) -> None:
+        super().__init__(trainer)
+        self._data, self._options = data, options
+        self._ran = False
+        #: the samples that the epoch begins and ends with, of the one that was trained last; (0, 0): not known yet.
+        self._epoch = 0, 0
+
+    def check(self) -> None:
+        """See `TrainerHost`."""
+        trainer = self.trainer
+        if missing := [name for name in HOOKED if not hasattr(trainer, name)]:
+            raise UsageError(
+                "this version of transformers has another Trainer",
+                found=f"transformers {importlib.metadata.version('transformers')}, without {', '.join(missing)}",
+                expected="transformers 5.6 or later",
+                action="pip install --upgrade 'megaresume[hugging-face]'",
+            )
+        check_new(trainer, "Trainer")
+        check_settings(trainer)
+        check_backend(trainer.accelerator)
+        check_methods(trainer)
+
+    def settings(self, given: Checkpoints) -> Checkpoints:
+        """See `TrainerHost`."""
+        args = self.trainer.args
+        let_epochs_end(self.trainer)
+        args.output_dir = os.path.abspath(args.output_dir)  # the program may change its working directory
+        limit = "save_total_limit", args.save_total_limit
+        return of_trainer(given, save_dir=("output_dir", args.output_dir), keep_last=limit)
+
+    def feed(self) -> Feed:
+        """See `TrainerHost`."""
+        data = self.trainer.train_dataset if self._data is None else self._data
+        self.loader = loader_of(self.trainer, data, self._options)
+        return Items(self.loader)
+
+    @property
+    def device(self) -> Any:
+        """See `TrainerHost`."""
+        return self.trainer.args.device
+
+    def begin(self) -> None:
+        """See `TrainerHost`."""
+        self._attached_with = self._settings()
+        batches = Batches(self.steps)
+        self.trainer.get_train_dataloader = lambda: batches if self._ran else self.loader
+        self.trainer.callback_handler.callbacks.insert(0, _callback(self))  # before those that log the epoch
+
+    def hooks(self) -> list[Hook]:
+        """See `TrainerHost`."""
+        return [(self.trainer, name, getattr(self, name.lstrip("_"))) for name in HOOKED]
+
+    def save_now(self) -> None:
+        """Save the step that was made last, by the Trainer's own method."""
+        self.trainer._save_checkpoint(self.trainer.model, None)
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        return replace(super().topology(), zero_stage=zero_stage(self.trainer.accelerator))
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
+        """See `Host`."""
+        return expected_files(
+            self.trainer.accelerator, save_dir, tag, inner=lambda engine: f"global_step{engine.global_steps}"
+        )
+
+    def stepped(self) -> None:
+        """An optimizer step was made. Raises StateError: see `Count`."""
+        self.steps.stepped()
+        self.steps.compare(int(self.trainer.state.global_step))
+        self.trainer.state.epoch = self.loader.epoch + self._part_of_epoch()
+
+    def _part_of_epoch(self) -> float:
+        """What of the epoch is trained. The Trainer's own counts batches, which differ from one epoch to the next."""
+        begin, end = self._epoch
+        if not begin <= self.steps.samples < end:
+            before, end = end, self.loader.epoch_end
+            begin = before or max(end - self.loader.items, 0)
+            self._epoch = begin, end
+        return max(self.steps.samples - begin, 0) / (end - begin) if end > begin else 0.0
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise a UsageError unless the loader has come to an epoch, which the Trainer begins."""
+        loader = self.loader
+        if loader.epoch != epoch:
+            raise UsageError(
+                "control.should_epoch_stop cannot be used with megaresume.attach",
+                found=f"the Trainer begins epoch {epoch}, and the data stands at sample {loader.samples}, in epoch "
+                f"{loader.epoch}, which has samples up to {loader.epoch_end}",
+                expected="epochs that come to their end: their other items would never be trained",
+                cause="a callback set control.should_epoch_stop",
+                action="control.should_training_stop ends the run, and a resume goes on there; to evaluate or save "
+                "within an epoch, eval_steps and save_steps; to train fewer items, torch.utils.data.Subset of the "
+                "dataset",
+            )
+
+    def train(self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any) -> Any:
+        """Choose what to resume from, train, and say that the run has come to its end.
+
+        Raises, on every rank:
+            UsageError: a search for hyperparameters, or a second training of one Trainer.
+            CheckpointError, StateError: see `Session.choose` and `Session.resume`.
+        """
+        if trial is not None or self._ran:
+            raise UsageError(
+                "megaresume.attach is for one training",
+                found="a trial of a hyperparameter search" if trial is not None else "a second trainer.train()",
+                expected="one trainer.train() for each Trainer",
+                action="to train on, make a new Trainer with more num_train_epochs or max_steps, attach to it, and "
+                "call train(resume_from_checkpoint=True); for another training, give it an output_dir of its own",
+            )
+        self._ran = True
+        on_all_ranks(self._check_settings)
+        path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
+        if not resume_from_checkpoint and self.trainer.args.save_strategy == "no" and self.session.stopper is None:
+            self.session.save_dir = None  # what lies there is another run's, which this one does not save over
+        # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
+        with replaced(self.trainer.args, save_total_limit=None):
+            result = train(path, trial, *args, **more)
+        if self.steps.step >= self.trainer.state.max_steps:
+            self.session.finish()
+        self.session.close()
+        return result
+
+    def _settings(self) -> dict[str, Any]:
+        """What the loader was made with."""
+        trainer = self.trainer
+        names = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "dataloader_num_workers",
+            "data_seed",
+            "seed",
+            "output_dir",
+        )
+        return {name: getattr(trainer.args, name) for name in names} | {
+            name: getattr(trainer, name) for name in ("train_dataset", "data_collator")
+        }
+
+    def _check_settings(self) -> None:
+        now = self._settings()
+        for name, before in self._attached_with.items():
+            if now[name] is not before and not (isinstance(before, int | str | None) and now[name] == before):
+                raise UsageError(
+                    f"{name} was changed after megaresume.attach",
+                    found=f"{name}: {now[name]!r:.80}",
+                    expected=f"{before!r:.80}",
+                    cause="the loader is made, and output_dir locked, when megaresume.attach is called",
+                    action="call megaresume.attach last, just before trainer.train",
+                )
+
+    def _chosen(self, asked: Any) -> str | None:
+        """The checkpoint to resume from, its data restored; None: there is none yet."""
+        root, pick = Path(self.trainer.args.output_dir), None
+        if not isinstance(asked, bool):
+            tag_dir = Path(os.path.abspath(asked))
+            root, pick = tag_dir.parent, self.session.exactly(tag_dir)
+        choice, beside = self.session.choose(root, pick)
+        if choice is None:
+            return None
+        reading = on_all_ranks(lambda: self.read(choice, None if beside is None else beside.topology))
+        self.session.accept(choice, beside, reading)
+        self.steps.loaded(reading.iteration, reading.samples)
+        self.session.resume()
+        return str(choice.tag_dir)
+
+    def set_initial_training_values(self, values: Any, *args: Any, **more: Any) -> Any:
+        """How many epochs and steps the run has, counted from the sample where it goes on."""
+        _, *between, _ = values(*args, **more)
+        epochs, steps = self.length()
+        return (epochs, *between, steps)
+
+    def init_training_state(self, init: Any, *args: Any, **more: Any) -> tuple[int, int]:
+        """Where it goes on: (epoch, batches to skip)."""
+        init(*args, **more)
+        return self.loader.epoch, 0
+
+    def run_epoch(self, run: Any, **more: Any) -> Any:
+        """With as many batches as this epoch has, from here on.
+
+        Raises:
+            UsageError: the epoch before it was ended early.
+        """
+        self.check_epoch(more["epoch"])
+        batches, steps = self.batches_of_epoch()
+        return run(**more | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
+
+    def save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
+        """Save and commit."""
+        steps = self.steps
+        if self.trainer.control.should_training_stop:  # perhaps in the middle of a step
+            steps.leave()
+        steps.check_save()
+        steps.compare(int(self.trainer.state.global_step))
+        self.session.save(
+            self.trainer.args.output_dir,
+            lambda save: self.write(save, lambda: write(model, trial)),
+            tag=hugging_face_tag(steps.step),
+            tracker=False,
+        )
+
+    def evaluate(self, evaluate: Any, *args: Any, **more: Any) -> Any:
+        """Between a save and the next step too: a resume would not do it again."""
+        with kept():
+            return evaluate(*args, **more)
+
+    def load_callback_state(self, load: Any) -> None:
+        """Without the data state, which the Trainer would miss a callback for."""
+        self.trainer.state.stateful_callbacks.pop(KEY, None)
+        load()
+
+    def write(self, save: Save, write: Any) -> None:
+        """Write a checkpoint by the Trainer's own method ``write()``, with the data state in its trainer_state.json."""
+        self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
+
+        def write_files() -> None:
+            with failing_late(self.trainer.accelerator, (self.trainer, "_save")) as errors:
+                write()
+                if errors:
+                    raise errors[0]
+
+        write_all(save, write_files)
+
+    def read(self, choice: Choice, before: Topology | None) -> Reading:
+        """What lies with the weights, which the Trainer reads later. On every rank; raises on its own.
+
+        Args:
+            choice: the checkpoint.
+            before: how the run was laid out when it saved; None: not known.
+
+        Raises:
+            StateError: trainer_state.json cannot be read, or what it holds of ours is damaged.
+            CheckpointError: see `check_loadable`.
+        """
+        path = choice.tag_dir / STATE
+        try:
+            state = json.loads(path.read_text())
+            step, within = int(state["global_step"]), (state.get("stateful_callbacks") or {}).get(KEY)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"{STATE} of the checkpoint cannot be read",
+                found=f"{path}: {type(error).__name__}: {error}",
+                expected="what the Trainer writes last",
+                cause="the save was killed, and the checkpoint was written without megaresume",
+                action="delete this checkpoint: megaresume latest shows the newest that is complete",
+            ) from error
+        envelope = None if within is None else Envelope.read(within)
+        if envelope is not None:
+            check_loadable(
+                self.trainer.accelerator, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew
+            )
+        return Reading(envelope=envelope, iteration=step, samples=0 if envelope is None else envelope.samples)
+
+    # How long a run and an epoch are
+
+    def length(self) -> tuple[int, int]:
+        """(epochs, optimizer steps) with which the run ends; sets the last sample of the loader.
+
+        Raises:
+            UsageError: the data ends before ``max_steps``.
+        """
+        args, loader = self.trainer.args, self.loader
+        if args.max_steps > 0:
+            return loader.epoch + self._epochs_of(max(args.max_steps - self.steps.step, 0)), int(args.max_steps)
+        loader.stop = max(self._end_of(args.num_train_epochs), self.steps.samples)
+        say_left_over(loader, loader.stop - self.steps.samples)
+        steps = self._steps(micro_batches(loader, loader.stop - self.steps.samples))
+        return math.ceil(args.num_train_epochs), self.steps.step + steps
+
+    def _epochs_of(self, steps: int) -> int:
+        """Epochs that so many more steps are of, this one included."""
+        epochs, end = 0, self.steps.samples
+        for epochs, end in enumerate(self.loader.epoch_ends() if steps else (), 1):
+            if end - self.steps.samples >= steps * self.loader.step_samples:
+                return epochs
+        if (there := self._steps(micro_batches(self.loader, end - self.steps.samples))) < steps:
+            raise UsageError(
+                "the data ends before the last step",
+                found=f"data for {self.steps.step + there} steps",
+                expected=f"{self.steps.step + steps}: max_steps",
+                cause="max_epochs of a dataset",
+                action="fewer max_steps, or more max_epochs",
+            )
+        return epochs
+
+    def _end_of(self, epochs: float) -> int:
+        """The sample with which so many epochs since the start of the run end, or the data."""
+        loader, ends = self.loader, self.loader.epoch_ends()
+        end = next(ends)
+        more = epochs - loader.epoch - 1  # after this one
+        for _ in range(math.floor(more)):
+            end = next(ends, end)
+        part = more - max(math.floor(more), 0)
+        there = end + math.ceil(part * loader.items)
+        return there if part <= 0 else min(there, next(ends, end))
+
+    def batches_of_epoch(self) -> tuple[int, int]:
+        """(micro-batches, optimizer steps) from here to the end of the epoch."""
+        batches = micro_batches_to(self.loader, self.loader.epoch_end, self.steps.samples)
+        return batches, self._steps(batches)
+
+    def _steps(self, batches: int) -> int:
+        return -(-batches // self.loader.accumulation)
+
+
+def _callback(host: TransformersHost) -> Any:
+    from transformers import TrainerCallback
+
+    class StepEnd(TrainerCallback):
+        """Counts the steps that were made."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            host.stepped()
+
+    return StepEnd()

@@ -1,0 +1,540 @@
+"""Exact data resume for Lightning's Trainer.
+
+    trainer = L.Trainer(max_epochs=3, callbacks=[ModelCheckpoint(every_n_train_steps=100)])
+    megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_dir="run", keep_last=3))
+    trainer.fit(model, megaresume.DataLoader(dataset, batch_size=8), ckpt_path="last")
+
+Hooked on the Trainer and on its loops:
+
+    fit                       once; the end of the run
+    _select_ckpt_path         what is to be resumed from, as it was asked for
+    resume_start              the session begins; what to resume from is chosen and read
+    _data_source.dataloader   our batches
+    register_signal_handlers  not Lightning's where the run is to stop in time: they raise between two saves
+    fit_loop.run              at which epoch it goes on
+    epoch_loop.on_run_start   how many micro-batches this epoch has, and how many of them are trained
+    val_loop.run              draws nothing from the generators of the training
+    save_checkpoint           saved by the session: commit, lock, ledger, retention; the file asked for is a link to it
+
+and a callback, before all others: a step was made; a data state for what is saved; the generators after a validation.
+
+    <save_dir>/global_step10/checkpoint.ckpt    what Lightning writes, and within it, under ``megaresume``, the data
+                                                state: a file, or under DeepSpeed and with sharded checkpoints a
+                                                directory
+
+See docs/lightning.md. Importing this imports neither lightning nor pytorch_lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.session import random_state
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.feeds import Items, micro_batches_to, say_left_over
+from megaresume.hosts.instances import replaced
+from megaresume.hosts.lightning_links import FILE, exactly, link, make_room
+from megaresume.hosts.lightning_settings import check_fit, check_trainer
+from megaresume.hosts.steps import Steps, words_of
+from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
+
+#: of ours, in what Lightning saves.
+KEY = "megaresume"
+#: in the directory that is `FILE` under DeepSpeed: its tag, as Lightning calls it.
+_DEEPSPEED = "checkpoint"
+FITTING = "fit"
+
+
+def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+    """Give the fit of a Lightning Trainer its data in an exact order, and complete checkpoints. Call it on every rank,
+    before ``trainer.fit``.
+
+    The training data is a `DataLoader`: given to ``fit``, or made by ``train_dataloader`` of the model or the data
+    module. ``fit(ckpt_path="last")`` goes on from the newest complete checkpoint of ``save_dir``, or begins if there is
+    none. Whenever a ModelCheckpoint saves, a complete checkpoint is made; its own file is a link into that. A Trainer
+    with ``fast_dev_run``, which saves nothing, is left as it is.
+
+    Args:
+        trainer: ``lightning.Trainer`` or ``pytorch_lightning.Trainer``, on one device, or with DDP, FSDP, FSDP2
+            or DeepSpeed.
+        checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
+        stop: when to save and exit, with `megaresume.Stopped`. Lightning then listens to no signal.
+
+    Raises:
+        UsageError: a setting under which the data would be other data, by name; or attached already. Also at ``fit``,
+            on every rank, for what is known only then.
+    """
+    host = LightningHost(trainer, check_checkpoints(checkpoints), stop)
+    host.check()
+    if trainer.fast_dev_run:
+        if is_rank_0():
+            print("megaresume: fast_dev_run saves nothing: megaresume.attach leaves this Trainer as it is", flush=True)
+        return
+    if stop is not None:
+        trainer._signal_connector.register_signal_handlers = lambda: None
+    host.put_hooks()
+    trainer.callbacks.insert(0, _callback(host))
+
+
+class Batches:
+    """The micro-batches of this rank, with the length of the epoch that runs.
+
+    Lightning takes it for a loader with a state of its own, and says nothing of one that cannot be resumed. Its data
+    state lies elsewhere in the checkpoint, and is checked there.
+
+    Args:
+        steps: see `Steps`.
+        length: micro-batches of an epoch.
+    """
+
+    def __init__(self, steps: Steps, length: int) -> None:
+        self.steps, self.length = steps, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: see `LightningHost.write`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: see `LightningHost.read`."""
+
+
+class LightningHost(TrainerHost):
+    """See `TrainerHost`. Its session is open while a fit runs: only then is the loader there.
+
+    Args:
+        trainer: Lightning's.
+        checkpoints, stop: see `attach`.
+    """
+
+    words = words_of(name="trainer.train_dataloader", clock="the optimizer step")
+    forgotten = "trainer.fit was called without ckpt_path='last', or save_dir was used before"
+    load = "trainer.fit(model, ckpt_path='last')"
+    begin_anew = "read its weights with YourModule.load_from_checkpoint, and save to another directory"
+
+    def __init__(self, trainer: Any, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+        super().__init__(trainer)
+        self.checkpoints, self.stop = checkpoints, stop
+        #: that the Trainer is of: ``lightning.pytorch`` or ``pytorch_lightning``.
+        self.module = ""
+        self.is_open = False
+        #: what the Trainer reads from, once a fit has begun.
+        self.batches: Batches | None = None
+        #: what the checkpoint that is being made is to hold; None: none is.
+        self.held: dict[str, Any] | None = None
+        self._asked: Any = None
+        #: optimizer steps that Lightning counted when the last step of the data was made.
+        self._counted = 0
+        #: what was done with the micro-batch that is in training. A step that a gradient scaler leaves out was made.
+        self._has_backward = self._has_step = False
+        #: whether a checkpoint is to follow when the step is made; whether no more will be.
+        self._is_due, self._is_over = False, False
+        #: the last step that was saved, and the links to it.
+        self._linked: tuple[int, list[Path]] = 0, []
+        #: the generators before the validation that runs.
+        self._before: random_state.Snapshot | None = None
+
+    def check(self) -> None:
+        """See `TrainerHost`: what is known before a fit."""
+        self.module = check_trainer(self.trainer, stops=self.stop is not None)
+        # Its distributions have these names, and one library is in both.
+        self.package = self.module.partition(".")[0]
+
+    @property
+    def loader(self) -> DataLoader:
+        """The one that a fit was given."""
+        loader: DataLoader = self.steps.feed.loader
+        return loader
+
+    @property
+    def device(self) -> Any:
+        """See `TrainerHost`."""
+        return self.trainer.strategy.root_device
+
+    def hooks(self) -> list[Hook]:
+        """See `TrainerHost`."""
+        trainer, fit, connector = self.trainer, self.trainer.fit_loop, self.trainer._checkpoint_connector
+        self._request = fit._data_source.dataloader
+        return [
+            (trainer, "fit", self.fit),
+            (trainer, "save_checkpoint", self.save_checkpoint),
+            (connector, "_select_ckpt_path", self.select),
+            (connector, "resume_start", self.resume),
+            (fit._data_source, "dataloader", self.dataloader),
+            (fit, "run", self.run),
+            (fit.epoch_loop, "on_run_start", self.begin_epoch),
+            (fit.epoch_loop.val_loop, "run", self.validate),
+        ]
+
+    def fit(self, fit: Any, *args: Any, **more: Any) -> None:
+        """Train, and say that the run has come to its end.
+
+        Raises, on every rank:
+            UsageError: a second fit of one Trainer.
+            CheckpointError, StateError: see `Session.load`.
+        """
+        if self.batches is not None:
+            raise UsageError(
+                "megaresume.attach is for one fit",
+                found="a second trainer.fit()",
+                expected="one trainer.fit() for each Trainer",
+                action="make a new Trainer, and attach to it; with ckpt_path='last' it goes on where this one ended",
+            )
+        fit(*args, **more)
+        if self.is_open:
+            self.is_open = False
+            self.end()
+
+    # Load
+
+    def select(self, select: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, **more: Any) -> Any:
+        """What a fit is to resume from: None, ``last``, or a path."""
+        if state_fn != FITTING:
+            return select(state_fn, ckpt_path, *args, **more)
+        connector = self.trainer._checkpoint_connector
+        asked = connector._ckpt_path if connector._user_managed and not ckpt_path else ckpt_path
+        if asked not in (None, "", "last"):
+            asked = Path(os.path.abspath(os.path.expanduser(select(state_fn, ckpt_path, *args, **more))))
+        self._asked = asked
+        return None
+
+    def resume(self, read: Any, checkpoint_path: Any = None, *args: Any, **more: Any) -> None:
+        """Open the session, choose what to resume from, and read it; Lightning puts it back later."""
+        if self.trainer.state.fn != FITTING:
+            read(checkpoint_path, *args, **more)
+            return
+        loader = on_all_ranks(self._request)
+        on_all_ranks(lambda: check_fit(self.trainer, self.module, loader))
+        self.open(Items(loader), self.checkpoints, self.stop)
+        self.is_open, self.batches = True, Batches(self.steps, len(loader))
+        root = self.save_dir
+        if self._asked:
+            pick = None if self._asked == "last" else exactly(self.session, root, self._asked)
+
+            def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+                before = None if beside is None else beside.topology
+                return self.read(choice, before, lambda file: read(file, *args, **more))
+
+            self.session.load(root, read_files, pick=pick)
+        if self.session.resumed is None:
+            read(None, *args, **more)
+
+    # The loops
+
+    def dataloader(self, request: Any) -> Any:
+        """Our batches, in the place of the loader that they are of."""
+        return request() if self.batches is None else self.batches
+
+    def run(self, run: Any) -> None:
+        """Go on where the data does, whatever Lightning's counters say: batches may be of another size now."""
+        trainer, loader = self.trainer, self.loader
+        fit = trainer.fit_loop
+        done, _ = self.batches_of_epoch()
+        if self.steps.step and not done:
+            self._warn_of_plateaus()
+        for epochs in (fit.epoch_progress.total, fit.epoch_progress.current):
+            epochs.ready = epochs.started = loader.epoch + bool(done)
+            epochs.processed = epochs.completed = loader.epoch
+        loop = fit.epoch_loop
+        batches = loop.batch_progress.total
+        batches.started = batches.processed = batches.completed = batches.ready
+        loop._batches_that_stepped, self._counted = self.iteration(), trainer.global_step
+        # In the middle of an epoch, the hooks of its beginning are not called again.
+        fit._restarting, loop._restarting, loop.val_loop._restarting = bool(done), False, False
+        fit._loaded_from_state_dict = False
+        for optimizer in trainer.optimizers:  # steps that LightningModule.optimizer_step makes by itself
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_post_hook(lambda *_: self.step_made())
+        run()
+
+    def _warn_of_plateaus(self) -> None:
+        """After a checkpoint of the end of an epoch: Lightning updates such a scheduler only after the save."""
+        plateaus = any(one.reduce_on_plateau for one in self.trainer.lr_scheduler_configs)
+        if plateaus and self.session.resumed is not None and is_rank_0():
+            print(
+                "megaresume: warning: the checkpoint was saved at the end of an epoch, before Lightning's update of "
+                "ReduceLROnPlateau, which a resume does not make up for. Save within epochs, with every_n_train_steps",
+                flush=True,
+            )
+
+    def begin_epoch(self, begin: Any, fetcher: Any) -> None:
+        """With as many micro-batches as this epoch has; those that are trained are counted as fetched."""
+        trainer, batches = self.trainer, self.batches
+        assert batches is not None
+        fit = trainer.fit_loop
+        done, left = self.batches_of_epoch()
+        batches.length = fit.max_batches = done + left
+        fit._combined_loader.limits = [float("inf")]
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+            trainer.val_check_batch = max(1, int(batches.length * trainer.val_check_interval))
+        progress = fit.epoch_loop.batch_progress.current
+        progress.ready = progress.started = progress.processed = progress.completed = done
+        fit._restarting = fit._resuming_from_checkpoint = False
+        iter(fetcher)  # which asks for the length
+        begin(fetcher)
+
+    def backward_made(self) -> None:
+        """A backward pass has ended."""
+        self._has_backward = True
+
+    def step_made(self) -> None:
+        """An optimizer step is made, or left out by a gradient scaler."""
+        self._has_step = True
+
+    def step_ends(self) -> None:
+        """A micro-batch was trained: of a step, if the optimizer made one.
+
+        Raises:
+            StateError: Lightning counted what was not done.
+        """
+        counted, steps = self.trainer.global_step, self.steps
+        had_backward, had_step = self._has_backward, self._has_step
+        self._has_backward = self._has_step = False
+        is_automatic, is_step = self.trainer.lightning_module.automatic_optimization, counted != self._counted
+        if is_automatic and not had_backward:
+            why = (
+                "training_step returned None",
+                "return the loss times 0 for what is not to be trained, or remove it from the dataset",
+            )
+            raise steps.fail(steps.untrained("no backward pass was made for the last of them", why=why))
+        if not is_step:
+            return
+        if is_automatic and not had_step:
+            raise steps.fail(_not_made(steps.step + 1))
+        if not steps.is_whole and not is_automatic:
+            raise steps.fail(_in_the_middle(counted, self.loader.accumulation))
+        self._counted = counted
+        steps.stepped()
+        self.save_if_due()
+
+    def validate(self, run: Any) -> Any:
+        """A resume would not do it again: what it draws, the training does not miss."""
+        device = self.trainer.strategy.root_device
+        self._before = random_state.take(device)
+        try:
+            return run()
+        finally:
+            self.put_generators()
+            self._before = None
+
+    def put_generators(self) -> None:
+        """Before what a validation saves, and after it."""
+        if self._before is not None:
+            random_state.put(self._before, self.trainer.strategy.root_device)
+
+    # Save
+
+    def save_checkpoint(
+        self, write: Any, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Save and commit; what was asked for is then a link to the file of the checkpoint.
+
+        In the middle of a step the file is written as ever, without a data state, and a checkpoint follows at its end.
+        """
+        if not self.is_open or weights_only:
+            make_room(filepath)
+            write(filepath, weights_only, storage_options)
+            return
+        if storage_options is not None:
+            raise UsageError(
+                "storage_options cannot be used with megaresume.attach",
+                found=f"save_checkpoint({os.fspath(filepath)!r}, storage_options=...)",
+                expected="not set",
+                action="leave it out; megaresume.Checkpoints(stage_to=...) copies checkpoints elsewhere",
+            )
+        if not self._is_over and not self.steps.is_idle:
+            self._is_due = True
+            make_room(filepath)
+            write(filepath, weights_only)
+            return
+        if (file := self.save_now()) is None:
+            return
+        step, paths = self._linked
+        # Those of an earlier save of this step would be links to a file that is replaced.
+        paths = [path for path in paths if path.exists()] if step == self.iteration() else []
+        paths.append(Path(os.path.abspath(filepath)))
+        self._linked = self.iteration(), paths
+        on_rank_0(lambda: link(file, paths))
+
+    def save_now(self) -> Path | None:
+        """A complete checkpoint of the last step; its file, or None if that failed and the run is to go on."""
+        self._is_due = False
+        on_all_ranks(self.steps.check_save)
+        tag = deepspeed_tag(self.iteration())
+        file: Path | None = self.session.save(self.save_dir, self.write, tag=tag, tracker=False)
+        return file
+
+    def save_if_due(self, *, is_over: bool = False) -> None:
+        """That which was asked for in the middle of a step. ``is_over``: the rest of a step will never be trained."""
+        self._is_over = is_over
+        if is_over:
+            self.steps.leave()
+        if self._is_due:
+            self.save_now()
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's; None: another strategy."""
+        return getattr(self.trainer.strategy, "deepspeed_engine", None)
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        return replace(super().topology(), zero_stage=None if self.engine is None else facts.zero_stage(self.engine))
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
+        """See `Host`."""
+        if self.engine is not None:
+            names = facts.expected_files(self.engine, str(save_dir / tag / FILE), _DEEPSPEED)
+            return [f"{FILE}/{_DEEPSPEED}/{name}" for name in names]
+        if self._is_sharded():
+            return None
+        return [FILE] if is_rank_0() else []
+
+    def _is_sharded(self) -> bool:
+        """Whether every rank writes a part, under FSDP."""
+        strategy = self.trainer.strategy
+        return (
+            getattr(strategy, "_state_dict_type", "full") == "sharded"
+            or getattr(strategy, "_save_distributed_checkpoint", False) is True
+        )
+
+    def write(self, save: Save) -> Path:
+        """Write the file that Lightning would write, with the data state in it: for `Session.save`."""
+        file, trainer = save.tag_dir / FILE, self.trainer
+
+        def write_file() -> None:
+            # Not `trainer.save_checkpoint`: where rank 0 cannot write, the others would wait for it at a barrier.
+            state = trainer._checkpoint_connector.dump_checkpoint(False)
+            with contextlib.ExitStack() as stack:
+                errors = [] if self.engine is None else stack.enter_context(facts.failing_late(self.engine))
+                trainer.strategy.save_checkpoint(state, str(file))
+            if errors:
+                raise errors[0]
+
+        with replaced(self, held=self.carried(save)):
+            write_all(save, write_file)
+        return file
+
+    def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Reading:
+        """Read a checkpoint by Lightning's own method ``read(file)``, which keeps it until the model is there.
+
+        Args:
+            choice: the checkpoint.
+            before: how the run was laid out when it saved; None: not known.
+        """
+
+        def check_and_read() -> None:
+            self._check_kind(choice)
+            stage, ranks = self.topology().zero_stage, self.trainer.world_size
+            facts.check_ranks(stage, before, ranks, choice.tag, begin_anew=self.begin_anew)
+            read(str(choice.tag_dir / FILE))
+
+        on_all_ranks(check_and_read)
+        held = self.trainer._checkpoint_connector._loaded_checkpoint.get(KEY)
+        return Reading(envelope=None, iteration=0, samples=0) if held is None else self.resumed(held)
+
+    def _check_kind(self, choice: Choice) -> None:
+        """Raise a CheckpointError for what this strategy would not load, or of which it would leave out a part."""
+        path = choice.tag_dir / FILE
+        wrote = "DeepSpeed" if (path / _DEEPSPEED).is_dir() else "sharded FSDP" if path.is_dir() else "one file"
+        takes = ["DeepSpeed"] if self.engine is not None else ["one file"]
+        if hasattr(self.trainer.strategy, "_state_dict_type") or hasattr(
+            self.trainer.strategy, "_save_distributed_checkpoint"
+        ):
+            takes.append("sharded FSDP")
+        if wrote not in takes:
+            raise CheckpointError(
+                "this strategy of Lightning's does not load such a checkpoint",
+                found=f"{path}, written as: {wrote}; {type(self.trainer.strategy).__qualname__} now",
+                expected=" or ".join(takes),
+                cause="Trainer(strategy=...) was changed between save and resume",
+                action=f"train with the strategy that wrote it; or {self.begin_anew}",
+            )
+
+    def batches_of_epoch(self) -> tuple[int, int]:
+        """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""
+        loader, at, end = self.loader, self.steps.samples, self.loader.epoch_end
+        if loader.epoch + 1 == self.epochs() and loader.stop != end:
+            loader.stop = end
+            if not loader.drop_last:
+                say_left_over(loader, end - at)
+        within = max(at - (end - loader.items), 0)
+        return within // loader.step_samples * loader.accumulation, micro_batches_to(loader, end, at)
+
+    def epochs(self) -> int | None:
+        """How many epochs the run has, by the Trainer or by the loader; None: no end."""
+        limits = [self.trainer.fit_loop.max_epochs, *(one.max_epochs for one in self.loader.stream.config.sources)]
+        return min((limit for limit in limits if limit not in (None, -1)), default=None)
+
+
+def _not_made(step: int) -> StateError:
+    return StateError(
+        "Lightning counted an optimizer step that was not made",
+        found=f"no optimizer step after the micro-batches of step {step}",
+        expected="one after each",
+        cause="optimizer_step of the model or of the strategy left it out",
+        action="call optimizer.step(closure=closure) each time; to leave the parameters as they are, "
+        "optimizer.zero_grad() in on_before_optimizer_step",
+    )
+
+
+def _in_the_middle(counted: int, accumulation: int) -> StateError:
+    return StateError(
+        "an optimizer made a step in the middle of a step of the data",
+        found=f"global_step {counted}, with fewer micro-batches than the loader has in a step "
+        f"(accumulation={accumulation})",
+        expected="optimizer steps at the last micro-batch of each",
+        action="megaresume.DataLoader(accumulation=...): the number of micro-batches that training_step takes for an "
+        "optimizer step",
+    )
+
+
+def _callback(host: LightningHost) -> Any:
+    base = importlib.import_module(f"{host.module}.callbacks").Callback
+
+    class DataResume(base):  # type: ignore[misc, valid-type]
+        """What the Trainer tells of its steps."""
+
+        def on_after_backward(self, *args: Any, **more: Any) -> None:
+            host.backward_made()
+
+        def on_before_optimizer_step(self, *args: Any, **more: Any) -> None:
+            host.step_made()
+
+        def on_train_batch_end(self, *args: Any, **more: Any) -> None:
+            host.step_ends()
+
+        def on_validation_end(self, *args: Any, **more: Any) -> None:
+            host.put_generators()
+
+        def on_train_end(self, *args: Any, **more: Any) -> None:
+            host.save_if_due(is_over=True)
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            if host.is_open and host.held is not None:
+                checkpoint[KEY] = host.held
+
+    return DataResume()

@@ -1,0 +1,278 @@
+"""Exact data resume for torchtitan's Trainer.
+
+    megaresume.attach(Trainer)  # whose build_dataloader_fn makes a megaresume.DataLoader
+    torchtitan.train.main(Trainer)
+
+Hooked on the Trainer, and on its CheckpointManager:
+
+    trainer.train        says that the run has come to its end
+    trainer.dataloader   the batches, epoch after epoch
+    checkpointer.load    the newest complete checkpoint, in place of the one with the highest number
+    checkpointer.save    called after every step, so a step was made; saved by the session: commit, lock, ledger
+    validator.validate   draws nothing from the generators of the training
+
+The data state lies in torchtitan's own checkpoint, ``step-10``, where its dataloader's would be: one text, the same on
+every rank, so that it loads on any number of ranks. See docs/torchtitan.md. Importing this does not import torchtitan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.paths import records_dir, torchtitan_tag
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.random_state import kept
+from megaresume.checkpoint.session.ranks import is_rank_0
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.hosts import files
+from megaresume.hosts.feeds import Feed, Samples, feed_of
+from megaresume.hosts.files import Background
+from megaresume.hosts.instances import check_new, refuse, replaced
+from megaresume.hosts.steps import Steps, words_of
+from megaresume.hosts.trainer import Carried, Hook, TrainerHost, check_sizes, of_trainer, write_all
+
+#: torchtitan's name of what a dataloader puts into a checkpoint, and its IGNORE_INDEX.
+DATALOADER, IGNORE = "dataloader", -100
+
+#: what is hooked, read or called of a Trainer and of its CheckpointManager.
+_OF_TRAINER = ("train", "dataloader", "parallel_dims")
+_OF_MANAGER = (
+    *("load", "save", "_should_save", "dcp_save", "folder", "interval", "keep_latest_k", "states", "save_future"),
+)
+
+
+def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: StopConditions | None = None) -> None:
+    """Give torchtitan's Trainer its data in an exact order, and its checkpoints the state of that data. See
+    `megaresume.attach`.
+
+    The data is the Trainer's own dataloader, which must be a `DataLoader` or a `StreamLoader`. torchtitan's config says
+    where and when it saves; ``checkpoint.keep_latest_k`` keeps the newest so many complete checkpoints. ``train()``
+    goes on from the newest complete one, on any number of ranks, or begins if there is none.
+
+    Args:
+        trainer: torchtitan's Trainer, or of a class made from it.
+        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+        stop: when to save and exit, with `megaresume.Stopped`.
+
+    Raises on every rank:
+        UsageError: another dataloader; or a setting under which the data would be other data, by name.
+        CheckpointError: another job writes to the folder of the checkpoints.
+    """
+    TitanHost(trainer).attach(checkpoints, stop)
+
+
+class Batches:
+    """Those of this rank, to the end of the data: what torchtitan iterates over.
+
+    Args:
+        steps: the micro-batches.
+        convert: makes of each what torchtitan trains: ``({"input": int64[m, S], ...}, labels)``.
+    """
+
+    def __init__(self, steps: Steps, convert: Callable[[Any], Any]) -> None:
+        self.steps, self.convert = steps, convert
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.convert, self.steps.to_the_end())
+
+    def close(self) -> None:
+        """Nothing of it is open."""
+
+
+class TitanHost(TrainerHost):
+    """See `TrainerHost`."""
+
+    package = "torchtitan"
+    words = words_of(trainer="the Trainer", name="trainer.dataloader", clock="trainer.train_step()")
+    forgotten = "checkpoint.folder was used before, and trainer.train() did not load from it"
+    load = "trainer.train(), which loads the newest complete checkpoint"
+    begin_anew = "checkpoint.initial_load_path with its step directory, and another checkpoint.folder"
+    background: Background
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self.manager: Any = getattr(trainer, "checkpointer", None)
+        self.background = Background(lambda save: self.session.commit(save))
+        self._carried = Carried()
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint root."""
+        return Path(self.manager.folder)
+
+    def check(self) -> None:
+        """See `TrainerHost`."""
+        manager = self.manager
+        missing = [f"Trainer.{name}" for name in _OF_TRAINER if not hasattr(self.trainer, name)]
+        if getattr(manager, "enable", True):
+            missing += [f"CheckpointManager.{name}" for name in _OF_MANAGER if not hasattr(manager, name)]
+        check_new(
+            self.trainer,
+            "Trainer",
+            missing=missing,
+            headline="this is no Trainer of torchtitan, or of another version",
+            expected="torchtitan's Trainer, made; 0.2.2 was tried, and 0.3.0",
+            action="megaresume.attach(Trainer), of the class; or of its instance, once it is made",
+        )
+        excluded = {DATALOADER, "train_state"} & set(getattr(manager, "exclude_from_loading", ()))
+        elsewhere = getattr(manager, "initial_load_path", None)
+        whole = elsewhere and not manager.initial_load_model_only
+        refused: dict[str, tuple[Any, str]] = {
+            "checkpoint.enable": (not manager.enable and "False", "set it: what is not saved cannot be resumed"),
+            "checkpoint.load_only": (getattr(manager, "load_only", False), "leave it out"),
+            "checkpoint.folder": (
+                "://" in str(getattr(manager, "folder", "")) and manager.folder,
+                "save to a filesystem that all nodes see, and set Checkpoints(stage_to=...) for copies",
+            ),
+            "checkpoint.exclude_from_loading": (", ".join(sorted(excluded)), "leave these out"),
+            "checkpoint.initial_load_path": (
+                whole and f"{elsewhere}, with initial_load_model_only=False",
+                "copy its folder, with the directory megaresume in it, and set checkpoint.folder to the copy; or load "
+                "the model only",
+            ),
+            "torchft": (
+                getattr(manager, "ft_manager", None) is not None and "enabled",
+                "train without fault_tolerance",
+            ),
+        }
+        refuse(refused)
+
+    def settings(self, given: Checkpoints) -> Checkpoints:
+        """See `TrainerHost`."""
+        kept = "checkpoint.keep_latest_k", self.manager.keep_latest_k
+        return of_trainer(given, save_dir=("checkpoint.folder", self.manager.folder), keep_last=kept)
+
+    def feed(self) -> Feed:
+        """See `TrainerHost`: the Trainer's own dataloader.
+
+        Raises:
+            UsageError: it is no loader of megaresume's, or one for other ranks or steps than the Trainer's.
+        """
+        trainer, loader = self.trainer, self.trainer.dataloader
+        feed = feed_of(loader, whole_steps=True)
+        mesh = trainer.parallel_dims.get_optional_mesh("batch")
+        rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        batches = trainer.gradient_accumulation_steps
+        for name in ("num_pipeline_parallel_microbatches", "num_pp_microbatches"):  # since 0.3; after it
+            batches *= getattr(trainer, name, 1)
+        sizes = feed.topology(0)
+        size = (sizes.micro_batch_size or 0) * ranks * batches
+        step = f"accumulation={batches}" if isinstance(loader, DataLoader) else f"BatchSchedule.constant({size})"
+        check_sizes(
+            feed,
+            "dataloader",
+            "Trainer",
+            {
+                "dp_rank": (loader.dp_rank, rank, "dp_rank=dp_rank, which build_dataloader_fn is given"),
+                "dp_size": (loader.dp_size, ranks, "dp_size=dp_world_size, which build_dataloader_fn is given"),
+                "samples of a step": (sizes.global_batch_size, size, step),
+            },
+            layout=f"{ranks} data-parallel ranks, {batches} micro-batches a step",
+            length="training.steps",
+        )
+        return feed
+
+    def begin(self) -> None:
+        """See `TrainerHost`."""
+        trainer, manager = self.trainer, self.manager
+        # What the manager decides by itself is the session's: when to save, what to keep.
+        manager.keep_latest_k = 0
+        manager.states[DATALOADER] = self._carried
+        self._titans_save = manager.save
+        of_stream = functools.partial(_of_stream, positions=not hasattr(trainer, "job_config"))  # since 0.3
+        trainer.dataloader = Batches(self.steps, of_stream if isinstance(self.steps.feed, Samples) else _as_it_is)
+
+    def hooks(self) -> list[Hook]:
+        """See `TrainerHost`."""
+        manager, validator = self.manager, getattr(self.trainer, "validator", None)
+        found: list[Hook] = [(self.trainer, "train", self._train), (manager, "load", self._load)]
+        found.append((manager, "save", self._save))
+        return found if validator is None else [*found, (validator, "validate", _keeping)]
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
+        """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
+        return [files.METADATA] if is_rank_0() else []
+
+    def _train(self, train: Any) -> None:
+        """Train, save what the end of the data has left unsaved, and say that the run has come to its end."""
+        train()
+        if self.trainer.step > self.steps.step:  # the data has ended before a step that was begun
+            self.trainer.step = self.steps.step
+            if self.steps.step != self.session.settled_step:
+                self.save_now()
+        self.end()
+
+    def _load(self, load: Any, step: int = -1) -> bool:
+        """Go on from the newest complete checkpoint, or from that of ``step``; begin if there is none.
+
+        Raises, on every rank:
+            CheckpointError, StateError: see `Session.load`.
+        """
+
+        def read(choice: Choice, _beside: object) -> Reading:
+            assert choice.iteration is not None
+            with replaced(self.manager, folder=str(choice.load_dir)), files.dcp_errors():
+                load(choice.iteration)
+            envelope = Envelope.read(self._carried.text)
+            return self.resumed_at(int(self.trainer.step), envelope.samples, envelope, result=True)
+
+        folder = self.folder
+        if self.load_by(read, None if step == -1 else folder / torchtitan_tag(step), root=folder):
+            return True
+        # Our records lie in the folder already, and torchtitan takes initial_load_path only if there is none.
+        with replaced(self.manager, folder=str(records_dir(folder) / "none")):
+            return bool(load(-1))
+
+    def _save(self, save: Any, curr_step: int, last_step: bool = False) -> bool:
+        """A step was made. Save and commit, if it is time."""
+        if not curr_step:  # a seed checkpoint
+            return bool(save(curr_step, last_step))
+        self.steps.stepped()
+        self.steps.compare(curr_step)
+        self.background.look()
+        if not self.manager._should_save(curr_step, last_step):
+            return False
+        if last_step and self.manager.last_save_model_only:  # no checkpoint to go on from
+            self.settle()
+            save(curr_step, last_step)
+        else:
+            self.save_now(last_step=last_step)
+        return True
+
+    def save_now(self, *, last_step: bool = False) -> None:
+        """Save and commit the step that was made last."""
+        step, manager = self.steps.step, self.manager
+
+        def write(save: Save) -> None:
+            self._carried.text = save.envelope.to_text()
+            with replaced(manager, interval=1):  # it saves
+                write_all(save, files.dcp_errors()(lambda: self._titans_save(step, last_step)))
+            future, manager.save_future = manager.save_future, None  # `settle` waits for it
+            if future is not None:
+                self.background.begin(future, save)
+
+        self.session.save(self.folder, write, tag=torchtitan_tag(step), tracker=False)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """A `DataLoader` gives what its ``collate_fn`` has made."""
+    return batch
+
+
+def _of_stream(batch: Any, *, positions: bool) -> tuple[dict[str, Any], Any]:
+    """A batch of a `StreamLoader`: labels that are not to be trained are torchtitan's IGNORE_INDEX."""
+    inputs = {"input": batch["tokens"]} | ({"positions": batch["position_ids"]} if positions else {})
+    return inputs, batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORE)
+
+
+def _keeping(validate: Any, *args: Any, **more: Any) -> Any:
+    """Between a save and the next step: a resume would not do it again."""
+    with kept():
+        return validate(*args, **more)

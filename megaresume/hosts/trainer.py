@@ -1,0 +1,341 @@
+"""`TrainerHost`: somebody's trainer as the host of a `Session`, declared.
+
+A trainer is one class in one file: what it is called, which of its settings are refused, where it saves, what it
+trains, which of its methods carry its data. What is the same under all of them is here:
+
+    attach()    check -> settings -> feed -> open() -> begin() -> hooks
+    open()      Steps, the one Count; the session, started
+    the answers that `Host` asks for, by what was counted
+    load_by(), write_all(), carried(), resumed()     a load, and a save, by the trainer's own methods
+
+docs/hosts.md builds one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.session.file_errors import writing
+from megaresume.checkpoint.session.host import Host, Reading, Save
+from megaresume.checkpoint.session.random_state import RandomState
+from megaresume.checkpoint.session.ranks import on_all_ranks, same_on_all_ranks
+from megaresume.checkpoint.session.session import Session
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.count import Words
+from megaresume.hosts.feeds import Feed
+from megaresume.hosts.files import Background
+from megaresume.hosts.instances import SLOT, hook, refuse
+from megaresume.hosts.shares import check_shares
+from megaresume.hosts.steps import Steps, words_of
+from megaresume.stream.errors import UsageError
+
+T = TypeVar("T")
+
+#: (whose, name of a method, what is called in its place: it is given the method before its arguments).
+Hook = tuple[Any, str, Callable[..., Any]]
+
+
+class TrainerHost(Host):
+    """See above.
+
+    Args:
+        trainer: of which it is the host.
+    """
+
+    #: the distribution whose version is recorded.
+    package: str
+    #: for errors: see `Words`.
+    words: ClassVar[Words] = words_of()
+    #: what it has trained, and its session, once it is open.
+    steps: Steps
+    session: Session
+    #: what writes while training goes on; None: nothing does.
+    background: Background | None = None
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    # What a trainer declares
+
+    def check(self) -> None:
+        """Refuse what is no such trainer, and settings under which the data would be other data. On every rank.
+
+        Raises:
+            UsageError: naming it, and the way out: see `check_new` and `refuse`.
+        """
+
+    def settings(self, given: Checkpoints) -> Checkpoints:
+        """With what the trainer itself says of directory and retention: see `of_trainer`, `check_checkpoints`."""
+        return check_checkpoints(given)
+
+    def feed(self) -> Feed:
+        """What it trains. On every rank."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> Any:
+        """Whose generators are saved, besides those on the CPU; None: the trainer saves generators by itself."""
+        return self.trainer.device
+
+    def begin(self) -> None:
+        """The session is open: put our batches in the place of the trainer's."""
+
+    def hooks(self) -> Iterable[Hook]:
+        """The methods of this trainer, and of what belongs to it, that carry its data."""
+        return ()
+
+    def save_now(self) -> Any:
+        """Save, since the run is to stop."""
+
+    # The same for all
+
+    def attach(self, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+        """Attach it. Collective.
+
+        Args:
+            checkpoints: as they were given.
+            stop: when to save and exit.
+
+        Raises, on every rank:
+            UsageError: see `check`, `settings` and `feed`.
+            CheckpointError, SetupError, StateError: see `open`.
+        """
+        on_all_ranks(self.check)
+        checkpoints = on_all_ranks(lambda: self.settings(checkpoints))
+        self.open(on_all_ranks(self.feed), checkpoints, stop)
+        self.begin()
+        self.put_hooks()
+
+    def put_hooks(self) -> None:
+        """Hook its methods, and note that it is attached."""
+        for owner, name, function in self.hooks():
+            hook(owner, name, function)
+        setattr(self.trainer, SLOT, self)
+
+    def open(self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+        """Begin to count, and start the session. Collective.
+
+        Raises, on every rank:
+            UsageError: the loaders are not those of all ranks.
+            StateError: they have other data, or make other steps.
+            CheckpointError: another job writes to the directory.
+            SetupError: directories or clocks differ between nodes.
+        """
+        self.steps = Steps(feed, self.words)
+        self.framework = f"{self.package} {importlib.metadata.version(self.package)}"
+        self.session = self.steps.session = open_session(self, feed, checkpoints, stop)
+        if self.background is not None:
+            atexit.register(self.background.look_at_exit)
+
+    def end(self) -> None:
+        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and let other jobs save."""
+        self.session.finish()
+        self.session.close()
+
+    def iteration(self) -> int:
+        """See `Host`."""
+        return self.steps.step
+
+    def samples(self) -> int:
+        """See `Host`."""
+        return self.steps.samples
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        return self.steps.feed.topology(self.samples())
+
+    def settle(self) -> None:
+        """See `Host`."""
+        if self.background is not None:
+            self.background.settle()
+
+    def is_saving(self) -> bool:
+        """See `Host`."""
+        return self.background is not None and self.background.is_saving()
+
+    @property
+    def save_dir(self) -> Path:
+        """Where the run saves: `settings` sees to it that it is known."""
+        save_dir = self.session.save_dir
+        assert save_dir is not None
+        return save_dir
+
+    def carried(self, save: Save) -> dict[str, Any]:
+        """What a checkpoint holds besides the weights, by plain names: data state, optimizer steps, samples."""
+        return {"data": save.envelope.to_text(), "step": self.steps.step, "samples": self.steps.samples}
+
+    def resumed(self, carried: Mapping[str, Any]) -> Reading:
+        """From what `carried` gave, which was read with the weights."""
+        return self.resumed_at(carried["step"], carried["samples"], Envelope.read(carried["data"]))
+
+    def resumed_at(self, step: int, samples: int, envelope: Envelope | None, result: Any = None) -> Reading:
+        """The weights of so many steps and samples were read, and what lay with them. ``result``: of the method."""
+        self.steps.loaded(step, samples)
+        return Reading(envelope=envelope, iteration=step, samples=samples, result=result)
+
+    def load_by(
+        self,
+        read: Callable[[Choice, StepFile | None], Reading],
+        tag_dir: Path | None = None,
+        *,
+        root: Path | None = None,
+    ) -> Any:
+        """`Session.load`; nothing is trained any more if it fails.
+
+        Args:
+            read: the files of this rank; is also given what lies beside them.
+            tag_dir: exactly this checkpoint; None: the newest complete one.
+            root: that it is looked for in; None: where the run saves.
+        """
+        session = self.session
+        root, pick = (root or self.save_dir, None) if tag_dir is None else (tag_dir.parent, session.exactly(tag_dir))
+        with self.steps.loading():
+            return session.load(root, read, pick=pick)
+
+
+class Carried:
+    """The data state in a checkpoint of a trainer's, as an object that it asks for its state."""
+
+    #: its name there.
+    KEY = "megaresume"
+
+    def __init__(self) -> None:
+        #: of the save that begins, or the load that ended: see `Envelope.to_text`.
+        self.text = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved; and, before a load, what is looked for."""
+        return {self.KEY: self.text}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What was found; in a state that is not ours there is no text."""
+        self.text = str(state.get(self.KEY, ""))
+
+
+def write_all(save: Save, write: Callable[[], T]) -> T:
+    """Write the files of this rank of a save; if that fails on one rank, every rank raises, in our words."""
+
+    def write_files() -> T:
+        with writing(save.tag_dir):
+            return write()
+
+    return on_all_ranks(write_files)
+
+
+def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None) -> Session:
+    """The session of a host, started: see `TrainerHost.open`."""
+    check_shares(feed)
+    rank, device = feed.loader.dp_rank, host.device
+    session = Session(
+        host,
+        feed,
+        **checkpoints.of_session,
+        random=None if device is None else RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
+        stop=stop,
+        on_stop=lambda: host.save_now(),
+    )
+    session.start()
+    stream = feed.stream
+    on_all_ranks(lambda: bool(stream.fingerprints))
+    same_on_all_ranks(
+        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips)),
+        "the data",
+        cause="the nodes have different copies of it, or it was made with random numbers, or with other skips",
+        action="make the data from the same files, and with the same seed and skips, on every rank",
+    )
+    if session.stopper is not None:
+        session.stopper.install()
+    return session
+
+
+# What settings are refused
+
+
+def check_sizes(
+    feed: Feed, loader: str, trainer: str, sizes: Mapping[str, tuple[Any, Any, str]], *, layout: str, length: str
+) -> None:
+    """Refuse a loader for other ranks or steps than those of the trainer that reads from it.
+
+    Args:
+        feed: of the loader.
+        loader, trainer: what they are called, for errors.
+        sizes: by name, that of the loader, that of the trainer, and what makes the two equal.
+        layout: of the trainer, for errors.
+        length: its setting for the length of the run.
+
+    Raises:
+        UsageError: naming the first; or the data may end with a short step, which no such trainer can train.
+    """
+    if isinstance(feed.loader, DataLoader):
+        feed.loader.ends_elsewhere = True
+    for name, (found, expected, action) in sizes.items():
+        if found != expected:
+            raise UsageError(
+                f"the {loader} and the {trainer} have different ideas of {name}",
+                found=f"{found}, of the {loader}",
+                expected=f"{expected}, of the {trainer}: {layout}",
+                action=f"make the {loader} with {action}",
+            )
+    ends = any(source.max_epochs is not None for source in feed.stream.config.sources)
+    if ends and not feed.whole_steps:
+        raise UsageError(
+            f"the last step of the data may be short, which the {trainer} cannot train",
+            found="a DataLoader with max_epochs",
+            expected="whole steps",
+            action=f"drop_last=True leaves out what is over; or no max_epochs, and {length} for the length",
+        )
+
+
+def of_trainer(checkpoints: Checkpoints, *, save_dir: tuple[str, Any], keep_last: tuple[str, Any]) -> Checkpoints:
+    """The settings under a trainer that says by itself where it saves, and how many checkpoints it keeps.
+
+    Args:
+        checkpoints: with neither of the two.
+        save_dir, keep_last: how its own setting is called, and what it says.
+
+    Raises:
+        UsageError: one of them was given here as well, or one that is DeepSpeed's.
+    """
+    own = {"save_dir": f"set {save_dir[0]}", "keep_last": f"set {keep_last[0]}"}
+    own |= dict.fromkeys(("elastic", "adopt"), "leave it out: it is DeepSpeed's")
+    found = {name: getattr(checkpoints, name) for name in own}
+    refuse(
+        {name: (found[name] and f"Checkpoints({name}={found[name]!r})", own[name]) for name in own},
+        expected="not set",
+    )
+    return replace(checkpoints, save_dir=save_dir[1], keep_last=keep_last[1] or None)
+
+
+_ACTION = "Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks"
+
+
+def check_checkpoints(checkpoints: Checkpoints, trainer: str = "a loop", action: str = _ACTION) -> Checkpoints:
+    """The settings under a trainer that leaves to us where it saves.
+
+    Args:
+        checkpoints: as they were given.
+        trainer, action: for the error.
+
+    Raises:
+        UsageError: no ``save_dir``, or a setting that is DeepSpeed's.
+    """
+    found = {"save_dir": checkpoints.save_dir, "elastic": checkpoints.elastic, "adopt": checkpoints.adopt}
+    if found["save_dir"] is None or found["elastic"] or found["adopt"]:
+        raise UsageError(
+            f"{trainer} cannot save by these checkpoints",
+            found=", ".join(f"{name}={value}" for name, value in found.items()),
+            expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
+            action=action,
+        )
+    return checkpoints

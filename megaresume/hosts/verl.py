@@ -1,0 +1,400 @@
+"""Exact data resume for VeRL: its supervised trainer, and the prompts of its reinforcement learning.
+
+    megaresume.attach(sft_trainer.SFTTrainer)
+    sft_trainer.main()
+
+    megaresume.attach(PPOTrainer)  # of verl.trainer.ppo.v1, in the driver
+
+VeRL computes its epoch from the step number and today's batch size. So to it the whole run is one epoch: a ``for`` goes
+from where the run is to its end, and is longer than the run is.
+
+`VerlHost`: the supervised trainer. The data state lies in ``global_step_10``, in the file where VeRL puts that of its
+loader. Hooked on the instances:
+
+    ckpt_handler.load_checkpoint    what ``resume_mode`` says; begins if there is nothing
+    ckpt_handler.save_checkpoint    saved by the session: commit, lock, ledger, retention
+    training_client.train_batch     a step is made
+    trainer.fit                     the end of the run
+
+`Prompts`: one driver hands them out, and VeRL saves where it is as ``data.pt``. What it was handed for a step that has
+not ended, and what is in flight in a rollout, is VeRL's own business. So they are not under `Count`: no optimizer step
+of this process trains them.
+
+See docs/verl.md. Importing this does not import VeRL.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.paths import tag_iteration, verl_tag
+from megaresume.checkpoint.session.host import Reading, Save
+from megaresume.checkpoint.session.ranks import on_all_ranks, world_size
+from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.hosts.feeds import Feed, Items
+from megaresume.hosts.instances import SLOT, check_new, hook, refuse, replaced
+from megaresume.hosts.steps import Steps, words_of
+from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, write_all
+from megaresume.stream.data_yaml import Append
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
+
+#: the file of the loader's state, and what of ours is in the place of torchdata's.
+FILE, KEY = "data_0.pt", Carried.KEY
+
+_SHARD = re.compile(r"model_world_size_([0-9]+)_rank_[0-9]+\.pt")
+
+
+def attach(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints()) -> None:
+    """Give VeRL's supervised trainer its data in an exact order, and its checkpoints the state of that data. See
+    `megaresume.attach`.
+
+    Dataset, batch size, workers and seed are those of VeRL's config, which also says where and when it saves, and how
+    many checkpoints it keeps. With ``resume_mode=auto`` it goes on from the newest complete checkpoint.
+
+    Args:
+        trainer: VeRL's ``SFTTrainer``, or of a class made from it.
+        append: what a resume does if the dataset has grown: see `megaresume.DataLoader`.
+        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+
+    Raises, on every rank:
+        UsageError: a setting under which the data would be other data, by name; or attached already.
+        CheckpointError: another job writes to ``default_local_dir``.
+    """
+    VerlHost(trainer, append).attach(checkpoints)
+
+
+class Batches(Carried):
+    """Those of this rank, and the text that a checkpoint has of them.
+
+    Args:
+        steps: the micro-batches, of `Items`.
+        epochs: of the run.
+    """
+
+    def __init__(self, steps: Steps, epochs: int) -> None:
+        super().__init__()
+        self.steps, self._loader, self._epochs = steps, steps.feed.loader, epochs
+        #: steps at the end of the data; with `end`, since the start of the run.
+        self.total = 0
+        self.end()
+
+    def end(self) -> None:
+        """Count, from where the run is, how many steps its epochs have."""
+        loader = self._loader
+        loader.stop = _end_of(loader, self._epochs)
+        self.total = self.steps.step + (loader.stop - loader.samples) // loader.step_samples
+
+    def __len__(self) -> int:
+        return self.total + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.steps.to_the_end()
+
+
+def _end_of(loader: DataLoader, epochs: int) -> int:
+    """The sample with which a run of so many epochs ends."""
+    after_this = epochs - loader.epoch - 1
+    return max(loader.epoch_end + math.ceil(after_this * loader.items), loader.samples)
+
+
+class VerlHost(TrainerHost):
+    """See `TrainerHost`.
+
+    Args:
+        trainer: VeRL's ``SFTTrainer``.
+        append: see `attach`.
+    """
+
+    package = "verl"
+    words = words_of(name="trainer.train_dataloader", clock="training_client.train_batch()")
+    forgotten = "trainer.resume_mode is disable"
+    load = "trainer.resume_mode=auto"
+    begin_anew = "merge its weights (verl.model_merger) for model.path, and set another trainer.default_local_dir"
+
+    def __init__(self, trainer: Any, append: Append | None) -> None:
+        super().__init__(trainer)
+        self._append = append
+
+    def check(self) -> None:
+        """See `TrainerHost`."""
+        trainer, needed = self.trainer, ("ckpt_handler", "training_client", "train_dataset", "fit")
+        check_new(
+            trainer,
+            "trainer",
+            missing=[name for name in needed if not hasattr(trainer, name)],
+            headline="this is no supervised trainer of VeRL's, or it is not made so far",
+            expected="an SFTTrainer with its ckpt_handler; 0.9.1 was tried",
+            action="megaresume.attach(SFTTrainer), of the class, before an instance is made",
+        )
+        if hasattr(trainer, "resume_global_step"):
+            raise UsageError(
+                "this trainer has loaded its checkpoint already",
+                found="an SFTTrainer that is made",
+                expected="its class: an instance loads its checkpoint as it is made, and is attached just before that",
+                action="megaresume.attach(SFTTrainer), before SFTTrainer(config)",
+            )
+        hdfs, copies = getattr(trainer.ckpt_handler, "default_hdfs_dir", None), "megaresume.Checkpoints(stage_to=...)"
+        action = f"megaresume.attach(SFTTrainer, checkpoints={copies}) copies checkpoints"
+        refuse({"trainer.default_hdfs_dir": (hdfs, action)})
+
+    def settings(self, given: Checkpoints) -> Checkpoints:
+        """See `TrainerHost`."""
+        handler = self.trainer.ckpt_handler
+        return of_trainer(
+            given,
+            save_dir=("trainer.default_local_dir", handler.default_local_dir),
+            keep_last=("trainer.max_ckpt_to_keep", handler.max_ckpt_to_keep),
+        )
+
+    @property
+    def device(self) -> Any:
+        """See `TrainerHost`."""
+        return torch.device(self.trainer.config.trainer.device if torch.cuda.is_available() else "cpu")
+
+    def feed(self) -> Feed:
+        """See `TrainerHost`."""
+        trainer, data, engine = self.trainer, self.trainer.config.data, self.trainer.engine
+        ranks = engine.get_data_parallel_size()
+        if data.train_batch_size % ranks:
+            raise UsageError(
+                "data.train_batch_size cannot be divided by the data-parallel ranks",
+                found=f"{data.train_batch_size} by {ranks}",
+                expected=f"a multiple of {ranks}",
+            )
+        loader = DataLoader(
+            trainer.train_dataset,
+            data.train_batch_size // ranks,
+            seed=trainer.config.trainer.seed,
+            collate_fn=trainer.collate_fn,
+            num_workers=data.num_workers,
+            drop_last=True,
+            append=self._append,
+            dp_rank=engine.get_data_parallel_rank(),
+            dp_size=ranks,
+        )
+        return Items(loader.made_by("megaresume.attach"))
+
+    def begin(self) -> None:
+        """See `TrainerHost`."""
+        trainer = self.trainer
+        # Retention is the session's: what VeRL deletes, it deletes before the newer one is complete.
+        trainer.ckpt_handler.max_ckpt_to_keep = None
+        self.batches = Batches(self.steps, trainer.config.trainer.total_epochs)
+        trainer.train_dataloader = trainer.ckpt_handler.train_dataloader = self.batches
+
+    def hooks(self) -> list[Hook]:
+        """See `TrainerHost`."""
+        handler = self.trainer.ckpt_handler
+        return [
+            (handler, "load_checkpoint", self._load),
+            (handler, "save_checkpoint", self._save),
+            (self.trainer.training_client, "train_batch", self._step),
+            (self.trainer, "fit", self._fit),
+        ]
+
+    def _load(self, load: Any) -> Any:
+        """Go on from what ``resume_mode`` says; begin if there is nothing.
+
+        Raises, on every rank:
+            CheckpointError, StateError: see `Session.load`.
+        """
+        trainer, asked = self.trainer, self.trainer.ckpt_handler
+        found = None
+        if asked.resume_mode != "disable":
+            path = None if asked.resume_from_path is None else Path(os.path.abspath(asked.resume_from_path))
+            found = self.load_by(lambda choice, _: self._read(choice, load), path)
+        with replaced(asked, resume_mode="disable"):
+            result = load() if found is None else found[0]
+        on_all_ranks(self.batches.end)
+        if trainer.config.trainer.total_training_steps is None:
+            trainer.total_training_steps = self.batches.total
+        trainer.steps_per_epoch = len(self.batches)
+        return result
+
+    def _read(self, choice: Choice, load: Any) -> Reading:
+        on_all_ranks(lambda: _check_ranks(choice.tag_dir))
+        with replaced(self.trainer.ckpt_handler, resume_mode="resume_path", resume_from_path=str(choice.tag_dir)):
+            result = load()
+        # Its own way to read the loader's state goes on without one, and by the name of today's rank.
+        state = torch.load(choice.tag_dir / FILE, map_location="cpu", weights_only=True)
+        envelope, step = Envelope.read(state[KEY]), tag_iteration(choice.tag)
+        assert step is not None
+        return self.resumed_at(step, envelope.samples, envelope, result=(result,))
+
+    def _fit(self, fit: Any, *args: Any, **more: Any) -> None:
+        fit(*args, **more)
+        self.end()
+
+    def _step(self, step: Any, *args: Any, **more: Any) -> Any:
+        result = step(*args, **more)
+        self.steps.stepped()
+        return result
+
+    def _save(self, save: Any, *args: Any, **more: Any) -> None:
+        def write(saving: Save) -> None:
+            self.batches.text = saving.envelope.to_text()
+            write_all(saving, lambda: save(*args, **more))
+
+        self.session.save(self.save_dir, write, tag=verl_tag(self.steps.step))
+
+
+def _check_ranks(tag_dir: Path) -> None:
+    """Raise a CheckpointError for weights that VeRL cannot read on these ranks: its FSDP saves one file for each."""
+    sizes = {int(match[1]) for path in tag_dir.iterdir() if (match := _SHARD.fullmatch(path.name))}
+    if sizes and world_size() not in sizes:
+        raise CheckpointError(
+            f"the weights in {tag_dir.name} are of another number of ranks",
+            found=f"files of {' and '.join(map(str, sorted(sizes)))} ranks in {tag_dir}",
+            expected=f"{world_size()}, as there are now",
+            cause="VeRL's FSDP reads its files on as many ranks as have written them; the data would go on",
+            action=f"start on {max(sizes)} ranks",
+        )
+
+
+# The prompts of reinforcement learning
+
+
+class Prompts:
+    """What a trainer iterates over, in the place of torchdata's ``StatefulDataLoader``.
+
+    Args:
+        trainer: VeRL's.
+        loader: the prompts, for one rank.
+    """
+
+    def __init__(self, trainer: Any, loader: DataLoader) -> None:
+        self._trainer, self.loader = trainer, loader
+        #: steps at the end of the data, since the start of the run.
+        self.total = 0
+        #: whether a state was loaded.
+        self.is_loaded = False
+        self.end(0)
+
+    def end(self, step: int) -> None:
+        """Count how many steps the run has, which is at this one."""
+        loader, config = self.loader, self._trainer.config
+        end = _end_of(loader, config.trainer.total_epochs)
+        self.total = step + (end - loader.samples) // config.data.train_batch_size
+
+    def __len__(self) -> int:
+        return self.total + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """What VeRL saves as ``data.pt``."""
+        return {KEY: self.loader.state_dict(), "step": self._trainer.global_steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        """What VeRL has found there.
+
+        Raises:
+            StateError: it is none of ours, or of another step or other prompts.
+        """
+        step = self._trainer.global_steps
+        if not isinstance(state, Mapping) or KEY not in state:
+            raise _unknown(
+                step, "a data.pt that was written without megaresume", "it has the state of torchdata's loader"
+            )
+        if state.get("step") != step:
+            raise StateError(
+                "the weights and the data.pt are of different steps",
+                found=f"weights of global_step_{step}, data.pt of step {state.get('step')}",
+                expected="the same",
+                cause="a data.pt was copied from another checkpoint",
+                action=f"load another checkpoint: trainer.resume_mode=resume_path; global_step_{step} is mixed",
+            )
+        self.loader.load_state_dict(state[KEY])
+        self.is_loaded = True
+
+
+def attach_prompts(trainer: Any, *, append: Append | None = None) -> None:
+    """Give a trainer of VeRL's reinforcement learning its prompts in an exact order. See
+    `megaresume.attach`.
+
+    Prompts, batch sizes, workers, shuffling and seed are those of VeRL's config. A resume goes on with the next prompt,
+    also with other batch sizes; without the state of the prompts it is refused.
+
+    Args:
+        trainer: VeRL's ``PPOTrainer`` or ``RayPPOTrainer``, or of a class made from it.
+        append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
+
+    Raises:
+        UsageError: something else, or prompts that change while it trains; or attached already.
+    """
+    needed = ("train_dataloader", "train_dataset", "_load_checkpoint", "_save_checkpoint", "config")
+    check_new(
+        trainer,
+        "trainer",
+        missing=[name for name in needed if not hasattr(trainer, name)],
+        headline="this is no trainer of VeRL's reinforcement learning, or it is not made so far",
+        expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
+        action="megaresume.attach(PPOTrainer), of the class, before an instance is made",
+    )
+    if hasattr(trainer.train_dataset, "on_batch_end"):
+        raise UsageError(
+            "prompts that change while it trains cannot be used with megaresume.attach",
+            found=f"{type(trainer.train_dataset).__qualname__}.on_batch_end",
+            expected="a dataset that stays as it is",
+            action="leave data.datagen out",
+        )
+    data, theirs = trainer.config.data, trainer.train_dataloader
+    loader = DataLoader(
+        trainer.train_dataset,
+        theirs.batch_size,
+        shuffle=data.shuffle,
+        seed=data.get("seed") or 0,
+        collate_fn=theirs.collate_fn,
+        num_workers=theirs.num_workers,
+        append=append,
+        dp_rank=0,
+        dp_size=1,
+    ).made_by("megaresume.attach")
+    trainer.train_dataloader = prompts = Prompts(trainer, loader)
+    setattr(trainer, SLOT, prompts)
+    _set_length(trainer, prompts)
+    hook(trainer, "_load_checkpoint", lambda load: _load_prompts(trainer, prompts, load))
+
+
+def _load_prompts(trainer: Any, prompts: Prompts, load: Any) -> Any:
+    """VeRL's own, which goes on without a ``data.pt``."""
+    # The older trainer passes over a data.pt at what it takes for the end of an epoch, by today's batch size.
+    prompts.is_loaded, prompts.total = False, sys.maxsize - 1
+    result = load()
+    step = trainer.global_steps
+    if step and not prompts.is_loaded:
+        raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
+    prompts.end(step)
+    _set_length(trainer, prompts)
+    return result
+
+
+def _set_length(trainer: Any, prompts: Prompts) -> None:
+    if trainer.config.trainer.total_training_steps is None:
+        trainer.total_training_steps = prompts.total
+    if hasattr(trainer, "steps_per_epoch"):
+        trainer.steps_per_epoch = len(prompts)
+
+
+def _unknown(step: int, found: str, cause: str) -> StateError:
+    return StateError(
+        "the checkpoint has no state of its prompts",
+        found=found,
+        expected="the data.pt that was saved with the weights",
+        cause=cause,
+        action=f"load another checkpoint (trainer.resume_mode=resume_path); or merge the weights of global_step_{step} "
+        "(verl.model_merger) for actor_rollout_ref.model.path, and set another trainer.default_local_dir",
+    )
