@@ -154,6 +154,25 @@ def test_what_is_returned_is_taken_again() -> None:
     assert list(count.stepped()) == ["batch 2", "batch 3"]
 
 
+def test_what_is_ahead_of_a_trainer_that_tells_of_no_step_stays_out() -> None:
+    count = count_at(2)
+    count.trained_to(12, ahead=None)
+    assert [taken.batch for taken in count.out] == ["batch 3"] and count.samples == 12
+    with pytest.raises(StateError, match="batch 3 taken since"):
+        count.trained_to(12)
+
+
+def test_after_a_step_nothing_of_the_next_is_used() -> None:
+    count = count_at(2)
+    count.use()
+    count.stepped()
+    count.check_save()
+    count = count_at(1)
+    count.use()
+    count.return_all()
+    count.check_save()
+
+
 def test_many_are_named_in_part() -> None:
     count: Count[str] = Count(WORDS)
     count.begin(12)

@@ -70,6 +70,7 @@ def run(
     save_every: int = 5,
     limit: int | None = None,
     load: str | None = None,
+    mistake: str = "",
     stop: Any = None,
     backend: str = "",
     watch: Callable[[Any], None] | None = None,
@@ -87,7 +88,10 @@ def run(
         options = {"max_epochs": epochs} | options
     loader = loader_of(Numbers() if data is None else data, batch, accumulation, **options)
     loop = megaresume.attach(accelerator, loader, stop=stop)
-    accelerator.load_state(load)
+    if mistake != "load":
+        accelerator.load_state(load)
+    if mistake == "look":
+        next(iter(loop))
     while loop.samples < epochs * ITEMS if steps is None else loop.step < steps:
         for micro in loop:
             is_text, step = isinstance(data, str), loop.step + 1

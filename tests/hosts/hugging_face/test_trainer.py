@@ -21,7 +21,6 @@ pytest.importorskip("accelerate")
 import torch
 
 import megaresume
-from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
@@ -72,12 +71,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(killed: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     return copied(killed, tmp_path)
-
-
-def test_every_epoch_has_every_item_once(order: list[int]) -> None:
-    epochs = [order[ITEMS * e : ITEMS * (e + 1)] for e in range(3)]
-    assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_what_two_ranks_trained_before_the_kill(killed: Path, order: list[int]) -> None:
@@ -141,20 +134,9 @@ def digest_of(output: Path, step: int) -> str:
     return json.loads((output / "megaresume" / f"step_{step:07d}.manifest.json").read_text())["digest"]
 
 
-def test_more_data(copy: Path, order: list[int]) -> None:
-    with pytest.raises(StateError, match=r"10 items were added after(.|\n)*append='next_epoch'"):
-        run(copy, attempt=2, data=Numbers(110))
-    run(copy, attempt=2, data=Numbers(110), attach={"append": "next_epoch"}, per_device_train_batch_size=4)
-    handed = items(trained(copy))
-    assert handed[:200] == order[:200]
-    assert sorted(handed[200:]) == list(range(110))
-
-
 def test_other_data_is_refused(copy: Path) -> None:
     with pytest.raises(StateError, match="contents"):
         run(copy, attempt=2, data=Numbers(first=1))
-    with pytest.raises(StateError, match="99 items"):
-        run(copy, attempt=2, data=Numbers(99))
 
 
 def test_from_one_epoch_to_three(tmp_path: Path, order: list[int]) -> None:
@@ -236,13 +218,6 @@ def test_save_total_limit_keeps_the_newest_complete_ones(tmp_path: Path, monkeyp
     assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-13"]
 
 
-def test_a_damaged_checkpoint_is_passed_over(copy: Path, order: list[int]) -> None:
-    (copy / "checkpoint-15" / "model.safetensors").write_bytes(b"")
-    run(copy, attempt=2, per_device_train_batch_size=4)
-    assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 11
-    assert items(trained(copy)) == order
-
-
 def test_checkpoints_are_not_saved_over_or_begun_without_their_data(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did not load a checkpoint"):
         run(copy, resume=None)
@@ -255,17 +230,6 @@ def test_checkpoints_are_not_saved_over_or_begun_without_their_data(copy: Path, 
     (copy / "latest").unlink()
     with pytest.raises(StateError, match="the checkpoint has no data state"):
         run(copy)
-
-
-def test_it_saves_and_stops_when_asked(tmp_path: Path, order: list[int]) -> None:
-    output = tmp_path / "run"
-    stop = megaresume.StopConditions(file=str(tmp_path / "stop"), status=3)
-    with pytest.raises(megaresume.Stopped):
-        run(output, attach={"stop": stop}, per_device_train_batch_size=4, kill=("stop", 7))
-    choice = choose(output)
-    assert choice is not None and choice.iteration == len(trained(output)) == 7
-    run(output, attempt=2, per_device_train_batch_size=4)
-    assert items(trained(output)) == order
 
 
 class OwnSampler(Recorder):

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,7 @@ def run(
     checkpoints: dict[str, Any] | None = None,
     stop: Any = None,
     watch: Callable[[L.Trainer], None] | None = None,
+    callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> L.Trainer:
     """Train to the end; the record lies beside the directory."""
@@ -200,7 +201,7 @@ def run(
     callback = ModelCheckpoint(links, **{"every_n_train_steps": save_every, "save_top_k": -1} | (saver or {}))
     made = trainer_of(
         directory,
-        callbacks=[callback],
+        callbacks=[callback, *callbacks],
         **{"max_epochs": epochs, "accumulate_grad_batches": accumulation} | (trainer or {}),
     )
     megaresume.attach(made, checkpoints=megaresume.Checkpoints(save_dir=directory, **checkpoints or {}), stop=stop)

@@ -18,14 +18,12 @@ pytest.importorskip("lightning")
 
 import torch
 
-import megaresume
-from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.errors import UsageError
 from tests.hosts.lightning.program import Module, Texts, run
-from tests.hosts.torch.program import ITEMS, Numbers
+from tests.hosts.torch.program import ITEMS
 from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
@@ -90,47 +88,6 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     return copied(killed, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [
-        (8, {"batch": 4, "accumulation": 2}),
-        (8, {"batch": 2, "accumulation": 4, "num_workers": 2, "persistent_workers": True}),
-        (4, {"batch": 4, "accumulation": 1}),  # the global batch halved
-        (6, {"batch": 2, "accumulation": 3}),  # the last step has fewer micro-batches
-        (7, {"batch": 7, "accumulation": 1}),  # the last batch is short
-    ],
-    ids=["same", "workers", "halved", "odd", "short"],
-)
-def test_two_ranks_to_one(
-    copy: Path, order: list[int], size: int, options: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    trainer = run(copy, attempt=2, save_every=50, **options)
-    said = capfd.readouterr().out
-    assert f"gbs 8->{size} | repeated 0 skipped 0 | step 16 from global_step16 | random state seeded anew" in said
-    steps = trained(copy)
-    assert items(steps) == order
-    assert [len(step) for step in steps[16:]] == [size] * (172 // size) + ([172 % size] if 172 % size else [])
-    assert (trainer.current_epoch, trainer.global_step) == (3, len(steps))
-    entries = read_ledger(ledger_path(copy)).entries
-    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 300)]
-
-
-def test_two_ranks_go_on_bit_for_bit(copy: Path, tmp_path: Path, order: list[int]) -> None:
-    assert fork(2, copy, attempt=2, batch=2) == [0, 0]
-    assert items(trained(copy)) == order
-    assert fork(2, tmp_path / "whole", batch=2) == [0, 0]
-    assert losses(copy) == losses(tmp_path / "whole")
-
-
-def test_more_data(copy: Path, order: list[int]) -> None:
-    with pytest.raises(StateError, match=r"10 items were added after(.|\n)*append='next_epoch'"):
-        run(copy, attempt=2, data=Numbers(110))
-    run(copy, attempt=2, save_every=50, data=Numbers(110), append="next_epoch")
-    handed = items(trained(copy))
-    assert handed[:200] == order[:200]
-    assert sorted(handed[200:]) == list(range(110))
-
-
 def test_packed_texts(tmp_path: Path) -> None:
     def interrupt(trainer: Any) -> None:
         if trainer.global_step == 17:
@@ -144,11 +101,6 @@ def test_packed_texts(tmp_path: Path) -> None:
         run(tmp_path / "run", batch=2, watch=interrupt, **layout)
     run(tmp_path / "run", attempt=2, batch=3, **layout)
     assert items(trained(tmp_path / "run")) == order
-
-
-def test_other_data_is_refused(copy: Path) -> None:
-    with pytest.raises(StateError, match="99 items"):
-        run(copy, attempt=2, data=Numbers(99))
 
 
 def test_from_one_epoch_to_three(tmp_path: Path, order: list[int]) -> None:
@@ -191,21 +143,6 @@ def test_losses_and_counters_are_those_of_a_run_that_nobody_stopped(
     assert {(line["step"], line["epoch"], line["batch"]) for line in again} <= unbroken
 
 
-def test_it_saves_and_stops_when_asked(tmp_path: Path, order: list[int]) -> None:
-    stop = megaresume.StopConditions(file=str(tmp_path / "stop"), status=3)
-
-    def ask(trainer: Any) -> None:
-        if trainer.global_step == 7:
-            (tmp_path / "stop").touch()
-
-    with pytest.raises(megaresume.Stopped):
-        run(tmp_path / "run", stop=stop, watch=ask, save_every=50)
-    choice = choose(tmp_path / "run")
-    assert choice is not None and choice.iteration == len(trained(tmp_path / "run")) == 7
-    run(tmp_path / "run", attempt=2, save_every=50, trainer={"max_steps": 10})
-    assert items(trained(tmp_path / "run")) == order[:80]
-
-
 @pytest.mark.parametrize("last", ["link", True])
 def test_files_of_the_model_checkpoint_are_links(tmp_path: Path, order: list[int], last: Any) -> None:
     directory, links = tmp_path / "run", tmp_path / "links"
@@ -238,17 +175,18 @@ def test_a_checkpoint_by_its_path_and_a_branch_that_was_given_up(tmp_path: Path,
     assert items(trained(directory)) == order[:160]
 
 
-def test_a_damaged_checkpoint_is_passed_over(copy: Path, order: list[int]) -> None:
-    (copy / "global_step16" / "checkpoint.ckpt").write_bytes(b"")
-    run(copy, attempt=2)
-    assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 9
-    assert items(trained(copy)) == order
-
-
 def test_the_program_knows_the_run(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(whole)]) == 0
     assert main(["latest", str(whole)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(whole / "global_step26")
+
+
+def test_with_workers(copy: Path, order: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = run(copy, attempt=2, save_every=50, batch=2, accumulation=4, num_workers=2, persistent_workers=True)
+    said = capfd.readouterr().out
+    assert "gbs 8->8 | repeated 0 skipped 0 | step 16 from global_step16 | random state seeded anew" in said
+    assert items(trained(copy)) == order
+    assert (trainer.current_epoch, trainer.global_step) == (3, 38)
 
 
 @pytest.mark.release

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.session import ranks
+from megaresume.hosts.driver import write_down
 
 ITEMS, BASE = 100, 32
 
@@ -107,6 +108,7 @@ def run(
     parallel: str = "ddp",
     writer: Any = "dcp",
     load: dict[str, Any] | None = None,
+    mistake: str = "",
     checkpoints: dict[str, Any] | None = None,
     stop: Any = None,
     watch: Callable[[Any], None] | None = None,
@@ -123,7 +125,10 @@ def run(
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     settings = Checkpoints(save_dir=directory, **checkpoints or {})
     loop = megaresume.attach(objects, loader, checkpoints=settings, writer=writer, stop=stop)
-    loop.load(**load or {})
+    if mistake != "load":
+        loop.load(**load or {})
+    if mistake == "look":
+        next(iter(loop))
     rank = dist.get_rank() if dist.is_initialized() else 0
     while loop.samples < epochs * ITEMS if steps is None else loop.step < steps:
         for micro in loop:
@@ -156,12 +161,6 @@ def run(
     loop.save()
     loop.finish()
     return loop
-
-
-def write_down(directory: Path, rank: int, **line: Any) -> None:
-    """A line of the record of a rank, beside the directory."""
-    with directory.with_name(f"{directory.name}.record.{rank}").open("a") as file:
-        file.write(json.dumps({"rank": rank, **line}) + "\n")
 
 
 def die_in_the_next_save() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from megaresume.hosts.driver import copied, items, lines, losses, trained
 from tests.warm import WarmJob
+
+__all__ = ["copied", "items", "lines", "losses", "trained"]
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {
@@ -61,41 +62,6 @@ def launch_forked(program: Path, directory: Path, ranks: int, **options: Any) ->
         return job.wait(), job.text()
 
 
-def copied(directory: Path, to: Path) -> Path:
-    """A copy of a run, with what it has written down beside it."""
-    for path in directory.parent.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, to / path.name)
-    return to / directory.name
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    """What the ranks have written down beside a directory, in all attempts."""
-    paths = sorted(directory.parent.glob(f"{directory.name}.record.*"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-
-
-def trained(directory: Path) -> list[list[int]]:
-    """The items of each step, in the order of the stream; what a later process did again counts once."""
-    steps: dict[int, dict[int, list[list[int]]]] = {}
-    written = lines(directory)
-    for attempt in sorted({line["attempt"] for line in written}):
-        mine = [line for line in written if line["attempt"] == attempt]
-        first = min(line["step"] for line in mine)
-        steps = {step: of_ranks for step, of_ranks in steps.items() if step < first}
-        for line in mine:
-            steps.setdefault(line["step"], {}).setdefault(line["rank"], []).append(line["items"])
-    assert sorted(steps) == list(range(1, len(steps) + 1))
-    return [
-        [item for of_ranks in zip_longest(*steps[step].values(), fillvalue=[]) for items in of_ranks for item in items]
-        for step in sorted(steps)
-    ]
-
-
-def items(steps: list[list[int]]) -> list[int]:
-    """Of all steps, one after the other."""
-    return list(chain.from_iterable(steps))
-
-
 def nearly_three_epochs(directory: Path) -> list[int]:
     """The items of a run of 37 steps of 8, which go through 100 of them."""
     steps = trained(directory)
@@ -104,11 +70,3 @@ def nearly_three_epochs(directory: Path) -> list[int]:
     assert sorted(handed[:100]) == sorted(handed[100:200]) == list(range(100))
     assert len(set(handed[200:])) == 96 and handed[:100] != handed[100:200]
     return handed
-
-
-def losses(directory: Path) -> dict[int, list[float]]:
-    """Of each step, as it was trained last."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for line in lines(directory):
-        found.setdefault((line["step"], line["attempt"]), []).append(line["loss"])
-    return {step: found[step, attempt] for step, attempt in sorted(found)}

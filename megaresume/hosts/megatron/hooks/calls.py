@@ -30,6 +30,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.checkpoint.paths import TRACKER
+from megaresume.files import read_file
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.hooking.importing import wrap
 from megaresume.hosts.megatron.arguments import Settings
@@ -402,11 +403,12 @@ def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the 
     for chunk, counted in enumerate(current.taken):
         if counted.is_untouched and (chunk or not is_rank_0):
             continue  # a stage that needs no tokens
+        count = counted.count
         if current.project.kind != "megatron-lm" and not counted.is_untouched:
-            continue  # the engine takes its batches, and proves them
+            count.trained_to(min(trained, count.end), ahead=None)  # the engine takes its batches, and proves them
+            continue
         # A loop may take the batches of its step before the schedule begins; and a step is run again on the same ones.
         ahead = {0} if during == "a save" and not _is_run_again() else {0, _step_size(current.args)}
-        count = counted.count
         try:
             count.trained_to(trained, ahead=None if during == "the end" else ahead)
         except StateError:

@@ -1,0 +1,195 @@
+"""`HostContract`: what every host must do, as a suite of tests for pytest; for people who write one. See docs/hosts.md.
+
+    class TestMine(HostContract):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def driver(cls) -> Driver:
+            return MyDriver()
+
+A `Driver` trains a small model with dropout on items, of which item i holds the number i. By `write_down` it notes what
+each step was given, as the model reads it. A `Job` says what to do differently each time. The suite starts few runs:
+one of one rank, one of two ranks that is killed in a save, and copies of it.
+
+    every epoch                has every item once, in another order
+    killed in a save           gone on with by one rank, with steps of other sizes, and by the same ranks, bit for bit
+    killed between two saves   the losses are those of a run that nobody killed: dropout, optimizer, schedule
+    asked to stop              it saves and exits
+    more items                 each comes once; without ``append`` they are refused, and so are other items
+    a batch that was taken and not trained, a forgotten load, a damaged checkpoint
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.hosts.driver import ITEMS, STEP, Driver, Job, copied, items, lines, losses, trained
+
+
+class HostContract:
+    """See above. A trainer that cannot do a thing says so in a class attribute, and its page says so to its users."""
+
+    #: ranks of the run that is killed.
+    ranks = 2
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driver(cls) -> Driver:
+        """Of this trainer."""
+        raise NotImplementedError("a subclass has a fixture `driver`")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def whole(cls, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A run of one rank, which nobody stops."""
+        directory = tmp_path_factory.mktemp("whole") / "run"
+        cls.ended(driver, Job(directory=directory))
+        return directory
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def order(cls, whole: Path) -> list[int]:
+        """The items that it has trained."""
+        steps = trained(whole)
+        assert [len(step) for step in steps] == [STEP] * (3 * ITEMS // STEP) + [3 * ITEMS % STEP]
+        return items(steps)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def killed(cls, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """One of two ranks, killed in the second epoch: in the middle of the save of step 24."""
+        directory = tmp_path_factory.mktemp("killed") / "run"
+        ran = driver.run(cls.of_ranks(directory=directory, save_every=8, kill=("save", 24)))
+        assert ran.status in (-signal.SIGKILL, 128 + signal.SIGKILL, 1), ran.said[-3000:]
+        assert len(trained(directory)) == 24 and cls.newest(directory) == 16, ran.said[-3000:]
+        return directory
+
+    @pytest.fixture
+    def copy(self, killed: Path, tmp_path: Path) -> Path:
+        """A copy of it."""
+        return copied(killed, tmp_path)
+
+    @staticmethod
+    def checkpoints_of(directory: Path) -> Path:
+        """Where the checkpoints of a run lie: in the directory of its job, or in one within that."""
+        return directory
+
+    @classmethod
+    def choice_of(cls, directory: Path) -> Choice | None:
+        """The newest complete checkpoint; None: there is none."""
+        return choose(cls.checkpoints_of(directory))
+
+    @classmethod
+    def newest(cls, directory: Path) -> int | None:
+        """Its step."""
+        choice = cls.choice_of(directory)
+        return None if choice is None else choice.iteration
+
+    @classmethod
+    def of_ranks(cls, **options: Any) -> Job:
+        """A job of several ranks, with the steps of one."""
+        return Job(ranks=cls.ranks, **{"batch": 4 // cls.ranks} | options)
+
+    @staticmethod
+    def ended(driver: Driver, job: Job) -> str:
+        """What a run said that came to its end."""
+        ran = driver.run(job)
+        assert ran.status == 0, ran.said[-6000:]
+        return ran.said
+
+    @staticmethod
+    def refused(driver: Driver, job: Job, *words: str) -> None:
+        """A run is refused; it says so, in one of these ways."""
+        ran = driver.run(job)
+        assert ran.status != 0 and any(one in ran.said for one in words), ran.said[-6000:]
+
+    def test_every_epoch_has_every_item_once(self, order: list[int]) -> None:
+        epochs = [order[ITEMS * epoch : ITEMS * (epoch + 1)] for epoch in range(3)]
+        assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs)
+        assert epochs[0] != epochs[1] != epochs[2]
+
+    @pytest.mark.parametrize(
+        ("batch", "accumulation"),
+        [(4, 2), (4, 1), (7, 1), (2, 3)],
+        ids=["same", "halved", "the last batch is short", "the last step has fewer micro-batches"],
+    )
+    def test_killed_in_a_save_and_gone_on_with_by_one_rank(
+        self, driver: Driver, copy: Path, order: list[int], batch: int, accumulation: int
+    ) -> None:
+        said = self.ended(driver, Job(directory=copy, attempt=2, batch=batch, accumulation=accumulation))
+        assert "repeated 0 skipped 0" in said, said[-3000:]
+        size, left, steps = batch * accumulation, 3 * ITEMS - 16 * STEP, trained(copy)
+        assert items(steps) == order
+        assert [len(step) for step in steps[16:]] == [size] * (left // size) + [left % size] * bool(left % size)
+        entries = read_ledger(ledger_path(self.checkpoints_of(copy))).entries
+        assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 3 * ITEMS)]
+        assert self.newest(copy) == len(steps)
+
+    def test_the_same_ranks_go_on_bit_for_bit(
+        self, driver: Driver, copy: Path, tmp_path: Path, order: list[int]
+    ) -> None:
+        said = self.ended(driver, self.of_ranks(directory=copy, attempt=2))
+        assert "random state restored" in said, said[-3000:]
+        assert items(trained(copy)) == order
+        self.ended(driver, self.of_ranks(directory=tmp_path / "whole"))
+        assert losses(copy) == losses(tmp_path / "whole")
+
+    def test_the_losses_are_those_of_a_run_that_nobody_killed(
+        self, driver: Driver, whole: Path, tmp_path: Path
+    ) -> None:
+        """The checkpoint is that of the end of an epoch."""
+        job: dict[str, Any] = {"directory": tmp_path / "run", "save_every": 13}
+        assert driver.run(Job(kill=("step", 17), **job)).status != 0
+        self.ended(driver, Job(attempt=2, **job))
+        assert next(line["step"] for line in lines(tmp_path / "run") if line["attempt"] == 2) == 14
+        assert losses(tmp_path / "run") == losses(whole)
+
+    def test_it_saves_and_stops_when_asked(self, driver: Driver, tmp_path: Path, order: list[int]) -> None:
+        directory = tmp_path / "run"
+        driver.run(Job(directory=directory, stop_after=7))
+        assert self.newest(directory) == len(trained(directory)) == 7
+        self.ended(driver, Job(directory=directory, attempt=2, epochs=1))
+        assert items(trained(directory)) == order[:ITEMS]
+
+    def test_more_items(self, driver: Driver, copy: Path, order: list[int]) -> None:
+        more = ITEMS + 10
+        self.refused(driver, Job(directory=copy, attempt=2, items=more), "10 items were added after")
+        self.ended(driver, Job(directory=copy, attempt=2, items=more, append="next_epoch"))
+        handed = items(trained(copy))
+        assert handed[: 2 * ITEMS] == order[: 2 * ITEMS]
+        assert sorted(handed[2 * ITEMS :])[:more] == list(range(more))
+
+    def test_other_items_are_refused(self, driver: Driver, copy: Path) -> None:
+        self.refused(driver, Job(directory=copy, attempt=2, items=ITEMS - 1), "99 items")
+
+    def test_a_batch_that_was_taken_and_not_trained(self, driver: Driver, tmp_path: Path) -> None:
+        words = ("taken and not trained", "read by somebody else", "moved while it was being read")
+        self.refused(driver, Job(directory=tmp_path / "run", mistake="look"), *words)
+        assert self.newest(tmp_path / "run") is None
+
+    def test_a_forgotten_load(self, driver: Driver, copy: Path) -> None:
+        """Nothing is trained, and nothing that is there is changed."""
+        choice = self.choice_of(copy)
+        assert choice is not None
+        files = {path: path.read_bytes() for path in choice.tag_dir.rglob("*") if path.is_file()}
+        before = len(lines(copy))
+        self.refused(driver, Job(directory=copy, attempt=2, mistake="load"), "did not load a checkpoint")
+        assert len(lines(copy)) == before and self.newest(copy) == 16
+        assert all(path.read_bytes() == content for path, content in files.items())
+
+    def test_a_damaged_checkpoint_is_passed_over(self, driver: Driver, copy: Path, order: list[int]) -> None:
+        choice = self.choice_of(copy)
+        assert choice is not None
+        max((path for path in choice.tag_dir.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size).write_bytes(
+            b""
+        )
+        self.ended(driver, Job(directory=copy, attempt=2))
+        assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 9
+        assert items(trained(copy)) == order

@@ -1,0 +1,143 @@
+"""A run of the contract of hosts (`Job`), who starts it (`Driver`), and what it has trained (`write_down`, `trained`).
+
+For programs as well, which need no pytest: see `megaresume.hosts.contract`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+#: items of the data set, and samples of a step.
+ITEMS, STEP = 100, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run that a driver is to start."""
+
+    #: of the checkpoints; what is trained is written down beside it.
+    directory: Path
+    #: which process of the run this is, from 1: `write_down` is given it.
+    attempt: int = 1
+    #: data-parallel ranks.
+    ranks: int = 1
+    #: of the data set.
+    items: int = ITEMS
+    #: samples of a micro-batch of a rank, and micro-batches of a step.
+    batch: int = 4
+    accumulation: int = 2
+    #: after which the run ends. It saves at its end as well.
+    epochs: int = 3
+    #: steps between two saves.
+    save_every: int = 50
+    #: SIGKILL to a rank that comes there: within the ``save`` of a step, with files half written, or after a ``step``.
+    kill: tuple[Literal["", "save", "step"], int] = ("", 0)
+    #: a file that the program makes after so many steps, and that `StopConditions` names; 0: none.
+    stop_after: int = 0
+    #: of the data, if it has grown.
+    append: Literal["next_epoch", "now"] | None = None
+    #: what the program does wrong: ``look`` at a batch before it trains; not to ``load``.
+    mistake: Literal["", "look", "load"] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run that has ended."""
+
+    #: 0; or that of a program that was refused, or was killed: any other.
+    status: int
+    #: standard output and standard error.
+    said: str
+
+
+class Driver(ABC):
+    """How runs of one trainer are started. What is not killed, and has one rank, may train in the tests' process."""
+
+    @abstractmethod
+    def run(self, job: Job) -> Ran:
+        """Train, to the end or as far as the job says."""
+
+
+class ProgramDriver(Driver):
+    """A driver of a program that is given the job as JSON, in a process for each run.
+
+    Args:
+        command: of one rank; the JSON is its last argument. ``directory`` is a string there.
+        launcher: before the command, if there are several ranks: ``{ranks}`` in it is their number.
+    """
+
+    def __init__(self, command: Sequence[str], launcher: Sequence[str] = ()) -> None:
+        self.command, self.launcher = command, launcher
+
+    def run(self, job: Job) -> Ran:
+        """See `Driver`."""
+        words = [word.format(ranks=job.ranks) for word in self.launcher] if job.ranks > 1 else []
+        asked = json.dumps(asdict(job) | {"directory": str(job.directory)})
+        done = subprocess.run([*words, *self.command, asked], capture_output=True, text=True, check=False)
+        return Ran(done.returncode, done.stdout + done.stderr)
+
+
+# What was trained
+
+
+def write_down(directory: Path, rank: int, **line: Any) -> None:
+    """A line of the record of a rank, beside the directory.
+
+    Args:
+        directory: of the job.
+        rank: that writes.
+        line: ``attempt``; ``step``, from 1, that is under way; the ``items`` of a micro-batch; its ``loss``.
+    """
+    with directory.with_name(f"{directory.name}.record.{rank}").open("a") as file:
+        file.write(json.dumps({"rank": rank, **line}) + "\n")
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """What the ranks have written down beside a directory, in all attempts."""
+    paths = sorted(directory.parent.glob(f"{directory.name}.record.*"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def trained(directory: Path) -> list[list[int]]:
+    """The items of each step, in the order of the stream; what a later process did again counts once."""
+    steps: dict[int, dict[int, list[list[int]]]] = {}
+    written = lines(directory)
+    for attempt in sorted({line["attempt"] for line in written}):
+        mine = [line for line in written if line["attempt"] == attempt]
+        first = min(line["step"] for line in mine)
+        steps = {step: of_ranks for step, of_ranks in steps.items() if step < first}
+        for line in mine:
+            steps.setdefault(line["step"], {}).setdefault(line["rank"], []).append(line["items"])
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    return [
+        [item for of_ranks in zip_longest(*steps[step].values(), fillvalue=[]) for items in of_ranks for item in items]
+        for step in sorted(steps)
+    ]
+
+
+def items(steps: list[list[int]]) -> list[int]:
+    """Of all steps, one after the other."""
+    return list(chain.from_iterable(steps))
+
+
+def losses(directory: Path) -> dict[int, list[float]]:
+    """Of each step, as it was trained last."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for line in lines(directory):
+        found.setdefault((line["step"], line["attempt"]), []).append(line["loss"])
+    return {step: found[step, attempt] for step, attempt in sorted(found)}
+
+
+def copied(directory: Path, to: Path) -> Path:
+    """A copy of a run, with what it has written down beside it."""
+    for path in directory.parent.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, to / path.name)
+    return to / directory.name

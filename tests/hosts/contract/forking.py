@@ -1,0 +1,73 @@
+"""A driver of megaresume's own hosts: forks what is killed, or has several ranks; the rest trains in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from megaresume import StopConditions
+from megaresume.hosts.driver import Driver, Job, Ran
+from tests.hosts.torch.record import ENVIRONMENT
+from tests.warm import WarmJob
+
+Train = Callable[[Job], None]
+
+
+class ForkingDriver(Driver):
+    """Of a program that calls `main` if it is run.
+
+    Args:
+        program: its file.
+        train: its function, which trains as a job says.
+    """
+
+    def __init__(self, program: str, train: Train) -> None:
+        self.program, self.train = program, train
+
+    def run(self, job: Job) -> Ran:
+        """See `Driver`."""
+        if job.ranks == 1 and not job.kill[0]:
+            return self._here(job)
+        words, output = [json.dumps(asdict(job), default=str)], job.directory.with_name(f"{job.directory.name}.output")
+        env = ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "contract", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(job.ranks)}
+        with WarmJob(self.program, words, num_processes=job.ranks, output=output, launcher="env", env=env) as started:
+            return Ran(started.wait(), started.text())
+
+    def _here(self, job: Job) -> Ran:
+        said, status = io.StringIO(), 0
+        with contextlib.redirect_stdout(said):
+            try:
+                self.train(job)
+            except SystemExit as stopped:
+                status = int(stopped.code or 0)
+            except Exception:  # noqa: BLE001  a refusal, or a mistake of the program: the test looks at what was said
+                status = 1
+                said.write(traceback.format_exc())
+        return Ran(status, said.getvalue())
+
+
+def main(train: Train) -> None:
+    """Train as the job says that this program was given."""
+    asked = json.loads(sys.argv[1])
+    train(Job(**asked | {"directory": Path(asked["directory"]), "kill": tuple(asked["kill"])}))
+
+
+def stop_of(job: Job) -> StopConditions | None:
+    """When it is to stop; see `ask_to_stop`."""
+    return StopConditions(file=str(_file(job))) if job.stop_after else None
+
+
+def ask_to_stop(job: Job, step: int) -> None:
+    """After each step."""
+    if step == job.stop_after:
+        _file(job).touch()
+
+
+def _file(job: Job) -> Path:
+    return job.directory.with_name("stop")
