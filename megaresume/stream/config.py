@@ -19,6 +19,7 @@ from typing import Any, Literal
 from megaresume.stream.aliases import check_names
 from megaresume.stream.data_yaml import (
     IMAGE_KINDS,
+    MIN_FRAGMENT,
     Append,
     BlendConfig,
     ExhaustedPolicy,
@@ -209,6 +210,12 @@ class StreamConfig:
         return tuple(self.packing.mode == "best_fit" and source.packing == "split" for source in self.sources)
 
     @property
+    def least_part(self) -> int:
+        """Tokens of the shortest part into which a source that fills is cut."""
+        given = self.packing.min_fragment
+        return max(min(MIN_FRAGMENT, self.seq_length // MIN_FRAGMENT), 1) if given is None else given
+
+    @property
     def packed_by(self) -> str:
         """The packing in words: ``best_fit``; with sources that fill, ``best_fit filled with web``."""
         names = [source.label for source, fills in zip(self.sources, self.fillers, strict=True) if fills]
@@ -266,7 +273,8 @@ def _default_packing(sources: Iterable[SourceConfig]) -> PackingMode:
 
 def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
     used = {"best_fit": ("open_bins", "max_age"), "knapsack": ("lookahead", "max_age")}.get(packing.mode, ())
-    return {name: getattr(packing, name) for name in ("mode", "align", *used)}
+    fragment = {"min_fragment": packing.min_fragment} if packing.min_fragment and packing.mode == "best_fit" else {}
+    return {name: getattr(packing, name) for name in ("mode", "align", *used)} | fragment
 
 
 def _used(packing: PackingConfig) -> PackingConfig:

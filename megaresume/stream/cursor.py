@@ -19,6 +19,7 @@ from megaresume.stream.planning.arrays import (
     fresh_arrays,
     kernel_config,
     pending_segments,
+    put_tails,
     segments_of,
     tail_segments,
     with_bins,
@@ -124,10 +125,10 @@ def arrays_of(
         rows = _rows_of(state.pending, orders)
         scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = rows[0]
         arrays = arrays._replace(carried=rows[1:])
-    if len(state.tails) > len(arrays.tails):
-        raise _contradiction(f"{len(state.tails)} ends of documents kept back", f"at most {len(arrays.tails)}")
-    scalars[kernel.NUM_TAILS] = len(state.tails)
-    arrays.tails[: len(state.tails)] = _rows_of(state.tails, orders)
+    most = len(arrays.tails) + min(len(arrays.fillers), kernel.FILLERS + 1)
+    if len(state.tails) > most:
+        raise _contradiction(f"{len(state.tails)} ends of documents kept back", f"at most {most}")
+    put_tails(arrays, _rows_of(state.tails, orders), orders)
     most_open = 0 if config.packing.mode == "none" else constants.open_bins
     opened = [b.opened_at for b in state.bins]
     if len(state.bins) > most_open or opened != sorted(opened):

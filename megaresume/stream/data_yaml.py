@@ -30,6 +30,9 @@ IMAGE_KINDS = ("webdataset", "energon", "image_folder")
 #: keys of a source that only some kinds have.
 OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",), "group_by_length": ("items",)}
 MAX_OPEN_BINS = 1024
+#: tokens of the shortest part into which a source that fills is cut, by default; with samples that are shorter than its
+#: square, one token of so many.
+MIN_FRAGMENT = 64
 #: A blend has at most this many parts, so that `kernel.set_deadline` stays exact in 64 bits. Sixteen digits are exact;
 #: what has to be rounded is off by less than a token of 10**15, with up to a thousand sources.
 MAX_PARTS = 1 << 61
@@ -53,6 +56,8 @@ class PackingConfig(Options):
     max_age: Annotated[int, Within(1, 1 << 40)] = 1024
     #: every segment takes a multiple of this many tokens (context parallelism, FP8).
     align: Annotated[int, Within(1, 1 << 20)] = 1
+    #: tokens of the shortest part into which a source that fills is cut (``best_fit``); None: see `MIN_FRAGMENT`.
+    min_fragment: Annotated[int, Within(1, 1 << 20)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,10 @@ from tests.stream.reference import permute
 Piece = tuple[str, int, int, int]
 #: epoch, document, offset, tokens.
 Part = tuple[int, int, int, int]
-#: Ends of documents that `split` keeps back, and pieces that wait to fill.
+#: Ends of pieces that are kept back.
 TAILS = 256
-#: So many wait before a piece that fills a sample passes by.
-FEW_TAILS = 16
+#: Pieces that wait to fill; so many wait before one that fills a sample passes by.
+FILLERS, FEW_FILLERS = 128, 16
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Model:
     #: [sample after which it was opened, pieces].
     bins: list[tuple[int, list[Piece]]] = field(default_factory=list)
     pending: list[Piece] = field(default_factory=list)
+    #: what waits to fill, and what was left of pieces that were cut.
+    waits: list[Piece] = field(default_factory=list)
     tails: list[Piece] = field(default_factory=list)
     #: absolute numbers that are not trained.
     skipped: set[int] = field(default_factory=set)
@@ -77,8 +79,9 @@ class Model:
         # What a source that is gone did, it does.
         fillers = {n for n in self.fillers if n not in weights} | fillers if packing["mode"] == "best_fit" else set()
         if (packing, seq_length, fillers) != (self.packing, self.seq_length, self.fillers):
-            self.pending = [piece for _, pieces in self.bins for piece in pieces] + self.tails + self.pending
-            self.bins, self.tails = [], []
+            in_bins = [piece for _, pieces in self.bins for piece in pieces]
+            self.pending = in_bins + self.waits + self.tails + self.pending
+            self.bins, self.waits, self.tails = [], [], []
         for name, parts in self.parts.items():
             # An epoch of which nothing was drawn is written down anew.
             begun = {epoch for epoch, *_ in parts[: self.positions.get(name, 0)]}
@@ -95,11 +98,20 @@ class Model:
         def gone(piece: Piece) -> bool:
             return piece[0] == name and self.document(name, piece[1]) in documents
 
-        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending + self.tails
+        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending + self.waits + self.tails
         self.left_out += [p for p in waiting if gone(p)]
         self.bins = [(at, kept) for at, pieces in self.bins if (kept := [p for p in pieces if not gone(p)])]
         self.pending = [p for p in self.pending if not gone(p)]
-        self.tails = [p for p in self.tails if not gone(p)]
+        kept = [p for p in self.waits + self.tails if not gone(p)]
+        # What was left of pieces, at the end of all: as many as are kept back.
+        young = 0
+        while self.fillers and young < min(len(kept), TAILS):
+            name, position, offset, _ = kept[-1 - young]
+            if offset == self.part(name, position)[2]:
+                break
+            young += 1
+        num = len(kept) - (young if self.fillers else len(kept))
+        self.waits, self.tails = kept[:num], kept[num:]
 
     def train(self) -> None:
         """One sample more."""
@@ -112,30 +124,23 @@ class Model:
         while True:
             if mode == "best_fit" and self.bins and self.closed - self.bins[0][0] >= self.packing["max_age"]:
                 return self._close(0)
-            if not self.pending and len(self.tails) == TAILS and (self.fillers or not self.bins):
+            if not self.pending and len(self.waits) >= FILLERS:
+                self.pending = [self.waits.pop(0)]
+            if not self.pending and len(self.tails) == TAILS and not self.fillers and not self.bins:
                 self.pending = [self.tails.pop(0)]
             if not self.pending:
                 self.pending = [self._draw()]
-                waits = self.pending[0][3] < self.seq_length or len(self.tails) < FEW_TAILS
+                waits = self.pending[0][3] < self.seq_length or len(self.waits) < FEW_FILLERS
                 if waits and self.pending[0][0] in self.fillers:
-                    self.tails.append(self.pending.pop())
+                    self.waits.append(self.pending.pop())
                     continue
             length = self.pending[0][3]
-            if self.pending[0][0] in self.fillers:
-                if length >= self.seq_length:
-                    self.closed += 1
-                    whole = [self._take(self.seq_length)]
-                    self._keep_back(whole[0])
-                    return whole
-                if not self.bins:
-                    self.bins = [(self.closed, [])]
-                rooms = [self.seq_length - self._used(b) for b in range(len(self.bins))]
-                fullest = rooms.index(min(rooms))
-                self.bins[fullest][1].append(self._take(rooms[fullest]))
-                self._keep_back(self.bins[fullest][1][-1])
-                if self._used(fullest) == self.seq_length:
-                    return self._close(fullest)
-                continue
+            if self.pending[0][0] in self.fillers and length >= self.seq_length:
+                self.closed += 1
+                whole = [self._take(self.seq_length)]
+                if length > self.seq_length:
+                    self._keep(self.pending.pop(0))
+                return whole
             if mode == "none" or (mode == "best_fit" and length >= self.seq_length):
                 self.closed += 1
                 return [self._take(self.seq_length)]
@@ -166,17 +171,33 @@ class Model:
                 return self._close(best)
 
     def _used(self, b: int) -> int:
+        return sum(self._aligned(piece[3]) for piece in self.bins[b][1])
+
+    def _aligned(self, tokens: int) -> int:
         align = self.packing["align"]
-        return sum(-(-piece[3] // align) * align for piece in self.bins[b][1])
+        return -(-tokens // align) * align
 
     def _close(self, b: int) -> list[Piece]:
         self.closed += 1
-        while self.fillers and self.tails and (room := self.seq_length - self._used(b)):
-            name, position, offset, length = self.tails.pop(0)
+        least = self.packing.get("min_fragment", max(min(self.seq_length // 64, 64), 1))
+        while self.fillers and (room := self.seq_length - self._used(b)):
+            whole = [k for k, piece in enumerate(self.waits) if piece[3] <= room]
+            cut = [k for k, piece in enumerate(self.waits) if piece[3] > room and min(room, piece[3] - room) >= least]
+            chosen = max(whole, key=lambda k: self.waits[k][3], default=None)
+            if cut and (chosen is None or room - self._aligned(self.waits[chosen][3]) > self.seq_length // 512):
+                chosen = cut[0]
+            if chosen is None:
+                break
+            name, position, offset, length = self.waits.pop(chosen)
             self.bins[b][1].append((name, position, offset, min(length, room)))
             if length > room:
-                self.tails.append((name, position, offset + room, length - room))
+                self._keep((name, position, offset + room, length - room))
         return self.bins.pop(b)[1]
+
+    def _keep(self, piece: Piece) -> None:
+        if len(self.tails) == TAILS:
+            self.waits.append(self.tails.pop(0))
+        self.tails.append(piece)
 
     def _take(self, tokens: int) -> Piece:
         name, position, offset, length = self.pending.pop(0)
@@ -215,7 +236,7 @@ class Model:
     def check(self) -> None:
         """Every token of every source once an epoch: trained, waiting, left out, or passed over by its number."""
         pieces: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending + self.tails
+        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending + self.waits + self.tails
         for name, position, offset, length in [*(p for s in self.trained for p in s), *waiting, *self.left_out]:
             pieces.setdefault((name, position), []).append((offset, length))
         for name, stop in self.positions.items():

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.data_yaml import ShuffleConfig
 
-#: Ends of documents that ``split`` keeps back, or pieces that wait to fill samples.
+#: Ends of documents that are kept back.
 TAILS = 256
-#: Pieces from which on those that fill a sample do not wait to fill others.
-FEW_TAILS = 16
+#: Pieces that wait to fill samples, and those from which on one that fills a sample does not wait.
+FILLERS, FEW_FILLERS = 128, 16
 #: Longest documents that ``knapsack`` tries a sample with.
 STARTS = 8
 #: Segments in open bins from which ``best_fit`` opens no further one.
@@ -238,11 +238,18 @@ class _Bin(NamedTuple):
 class _Packer:
     """Packs documents into samples. What is open when the iteration is given up is in ``bins`` and ``rest``."""
 
-    def __init__(self, config: StreamConfig, bins: list[_Bin], tails: deque[ReferenceSegment], closed: int) -> None:
+    def __init__(
+        self,
+        config: StreamConfig,
+        bins: list[_Bin],
+        waiting: list[ReferenceSegment],
+        tails: deque[ReferenceSegment],
+        closed: int,
+    ) -> None:
         self.config = config
         self.bins = bins  # in the order in which they were opened
-        #: what ``split`` cut off at the ends of samples, or what waits to fill them, the oldest first.
-        self.tails = tails
+        #: what waits to fill samples, and what was cut off at the ends of samples; both the oldest first.
+        self.waiting, self.tails = waiting, tails
         self.closed = closed
         #: of the document at hand, what is in no bin.
         self.rest: list[ReferenceSegment] = []
@@ -253,21 +260,25 @@ class _Packer:
         mode = self.config.packing.mode
         place, best_fit, knapsack = modes[mode], mode == "best_fit", mode == "knapsack"
         documents = iter(documents)
-        fills = any(self.config.fillers)
+        fills, ending = any(self.config.fillers), False
         while True:
             full: Sample | None = None
             if best_fit and self.bins and self.closed - self.bins[0].opened_at >= self.config.packing.max_age:
                 full = self._close(self.bins[0])
             elif self.rest:
                 full = place()
+            elif len(self.waiting) >= FILLERS or (ending and self.waiting):
+                self.rest = [self.waiting.pop(0)]
             elif (segment := next(carried, None)) is not None:
                 self.rest = [segment]
-            elif len(self.tails) == TAILS and (fills or not self.bins):
+            elif len(self.tails) == TAILS and not fills and not self.bins:
                 self.rest = [self.tails.popleft()]
             elif (document := next(documents, None)) is not None:
-                few = document.length < self.config.seq_length or len(self.tails) < FEW_TAILS
+                few = document.length < self.config.seq_length or len(self.waiting) < FEW_FILLERS
                 waits = few and self._fills(document)
-                (self.tails if waits else self.rest).append(document)
+                (self.waiting if waits else self.rest).append(document)
+            elif self.waiting:
+                ending = True
             elif self.tails:
                 self.rest = [self.tails.popleft()]
             elif self.bins:
@@ -280,12 +291,34 @@ class _Packer:
     def _close(self, which: _Bin) -> Sample:
         self.closed += 1
         self.bins.remove(which)
-        while any(self.config.fillers) and self.tails and (room := self._room(which)):
-            piece, rest = self.tails[0].split(min(self.tails.popleft().length, room))
+        while (room := self._room(which)) and (chosen := self._filling(room)) is not None:
+            self.waiting.remove(chosen)
+            piece, rest = chosen.split(min(chosen.length, room))
             which.segments.append(piece)
             if rest.length:
-                self.tails.append(rest)
+                self._keep(rest)
         return which.segments
+
+    def _filling(self, room: int) -> ReferenceSegment | None:
+        """What goes next into a sample that is closed, of what waits.
+
+        A whole piece, if hardly anything stays free; else the end of the sample cuts one, so that neither part is
+        short; else any whole piece. Of whole ones the longest, of those that are cut the oldest.
+        """
+        align, length = self.config.packing.align, self.config.seq_length
+        least = self.config.packing.min_fragment or max(min(length // 64, 64), 1)
+        whole = max((p for p in self.waiting if p.length <= room), key=lambda p: p.length, default=None)
+        long = (p for p in self.waiting if p.length > room and min(room, p.length - room) >= least)
+        cut = next(long, None)
+        if whole is not None and (cut is None or room - ceil(whole.length / align) * align <= length // 512):
+            return whole
+        return cut
+
+    def _keep(self, rest: ReferenceSegment) -> None:
+        """Of a piece that fills: it waits until `TAILS` others were kept back, and then again to fill."""
+        if len(self.tails) == TAILS:
+            self.waiting.append(self.tails.popleft())
+        self.tails.append(rest)
 
     def _room(self, which: _Bin) -> int:
         return self.config.seq_length - _used(which.segments, self.config)
@@ -330,15 +363,9 @@ class _Packer:
         if length >= config.seq_length:
             self.closed += 1
             whole = [self._take(config.seq_length)]
-            self._keep_back(fills)
+            if fills and self.rest:
+                self._keep(self.rest.pop())
             return whole
-        if fills:
-            if not bins:
-                bins.append(_Bin(self.closed, []))
-            fullest = min(bins, key=self._room)
-            fullest.segments.append(self._take(self._room(fullest)))
-            self._keep_back(fills)
-            return None if self._room(fullest) else self._close(fullest)
         fitting = [b for b in bins if _used(b.segments, config) + length <= config.seq_length]
         many = sum(len(b.segments) for b in bins) >= OPEN_SEGMENTS
         if not fitting and (many or len(bins) == config.packing.open_bins):
@@ -348,11 +375,6 @@ class _Packer:
         best = max(fitting, key=lambda b: _used(b.segments, config)) if fitting else bins[-1]
         best.segments.append(self._take(length))
         return self._close(best) if _used(best.segments, config) == config.seq_length else None
-
-    def _keep_back(self, fills: bool) -> None:
-        """What is left of a piece that was to fill a sample waits after all others."""
-        if fills and self.rest and len(self.tails) < TAILS:
-            self.tails.append(self.rest.pop())
 
     def _knapsack(self) -> Sample | None:
         """Documents wait in bins, a small one with the one before it if both are small, until all bins are in use."""
@@ -429,7 +451,7 @@ def _staged(
     blend = _Blend(config, lengths, trained)
     now = config.without_stages()
     to_come = list(config.stages)
-    packer = _Packer(now, [], deque(), 0)
+    packer = _Packer(now, [], [], deque(), 0)
     waiting: Iterator[ReferenceSegment] = iter(())
     num_samples = num_tokens = 0
     while True:
@@ -446,7 +468,8 @@ def _staged(
         while to_come and to_come[0].at <= (num_tokens if to_come[0].unit == "tokens" else num_samples):
             before, now = now, now.changed_by(to_come.pop(0))
             if not now.packs_as(before):
-                unplaced = [*(segment for b in packer.bins for segment in b.segments), *packer.tails, *unplaced]
-                packer.bins, packer.tails = [], deque()
-        packer = _Packer(now, packer.bins, packer.tails, num_samples)
+                in_bins = [segment for b in packer.bins for segment in b.segments]
+                unplaced = [*in_bins, *packer.waiting, *packer.tails, *unplaced]
+                packer.bins, packer.waiting, packer.tails = [], [], deque()
+        packer = _Packer(now, packer.bins, packer.waiting, packer.tails, num_samples)
         waiting = iter(unplaced)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
 from megaresume.stream.planning.kernel import LENGTH, SOURCE
+from megaresume.stream.planning.plan import Plan
 from megaresume.stream.planning.planner import Planner
 from megaresume.stream.planning.stages import Course
+from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
@@ -121,11 +124,11 @@ def _rest(stream: Stream, directory: Path) -> Iterator[list[int]]:
 
 def test_every_token_once_an_epoch_on_any_ranks_while_both_corpora_grow(tmp_path: Path) -> None:
     got: list[list[int]] = []
-    state = _train(Stream(_config(), _sources(tmp_path, 60)), 4, 6, 2, 1, got)
+    state = _train(Stream(_config(), _sources(tmp_path, 60)), 2, 6, 2, 1, got)
     # Another global batch, micro-batch and layout; twice from the same state, as after a kill.
     for _ in range(2):
         tried = got[:]
-        later = _train(Stream(_config(), _sources(tmp_path, 60), state=state), 3, 8, 1, 4, tried)
+        later = _train(Stream(_config(), _sources(tmp_path, 60), state=state), 1, 8, 1, 4, tried)
     assert later.tails and later.bins
     stream = Stream(_config(), _sources(tmp_path, 120), state=later)
     assert "grew from 60 to 120 documents" in stream.accepted[0] + stream.accepted[1]
@@ -160,22 +163,70 @@ def test_full_samples_of_long_conversations() -> None:
         fills[filler] = plan.tokens().sum() / (4000 * 4096)
         lengths = [chats[d] for s, _, d, *_ in plan.table.tolist() if s == 1]
         assert plan.table[plan.table[:, SOURCE] == 1, LENGTH].tolist() == lengths
-    assert fills["split"] >= 0.9999 > 0.99 > fills[None]
+    assert fills["split"] >= 0.995 > 0.99 > fills[None]
     for k in range(len(plan)):
         places = [(s, p) for s, p, *_ in plan.table[plan.starts[k] : plan.starts[k + 1]].tolist()]
         assert len(set(places)) == len(places)
 
 
-def test_parts_of_one_text_are_far_apart() -> None:
-    """When many pieces wait, one that is cut comes after all others."""
-    data = {"seq_length": 64, "packing": "best_fit", "sources": {"text": {"packing": "split"}, "chat": {}}}
-    config = StreamConfig.from_dict(data)
-    plan = Stream(config, [LengthList([13] * 5000), LengthList([40, 50, 63] * 3000)]).plan(0, 2000)
-    samples = np.repeat(np.arange(2000), np.diff(plan.starts))
-    by_place = sorted((p, k) for (s, p, *_), k in zip(plan.table.tolist(), samples.tolist(), strict=True) if s == 0)
-    parts = [[k for _, k in group] for _, group in groupby(by_place, key=lambda pair: pair[0])]
-    apart = [b - a for ks in parts[200:] for a, b in pairwise(ks)]
-    assert len(apart) > 100 and min(apart) > 40
+def _parts(plan: Plan) -> list[list[tuple[int, int]]]:
+    """(sample, tokens) of the parts of each piece of source 0, in the order of the piece."""
+    samples = np.repeat(np.arange(len(plan)), np.diff(plan.starts)).tolist()
+    mine = sorted((p, at, k, n) for (s, p, _, at, n), k in zip(plan.table.tolist(), samples, strict=True) if s == 0)
+    return [[(k, n) for *_, k, n in group] for _, group in groupby(mine, key=lambda part: part[0])]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3])
+def test_text_that_fills_is_cut_seldom_and_its_parts_are_long_and_far_apart(share: float) -> None:
+    """At 4,096 tokens a sample, of conversations that leave wide gaps; the figures are in docs/stream.md."""
+    rng = np.random.default_rng(18)
+    chats = np.clip(rng.lognormal(np.log(1365), 0.6, 30_000), 20, 4096).astype(np.int64)
+    text = np.maximum(rng.lognormal(6.5, 1, 30_000), 1).astype(np.int64)
+    sources = {"text": {"weight": share, "packing": "split"}, "chat": {"weight": round(1 - share, 2)}}
+    config = StreamConfig.from_dict({"seq_length": 4096, "sources": sources})
+    plan = Stream(config, [LengthList(text), LengthList(chats)]).plan(0, 4000)
+    # Of the first pieces that are cut nearly all wait: with little text it takes a while until some come again.
+    assert plan.tokens()[2000:].sum() / (2000 * 4096) >= 0.995
+    pieces = _parts(plan)
+    lengths = [n for parts in pieces if len(parts) > 1 for _, n in parts]
+    assert min(lengths) >= 64 and len(lengths) > 1000
+    assert min(b - a for parts in pieces for (a, _), (b, _) in pairwise(parts)) >= 256
+    settled = [len(parts) for parts in pieces if 500 < parts[0][0] < 2500]
+    assert sum(settled) / len(settled) < 2.6 and max(settled) <= 8
+
+
+def test_the_shortest_part_can_be_set() -> None:
+    text, chats = LengthList([700] * 3000), LengthList([300, 500, 650, 1000] * 3000)
+    shortest = []
+    for fragment in ({}, {"min_fragment": 100}):
+        data = {"seq_length": 1024, "packing": {"mode": "best_fit"} | fragment}
+        config = StreamConfig.from_dict(data | {"sources": {"text": {"packing": "split"}, "chat": {"weight": 3}}})
+        assert StreamConfig.from_dict(config.to_dict()) == config
+        shortest.append(min(n for parts in _parts(Stream(config, [text, chats]).plan(0, 1500)) for _, n in parts))
+    assert shortest[0] < 100 <= shortest[1]
+
+
+def test_what_was_cut_before_is_told_from_what_was_not_by_a_resume() -> None:
+    """When so many pieces were cut that the first of them wait to fill again; also without some documents."""
+    config = StreamConfig.from_dict({"seq_length": 64, "sources": {"text": {"packing": "split"}, "chat": {}}})
+    sources = [LengthList([13, 30, 64, 200] * 2000), LengthList([40, 50, 63] * 3000)]
+    twin = Stream(config, sources)
+    expected = twin.plan(0, 2000)
+    reference = reference_samples(config, {"text": [13, 30, 64, 200] * 2000, "chat": [40, 50, 63] * 3000}, 1200)
+    rows = [expected.table[expected.starts[k] : expected.starts[k + 1]].tolist() for k in range(1200)]
+    assert rows == [[list(segment) for segment in sample] for sample in reference]
+    for at in (200, 700, 1100, 1600):
+        state = StreamState.from_json(twin.state_at(at).to_json())
+        assert at < 700 or len(state.tails) > 256
+        rest = Stream(config, sources, state=state).plan(at, 2000)
+        assert rest.digests.tolist() == expected.digests[at:].tolist()
+    # A list of documents to skip takes some of both kinds out, at a resume and in the run that goes on.
+    skipping = replace(config, skip=SkipConfig.from_dict({"documents": {"text": list(range(0, 8000, 3))}}))
+    skips = Stream(skipping, sources, state=state)
+    wanted = skips.plan(1600, 2000).digests.tolist()
+    assert wanted != expected.digests[1600:].tolist()
+    later = StreamState.from_json(skips.state_at(1700).to_json())
+    assert Stream(skipping, sources, state=later).plan(1700, 2000).digests.tolist() == wanted[100:]
 
 
 def test_another_packing_of_a_source_is_a_stage(tmp_path: Path) -> None:

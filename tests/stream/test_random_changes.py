@@ -105,7 +105,7 @@ class Run:
 
         assert [(b.opened_at, pieces(b.segments)) for b in state.bins] == self.model.bins
         assert pieces(state.pending) == self.model.pending
-        assert pieces(state.tails) == self.model.tails
+        assert pieces(state.tails) == self.model.waits + self.model.tails
         assert state.reached == self.model.closed
         for name, cursor in state.sources.items():
             gone = [p for p in self.model.left_out if p[0] == name]

@@ -29,6 +29,8 @@ Int64Array = npt.NDArray[np.int64]
 
 #: Rows that a pool begins with.
 LEAST_ROWS = 64
+#: One token of so many may stay free in a sample so that no piece is cut to fill it.
+SPARE = 512
 
 
 def kernel_config(config: StreamConfig) -> kernel.Config:
@@ -44,6 +46,8 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
         max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
         align=packing.align,
         fills=any(config.fillers),
+        least=config.least_part,
+        spare=config.seq_length // SPARE,
         group=group,
     )
 
@@ -76,9 +80,9 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
         return arrays
     # In the order in which it was placed.
     waiting = np.concatenate([segments_of(arrays)[0], tail_segments(arrays), pending_segments(arrays)])
-    for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL, kernel.NEXT_CARRIED):
+    for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL, kernel.NUM_FILLERS):
         scalars[row] = 0
-    scalars[kernel.FREE] = -1
+    scalars[kernel.NEXT_CARRIED], scalars[kernel.FREE] = 0, -1
     scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = 0
     return arrays._replace(carried=waiting, **_fresh(after))
 
@@ -91,11 +95,14 @@ def _weigh(sources: Int64Array, config: StreamConfig) -> None:
 
 def _fresh(config: StreamConfig) -> dict[str, Any]:
     """Bins that are all free, without a pool, and room for what packing ``split`` keeps back."""
-    num_bins, keeps = kernel_config(config).open_bins + 1, config.packing.mode == "split" or any(config.fillers)
+    num_bins, fills = kernel_config(config).open_bins + 1, any(config.fillers)
+    num_tails = kernel.TAILS if fills or config.packing.mode == "split" else 0
     return {name: np.zeros(num_bins, np.int64) for name in ("room", "opened", "head", "tail")} | {
         "segments": np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
         "link": np.zeros(0, np.int64),
-        "tails": np.zeros((kernel.TAILS if keeps else 0, kernel.SEGMENT_WIDTH), np.int64),
+        "tails": np.zeros((num_tails, kernel.SEGMENT_WIDTH), np.int64),
+        # One more, while a piece is cut; and as many as there are tails: of a state that does not tell them apart.
+        "fillers": np.zeros((kernel.TAILS + kernel.FILLERS + 1 if fills else 0, kernel.SEGMENT_WIDTH), np.int64),
     }
 
 
@@ -158,10 +165,30 @@ def grown(arrays: Arrays) -> Arrays:
 
 
 def tail_segments(arrays: Arrays) -> Int64Array:
-    """What packing ``split`` keeps back, the oldest first: int64[t, SEGMENT_WIDTH]."""
+    """Pieces that wait to fill, then what was cut off and is kept back; the oldest first: int64[t, SEGMENT_WIDTH]."""
     first, num = arrays.scalars[kernel.FIRST_TAIL], arrays.scalars[kernel.NUM_TAILS]
-    rows: Int64Array = arrays.tails[(first + np.arange(num)) % max(len(arrays.tails), 1)]
-    return rows
+    rows = arrays.tails[(first + np.arange(num)) % max(len(arrays.tails), 1)]
+    return np.concatenate([arrays.fillers[: arrays.scalars[kernel.NUM_FILLERS]], rows])
+
+
+def put_tails(arrays: Arrays, rows: Int64Array, orders: Orders) -> None:
+    """Set what `tail_segments` gives; ``scalars`` is changed in place.
+
+    Where the ones end and the others begin follows from the rows: what is kept back is what is left of pieces, and only
+    when `kernel.TAILS` of it are kept back does any of it wait to fill.
+    """
+    num = len(rows)
+    if len(arrays.fillers):
+        num = 0
+        for source, position, _, offset, _ in rows[::-1].tolist():
+            piece = orders[source].piece_length(position)
+            if num == kernel.TAILS or not (offset % piece if piece else offset):
+                break
+            num += 1
+    first = len(rows) - num
+    arrays.fillers[:first], arrays.tails[:num] = rows[:first], rows[first:]
+    scalars = arrays.scalars
+    scalars[kernel.NUM_FILLERS], scalars[kernel.FIRST_TAIL], scalars[kernel.NUM_TAILS] = first, 0, num
 
 
 def pending_segments(arrays: Arrays) -> Int64Array:
@@ -203,10 +230,8 @@ def without_documents(arrays: Arrays, config: kernel.Config, masks: Mapping[int,
     if at_hand[kernel.LENGTH] and not len(kept(at_hand[None])):
         at_hand[:] = 0
     carried = kept(arrays.carried[int(scalars[kernel.NEXT_CARRIED]) :])
-    tails = kept(tail_segments(arrays))
-    arrays.tails[: len(tails)] = tails
-    scalars[kernel.NEXT_CARRIED] = scalars[kernel.FIRST_TAIL] = 0
-    scalars[kernel.NUM_TAILS] = len(tails)
+    put_tails(arrays, kept(tail_segments(arrays)), orders)
+    scalars[kernel.NEXT_CARRIED] = 0
     rows, counts = segments_of(arrays)
     room, opened, staying = [], [], [rows[:0]]
     for rows_of, opened_at in zip(np.split(rows, np.cumsum(counts)), arrays.opened.tolist(), strict=False):

@@ -21,9 +21,10 @@ Packing. A drawn piece is *pending* until it lies in a bin. ``split`` concatenat
 of a sample waits until `TAILS` others were, and begins another one, so that both parts are in different batches. What
 fills a sample passes by uncut. ``best_fit`` puts a piece into the open bin that it fills best; where it fits nowhere it
 opens a bin, after closing the fullest if all are in use, or if `OPEN_SEGMENTS` lie in them: tiny documents need few.
-Sources that are packed by ``split`` beside it *fill*: up to `TAILS` of their pieces wait (of those that fill a sample
-`FEW_TAILS`, so that there is always something), a bin that is closed is filled with them, the oldest first and the last
-one cut, and when so many wait the oldest goes into the fullest bin.
+Sources that are packed by ``split`` beside it *fill*: up to `FILLERS` of their pieces wait (of those that fill a sample
+`FEW_FILLERS`, so that there is always something), and a bin that is closed is filled with them (`_filling`). When so
+many wait, the oldest is packed as a whole document. What is left of one that is cut waits until `TAILS` others were,
+as under ``split``, before it is one of those that wait to fill.
 ``knapsack`` lets every document wait in a bin of its own, or with the one before it as long as both are small
 (`Config.group`), and when all are in use it makes a sample of those that fill it best. Bins are kept in opening order,
 and every tie goes to the oldest, so that the state needs no slot numbers.
@@ -59,7 +60,8 @@ STAGE, NEXT_CARRIED = 13, 14
 LEFT_OUT = 15  # of SAMPLES: closed, and left out of the stream
 NUM_WAITING, FREE = 16, 17  # segments in open bins; the first free row of `Arrays.segments`, or -1
 FIRST_TAIL, NUM_TAILS = 18, 19
-NUM_SCALARS = 20
+NUM_FILLERS = 20
+NUM_SCALARS = 21
 
 # Columns of a segment.
 SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
@@ -87,10 +89,11 @@ AHEAD_WIDTH = 5
 INDEX_BITS = 11
 #: Segments in open bins from which ``best_fit`` opens no further one.
 OPEN_SEGMENTS = 2048
-#: Ends of documents that ``split`` keeps back: so many samples later each begins one; or pieces that wait to fill.
+#: Ends of documents that ``split`` keeps back, and those of pieces that were cut to fill: each is placed again when so
+#: many others were kept back since. As a sample cuts one at most, the parts are at least so many samples apart.
 TAILS = 256
-#: Pieces from which on those that fill a sample do not wait to fill others.
-FEW_TAILS = 16
+#: Pieces that wait to fill; and those from which on a piece that fills a sample does not wait.
+FILLERS, FEW_FILLERS = 128, 16
 #: Units that no stream comes to: later releases and deadlines count as this one.
 LATE = 1 << 61
 #: Samples that are hashed at the same time.
@@ -114,6 +117,9 @@ class Config(NamedTuple):
     align: int
     #: some sources fill what the whole documents of the others leave free.
     fills: bool
+    #: tokens of the shortest part that such a source is cut into; and those that may stay free so that none is cut.
+    least: int
+    spare: int
     #: ``knapsack``: tokens up to which documents wait together.
     group: int
 
@@ -141,8 +147,10 @@ class Arrays(NamedTuple):
     #: int64[w, SEGMENT_WIDTH]: taken out of the bins of the stage before, to be placed before anything is drawn.
     carried: Int64Array
     #: int64[TAILS, SEGMENT_WIDTH], where nothing is packed by ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS
-    #: ends of documents, or of pieces that wait to fill, the oldest at FIRST_TAIL.
+    #: ends of documents that were cut, the oldest at FIRST_TAIL.
     tails: Int64Array
+    #: int64[F, SEGMENT_WIDTH], of a source that fills, else F = 0: NUM_FILLERS pieces that wait, the oldest first.
+    fillers: Int64Array
 
 
 def trained_samples(arrays: Arrays) -> int:
@@ -207,6 +215,31 @@ def _best_fit(room, length):  # type: ignore[no-untyped-def]
     for b in range(room.size):
         best = min(best, (np.uint64(room[b] - length) << _INDEX_BITS) | np.uint64(b))
     return np.int64(best & _INDEX_MASK) if best < _HALF else np.int64(-1)
+
+
+@compiled
+def _filling(fillers, num_fillers, room, config):  # type: ignore[no-untyped-def]
+    """The piece that a bin is filled with, of those that wait, or -1: the longest that fits, if it leaves no more than
+    ``config.spare`` tokens free; else the oldest that fills it and is cut, both parts being at least ``config.least``
+    tokens long; else, of short ones, the longest that fits."""
+    whole, longest, cut = -1, 0, -1
+    for k in range(num_fillers):
+        length = fillers[k, LENGTH]
+        if length <= room:
+            if length > longest:
+                whole, longest = k, length
+        elif cut < 0 and room >= config.least and length - room >= config.least:
+            cut = k
+    left = room - -(-longest // config.align) * config.align
+    return whole if whole >= 0 and (cut < 0 or left <= config.spare) else cut
+
+
+@compiled
+def _take(fillers, num_fillers, which):  # type: ignore[no-untyped-def]
+    """Remove a piece of those that wait."""
+    for k in range(which, num_fillers - 1):
+        for column in range(SEGMENT_WIDTH):
+            fillers[k, column] = fillers[k + 1, column]
 
 
 @compiled
@@ -285,6 +318,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
     samples, documents, tokens = scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS]
     carried, next_carried = a.carried, scalars[NEXT_CARRIED]
     tails, first_tail, num_tails = a.tails, scalars[FIRST_TAIL], scalars[NUM_TAILS]
+    fillers, num_fillers = a.fillers, scalars[NUM_FILLERS]
     stage_units, num_open = scalars[STAGE_UNITS], scalars[NUM_OPEN]
     num_out, num_segments = scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS]
     source, position, document = scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2]
@@ -298,7 +332,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
     sums = np.empty((num_sums, words), np.uint64)
 
     while num_out < want:
-        if num_segments + num_waiting + (num_tails if config.fills else 0) + 1 > out.shape[0]:
+        if num_segments + num_waiting + num_fillers + 1 > out.shape[0]:
             status = GROW_OUT
             break
 
@@ -312,9 +346,8 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
             # (A whole sample of one document passes the open bins by, through the one spare slot.)
             b = -1
             fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
-            is_filler = config.fills and sources[source, FILLS] > 0
             if fits_a_bin and not knapsack:
-                b = _best_fit(room, 1 if is_filler else length)  # the fullest, or the one that it fills best
+                b = _best_fit(room, length)
             elif config.mode == SPLIT and length < config.seq_length:
                 b = num_open - 1
             elif fits_a_bin and num_open > 0:
@@ -348,7 +381,14 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 length -= put
                 left -= put if config.align == 1 else -(-put // config.align) * config.align
                 room[bin_] = left
-                if length > 0 and num_tails < tails.shape[0] and (is_filler or not config.fills):
+                keeps = tails.shape[0] > 0 and (not config.fills or sources[source, FILLS] > 0)
+                if length > 0 and keeps and num_tails == tails.shape[0] and config.fills:
+                    for column in range(SEGMENT_WIDTH):
+                        fillers[num_fillers, column] = tails[first_tail, column]
+                    num_fillers += 1
+                    first_tail = (first_tail + 1) % tails.shape[0]
+                    num_tails -= 1
+                if length > 0 and keeps and num_tails < tails.shape[0]:
                     row = (first_tail + num_tails) % tails.shape[0]
                     tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
                     tails[row, 3], tails[row, 4] = offset, length
@@ -356,11 +396,16 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     length = 0
                 if left == 0 or config.mode == NONE:
                     close = b
+        elif num_fillers >= FILLERS or (ending and num_fillers > 0):
+            source, position, document = fillers[0, 0], fillers[0, 1], fillers[0, 2]
+            offset, length = fillers[0, 3], fillers[0, 4]
+            _take(fillers, num_fillers, 0)
+            num_fillers -= 1
         elif next_carried < carried.shape[0]:
             source, position, document = carried[next_carried, 0], carried[next_carried, 1], carried[next_carried, 2]
             offset, length = carried[next_carried, 3], carried[next_carried, 4]
             next_carried += 1
-        elif num_tails > 0 and ((num_tails == tails.shape[0] and (num_open == 0 or config.fills)) or ending):
+        elif num_tails > 0 and (ending or (num_tails == tails.shape[0] and num_open == 0 and not config.fills)):
             source, position, document = tails[first_tail, 0], tails[first_tail, 1], tails[first_tail, 2]
             offset, length = tails[first_tail, 3], tails[first_tail, 4]
             first_tail = (first_tail + 1) % tails.shape[0]
@@ -390,12 +435,12 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 sources[i, RELEASE_REST] = sources[i, NEXT_RELEASE_REST]
                 at += np.uint64(1)
                 sources[i, HEAD] = at
-                waits = length < config.seq_length or num_tails < FEW_TAILS
+                waits = length < config.seq_length or num_fillers < FEW_FILLERS
                 if waits and config.fills and sources[i, FILLS] > 0:
-                    row = (first_tail + num_tails) % tails.shape[0]
-                    tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
-                    tails[row, 3], tails[row, 4] = offset, length
-                    num_tails += 1
+                    fillers[num_fillers, 0], fillers[num_fillers, 1] = source, position
+                    fillers[num_fillers, 2], fillers[num_fillers, 3] = document, offset
+                    fillers[num_fillers, 4] = length
+                    num_fillers += 1
                     length = 0
                 if at == np.uint64(sources[i, NUM_AHEAD]):
                     scalars[REFILL_SOURCE] = i
@@ -410,7 +455,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     likely = by_name[matches[1, READY]]
                     prefetch(sources, likely, NEXT)
                     prefetch(sources, likely, NEXT + 8)
-            elif num_tails > 0:
+            elif num_tails > 0 or num_fillers > 0:
                 ending = True
             elif num_open > 0:
                 gather = knapsack
@@ -420,29 +465,39 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 break
 
         if close >= 0 and config.fills:
-            while room[close] > 0 and num_tails > 0 and free >= 0:
+            while room[close] > 0:
+                which = _filling(fillers, num_fillers, room[close], config)
+                if which < 0:
+                    break
+                if free < 0:
+                    status = GROW_BINS  # the bin stays the one to be closed
+                    break
                 k = free
                 free = link[k]
                 for column in range(SEGMENT_WIDTH):
-                    segments[k, column] = tails[first_tail, column]
+                    segments[k, column] = fillers[which, column]
                 link[tail[close]], link[k], tail[close] = k, -1, k
                 put = min(segments[k, LENGTH], room[close])
                 rest = segments[k, LENGTH] - put
                 segments[k, LENGTH] = put
                 num_waiting += 1
                 room[close] -= put if config.align == 1 else -(-put // config.align) * config.align
-                oldest = first_tail
-                first_tail = (first_tail + 1) % tails.shape[0]
-                num_tails -= 1
-                if rest > 0:  # after all that wait
+                _take(fillers, num_fillers, which)
+                num_fillers -= 1
+                if rest > 0:
+                    if num_tails == tails.shape[0]:
+                        for column in range(SEGMENT_WIDTH):
+                            fillers[num_fillers, column] = tails[first_tail, column]
+                        num_fillers += 1
+                        first_tail = (first_tail + 1) % tails.shape[0]
+                        num_tails -= 1
                     row = (first_tail + num_tails) % tails.shape[0]
                     for column in range(SEGMENT_WIDTH):
-                        tails[row, column] = tails[oldest, column]
+                        tails[row, column] = segments[k, column]
                     tails[row, OFFSET] += put
                     tails[row, LENGTH] = rest
                     num_tails += 1
-            if room[close] > 0 and num_tails > 0:
-                status = GROW_BINS  # the bin stays the one to be closed
+            if status == GROW_BINS:
                 break
         if gather:
             choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)
@@ -479,7 +534,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
     scalars[STAGE_UNITS], scalars[NUM_OPEN], scalars[NEXT_CARRIED] = stage_units, num_open, next_carried
     scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS] = num_out, num_segments
     scalars[FREE], scalars[NUM_WAITING] = free, num_waiting
-    scalars[FIRST_TAIL], scalars[NUM_TAILS] = first_tail, num_tails
+    scalars[FIRST_TAIL], scalars[NUM_TAILS], scalars[NUM_FILLERS] = first_tail, num_tails, num_fillers
     scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2] = source, position, document
     scalars[PENDING + 3], scalars[PENDING + 4] = offset, length
     return status

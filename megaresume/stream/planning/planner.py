@@ -224,6 +224,7 @@ class Planner:
             sources=now.sources.copy(),
             carried=now.carried[next_carried:].copy(),
             tails=now.tails.copy(),
+            fillers=now.fillers.copy(),
         )
         arrays.scalars[kernel.NEXT_CARRIED] = 0
         return with_bins(arrays, now.room[:num_open], now.opened[:num_open], *segments_of(now))
