@@ -15,6 +15,7 @@
     doctor/         what is wrong: with the directory, the machine, a launch
     stream.py       what does a data config give? (before there is a run)
 
-A question has two functions for the program: ``add_arguments`` and ``run``. What needs no corpus imports neither torch
-nor numpy. Nothing here unpickles anything.
+A question has two functions for the program, ``add_arguments`` and ``run``. What it gives is an `Answer` (answer.py):
+its fields are the JSON, and it knows the exit status. What needs no corpus imports neither torch nor numpy. Nothing
+here unpickles anything.
 """

@@ -6,15 +6,15 @@ Answers in well under half a second: neither torch nor numpy is imported, and no
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import Examined
-from megaresume.checkpoint.data_state import OpaqueState
+from megaresume.checkpoint.data_state import DataState, OpaqueState
 from megaresume.checkpoint.ledger import LedgerReading
+from megaresume.checkpoint.lock import Holder
 from megaresume.checkpoint.manifest import Manifest
 from megaresume.checkpoint.paths import megatron_tag, split_root
 from megaresume.checkpoint.saving.rank_files import random_digest
@@ -22,6 +22,7 @@ from megaresume.checkpoint.saving.staging import read_staging
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.command_line import at_least
 from megaresume.render import byte_bar, spell_bytes, text_table
+from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.run import Run
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
@@ -43,23 +44,29 @@ def run(args: argparse.Namespace) -> int:
     """Inspect a directory; 1 if a resume from it would not find weights and their data state."""
     root, tag = split_root(args.dir)
     with byte_bar(f"reading {root}", show=args.checksums) as progress:
-        found = _look(Run(root, tag, checksums=args.checksums, progress=progress), args.last)
-    print(json.dumps(_report(found, args.last)) if args.json else _text(found, args.last))
-    return 0 if found.resumable else 1
+        found = look(Run(root, tag, checksums=args.checksums, progress=progress), args.last)
+    return found.give(_text, as_json=args.json)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Inspection:
+class Inspection(Answer):
     """A run, looked at."""
 
-    run: Run
+    run: Run = live()
     #: the newest, and the one that a resume takes.
-    checkpoints: Sequence[Examined]
+    examined: Sequence[Examined] = live()
     #: what each of the pointers names.
-    named: Sequence[Examined | None]
-    ledger: LedgerReading
+    named: Sequence[Examined | None] = live()
+    reading: LedgerReading = live()
+    #: lines of the ledger to show.
+    last: int = live()
     #: sentences, besides those of the choice.
-    notes: Sequence[str]
+    remarks: Sequence[str] = live()
+
+    @property
+    def status(self) -> int:
+        """1 if a resume would not find weights and their data state."""
+        return 0 if self.resumable else 1
 
     @property
     def unrecorded(self) -> str | None:
@@ -71,82 +78,100 @@ class _Inspection:
         return tag if is_first and tag == megatron_tag(tracked.candidate.iteration) else None
 
     @property
-    def resumable(self) -> bool:
-        """Whether a resume would find weights and their order."""
-        return bool(self.run.resumable or self.unrecorded)
-
-    @property
     def step(self) -> StepFile | None:
         """The state to show: what a resume loads, or else the newest that can be read."""
         if self.run.choice is not None and self.run.choice.step is not None:
             return self.run.choice.step
-        return next((e.step for e in self.checkpoints if e.step is not None), None)
+        return next((e.step for e in self.examined if e.step is not None), None)
 
-    @property
-    def choice_notes(self) -> list[str]:
-        """Of the choice."""
-        return [] if self.run.choice is None else list(self.run.choice.notes)
+    @told
+    def root(self) -> Path:
+        """The directory."""
+        return self.run.root
+
+    @told
+    def resumable(self) -> bool:
+        """Whether a resume would find weights and their order."""
+        return bool(self.run.resumable or self.unrecorded)
+
+    @told
+    def choice(self) -> dict[str, Any] | None:
+        """What a resume takes."""
+        choice = self.run.choice
+        return None if choice is None else choice.to_dict() | {"rejected": choice.rejected}
+
+    @told
+    def error(self) -> Exception | None:
+        """Why a resume stops."""
+        return self.run.error
+
+    @told
+    def notes(self) -> list[str]:
+        """Sentences."""
+        return [*([] if self.run.choice is None else self.run.choice.notes), *self.remarks]
+
+    @told
+    def state(self) -> dict[str, Any] | None:
+        """The record of the state to show."""
+        return None if self.step is None else self.step.to_fields()
+
+    @told
+    def order(self) -> DataState | None:
+        """Of a guarded run."""
+        return None if self.step is None or self.step.state.kind != "order" else self.step.state
+
+    @told
+    def pointers(self) -> Sequence[dict[str, Any]]:
+        """``latest`` and the tracker."""
+        return [plain(pointer) | {"problem": pointer.problem} for pointer in self.run.pointers]
+
+    @told
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The newest ones."""
+        return [_checkpoint(examined) for examined in self.examined]
+
+    @told
+    def older_checkpoints(self) -> int:
+        """How many more there are."""
+        return len(self.run.present) - len(self.examined)
+
+    @told
+    def pruned_checkpoints(self) -> int:
+        """How many have left their records alone."""
+        return self.run.num_pruned
+
+    @told
+    def ledger(self) -> dict[str, Any]:
+        """Its last lines."""
+        ledger = self.reading
+        entries = ledger.entries[-self.last :]
+        return {"run": ledger.run, "lines": len(ledger.entries), "entries": entries, "problems": ledger.problems}
+
+    @told
+    def leftovers(self) -> Sequence[str]:
+        """Temporary files of killed writers."""
+        return self.run.leftovers
+
+    @told
+    def holder(self) -> Holder | None:
+        """Who writes there, or did last."""
+        return self.run.holder()
 
 
-def _look(run: Run, last: int) -> _Inspection:
-    notes: list[str] = []
-    try:
-        ledger = run.ledger
-    except StateError as error:
-        ledger = LedgerReading()
-        notes.append(str(error))
-    checkpoints = run.newest(last)
-    unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not e.manifest.has_checksums]
-    if run.checksums and unsummed:
-        some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
-        notes.append(f"saved without checksums, so that only sizes could be compared: {some}")
-    return _Inspection(run=run, checkpoints=checkpoints, named=run.named, ledger=ledger, notes=notes)
-
-
-# -- JSON
-
-
-def _report(found: _Inspection, last: int) -> dict[str, Any]:
-    run, choice, step, ledger = found.run, found.run.choice, found.step, found.ledger
-    return {
-        "root": str(run.root),
-        "resumable": found.resumable,
-        "choice": None
-        if choice is None
-        else choice.to_dict() | {"rejected": [asdict(rejected) for rejected in choice.rejected]},
-        "error": None if run.error is None else str(run.error),
-        "notes": [*found.choice_notes, *found.notes],
-        "state": None if step is None else step.to_fields(),
-        "order": step.state.to_dict() if step is not None and step.state.kind == "order" else None,
-        "pointers": [asdict(pointer) | {"problem": pointer.problem} for pointer in run.pointers],
-        "checkpoints": [_checkpoint(found, e) for e in found.checkpoints],
-        "older_checkpoints": len(run.present) - len(found.checkpoints),
-        "pruned_checkpoints": run.num_pruned,
-        "ledger": {
-            "run": ledger.run,
-            "lines": len(ledger.entries),
-            "entries": [asdict(e) | {"topology": e.topology.to_dict()} for e in ledger.entries[-last:]],
-            "problems": [asdict(problem) for problem in ledger.problems],
-        },
-        "leftovers": list(run.leftovers),
-        "holder": _holder(run),
-    }
-
-
-def _checkpoint(found: _Inspection, examined: Examined) -> dict[str, Any]:
+def _checkpoint(examined: Examined) -> dict[str, Any]:
     step, manifest = examined.step, examined.manifest
     return {
         "tag": examined.candidate.tag,
         "iteration": examined.candidate.iteration,
         "status": examined.status,
         "durable": None if manifest is None else manifest.durable,
-        "reasons": list(examined.reasons),
+        "reasons": examined.reasons,
         "files": None if manifest is None else len(manifest.files),
         "bytes": None if manifest is None else manifest.size,
         "samples": None if step is None else step.state.samples,
         "digest": None if step is None else step.state.digest,
         "saved_at": None if step is None else step.saved_at,
-        "topology": None if step is None else step.topology.to_dict(),
+        "topology": None if step is None else step.topology,
         "random": _random(manifest),
     }
 
@@ -157,21 +182,31 @@ def _random(manifest: Manifest | None) -> dict[str, Any] | None:
     return None if found is None else {"ranks": found[0], "digest": found[1]}
 
 
-# -- text
+def look(run: Run, last: int) -> Inspection:
+    """Look at a run.
+
+    Args:
+        run: the run.
+        last: how many checkpoints and lines of the ledger are shown.
+    """
+    remarks: list[str] = []
+    try:
+        ledger = run.ledger
+    except StateError as error:
+        ledger = LedgerReading()
+        remarks.append(str(error))
+    checkpoints = run.newest(last)
+    unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not e.manifest.has_checksums]
+    if run.checksums and unsummed:
+        some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
+        remarks.append(f"saved without checksums, so that only sizes could be compared: {some}")
+    return Inspection(run=run, examined=checkpoints, named=run.named, reading=ledger, last=last, remarks=remarks)
 
 
-def _text(found: _Inspection, last: int) -> str:
+def _text(found: Inspection) -> str:
     blocks = [_headline(found) + _held(found.run), _state_block(found), _order_block(found), _pointer_block(found)]
-    blocks += [_checkpoint_block(found), _copy_block(found), _ledger_block(found, last), _note_block(found)]
+    blocks += [_checkpoint_block(found), _copy_block(found), _ledger_block(found), _note_block(found)]
     return "\n\n".join(block for block in blocks if block)
-
-
-def _holder(run: Run) -> dict[str, Any] | None:
-    holder = run.holder()
-    if holder is None:
-        return None
-    owner = None if holder.owner is None else asdict(holder.owner)
-    return {"status": holder.status, "reason": holder.reason, "owner": owner}
 
 
 def _held(run: Run) -> str:
@@ -184,7 +219,7 @@ def _held(run: Run) -> str:
     return f"\nheld by {holder}"
 
 
-def _copy_block(found: _Inspection) -> str:
+def _copy_block(found: Inspection) -> str:
     """Where the checkpoints are copied to, and which are there."""
     staging = read_staging(found.run.root)
     if staging is None:
@@ -194,7 +229,7 @@ def _copy_block(found: _Inspection) -> str:
     return f"copies in {staging.to}\n  {there}{waiting}"
 
 
-def _headline(found: _Inspection) -> str:
+def _headline(found: Inspection) -> str:
     run, choice = found.run, found.run.choice
     if found.unrecorded is not None:
         return (
@@ -210,7 +245,7 @@ def _headline(found: _Inspection) -> str:
     return f"{run.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}{more}"
 
 
-def _state_block(found: _Inspection) -> str:
+def _state_block(found: Inspection) -> str:
     step = found.step
     if step is None:
         return ""
@@ -222,7 +257,7 @@ def _state_block(found: _Inspection) -> str:
         ["trained by", step.framework],
         ["run", step.run],
     ]
-    manifest = next((e.manifest for e in found.checkpoints if e.step == step), None)
+    manifest = next((e.manifest for e in found.examined if e.step == step), None)
     if (random := _random(manifest)) is not None:
         rows.append(["random state", f"of {random['ranks']} ranks, digest {random['digest']}"])
     if isinstance(step.state, OpaqueState):
@@ -277,7 +312,7 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
     return [*rows, *(["accepted", override] for override in state.overrides)]
 
 
-def _order_block(found: _Inspection) -> str:
+def _order_block(found: Inspection) -> str:
     step = found.step
     if step is None or step.state.kind != "order":
         return ""
@@ -319,7 +354,7 @@ def _words(values: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
-def _pointer_block(found: _Inspection) -> str:
+def _pointer_block(found: Inspection) -> str:
     rows = []
     for pointer, named in zip(found.run.pointers, found.named, strict=True):
         says = f"{named.candidate.tag}, {named.status}" if named is not None else pointer.problem or pointer.status
@@ -327,12 +362,12 @@ def _pointer_block(found: _Inspection) -> str:
     return "pointers\n" + text_table(rows)
 
 
-def _checkpoint_block(found: _Inspection) -> str:
-    if not found.checkpoints:
+def _checkpoint_block(found: Inspection) -> str:
+    if not found.examined:
         return f"checkpoints\n  none; {found.run.num_pruned} were pruned" if found.run.num_pruned else ""
     rows = [["", "tag", "status", "files", "size", "samples", "digest", "saved", "layout"]]
     reasons: dict[int, tuple[str, ...]] = {}
-    for examined in found.checkpoints:
+    for examined in found.examined:
         step, manifest = examined.step, examined.manifest
         chosen = found.run.choice is not None and found.run.choice.tag == examined.candidate.tag
         status, files, state = examined.status, ["-"] * 2, ["-"] * 4
@@ -351,7 +386,7 @@ def _checkpoint_block(found: _Inspection) -> str:
         lines += [f"      {reason}" for reason in shown[:8]]
         if len(shown) > 8:
             lines.append(f"      and {len(shown) - 8} more")
-    num_older = len(found.run.present) - len(found.checkpoints)
+    num_older = found.older_checkpoints
     if num_older:
         lines.append(f"  ... and {num_older} older (--last {len(found.run.present)} shows all)")
     if found.run.num_pruned:
@@ -364,8 +399,8 @@ def _time(text: str) -> str:
     return text[:19].replace("T", " ")
 
 
-def _ledger_block(found: _Inspection, last: int) -> str:
-    entries, problems = found.ledger.entries, found.ledger.problems
+def _ledger_block(found: Inspection) -> str:
+    entries, problems, last = found.reading.entries, found.reading.problems, found.last
     if not entries and not problems:
         return ""
     rows = [["time", "what", "iteration", "tag", "samples", "digest", "layout", "took"]]
@@ -390,9 +425,9 @@ def _ledger_block(found: _Inspection, last: int) -> str:
     return "\n".join([text, *shown])
 
 
-def _note_block(found: _Inspection) -> str:
-    above = {str(problem) for problem in found.ledger.problems}
-    notes = [note for note in (*found.choice_notes, *found.notes) if note not in above]
+def _note_block(found: Inspection) -> str:
+    above = {str(problem) for problem in found.reading.problems}
+    notes = [note for note in found.notes if note not in above]
     if found.run.leftovers:
         notes.append(f"temporary files of killed writers, harmless: {', '.join(found.run.leftovers[:5])}")
     if found.run.error is not None:

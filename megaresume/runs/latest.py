@@ -21,9 +21,8 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import Candidate
 from megaresume.checkpoint.choosing.search import Rejected
@@ -32,6 +31,7 @@ from megaresume.checkpoint.foreign.base import Layout, Look, subdirectories
 from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, MEGATRON, RELEASE
 from megaresume.checkpoint.paths import LATEST, TRACKER, records_dir
 from megaresume.render import write_bytes
+from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.text import visible
@@ -41,20 +41,37 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Newest:
+class Newest(Answer):
     """What was found."""
 
-    root: Path
-    layout: Layout
+    root: Path = live()
+    whose: Layout = live()
     #: the checkpoint directory; None: there is no checkpoint at all.
     path: Path | None
     iteration: int | None = None
     #: whether a manifest of megaresume's says that it is complete, or its files alone.
-    has_manifest: bool = False
+    has_manifest: bool = live(default=False)
     #: newer ones that were not taken.
-    passed: tuple[Rejected, ...] = ()
+    passed_over: tuple[Rejected, ...] = ()
     #: sentences.
     notes: tuple[str, ...] = ()
+    #: why there is none.
+    error: str | None = None
+
+    @told
+    def layout(self) -> str:
+        """By its name on the command line."""
+        return self.whose.name
+
+    @told
+    def tag(self) -> str | None:
+        """The directory's name."""
+        return None if self.path is None else self.path.name
+
+    @told
+    def by(self) -> str:
+        """What says that it is complete."""
+        return "manifest" if self.has_manifest else "files"
 
 
 def recognise(root: Path) -> Layout | None:
@@ -211,10 +228,10 @@ class _Walk:
     def _newest(self, name: str | None) -> Newest:
         return Newest(
             root=self.root,
-            layout=self.layout,
+            whose=self.layout,
             path=None if name is None else self.root / name,
             iteration=None if name is None else self.numbers.get(name),
-            passed=tuple(self.passed),
+            passed_over=tuple(self.passed),
             notes=tuple(self.notes),
         )
 
@@ -319,14 +336,14 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"path": None, "error": str(error)}))
         raise
-    for rejected in found.passed:
+    for rejected in found.passed_over:
         print(f"megaresume: not {visible(str(rejected))}", file=sys.stderr)
     for note in found.notes:
         print(f"megaresume: {visible(note)}", file=sys.stderr)
     if args.json:
-        print(json.dumps(_report(found)))
+        print(json.dumps(plain(found)))
     elif args.tag:
-        print(found.path.name)
+        print(found.tag)
     elif args.iteration:
         if found.iteration is None:
             raise CheckpointError(
@@ -357,16 +374,3 @@ def _none(args: argparse.Namespace, found: Newest | None) -> int:
     )
     print(f"megaresume: error: {error}", file=sys.stderr)
     return 1
-
-
-def _report(found: Newest) -> dict[str, Any]:
-    return {
-        "path": str(found.path),
-        "tag": None if found.path is None else found.path.name,
-        "iteration": found.iteration,
-        "layout": found.layout.name,
-        "by": "manifest" if found.has_manifest else "files",
-        "passed_over": [asdict(rejected) for rejected in found.passed],
-        "notes": list(found.notes),
-        "error": None,
-    }

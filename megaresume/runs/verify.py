@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.ledger import LedgerProblem
+from megaresume.runs.answer import Answer, live, optional, told
 from megaresume.runs.losses import LossComparison, LossLog, compare_losses, read_losses
 from megaresume.runs.rank_steps import RankSteps, read_rank_steps
 from megaresume.runs.run import Run
 from megaresume.runs.trace.ranks import Contents, RankCheck, check_ranks
 from megaresume.runs.trace.replan import Past, open_corpora
 from megaresume.runs.trace.replay import (
-    Points,
     Replayed,
     between,
     corpus_problems,
@@ -71,12 +72,73 @@ def run(args: argparse.Namespace) -> int:
             found="no directory" if args.dir is None else "--tolerance without --loss",
             expected="verify DIR, or verify --loss RUN_A RUN_B",
         )
-    report = _verify(args, Run(args.dir))
-    print(json.dumps(report) if args.json else _text(report))
-    return 0 if report["holds"] else 1
+    return _verify(args, Run(args.dir)).give(_text, as_json=args.json)
 
 
-def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+@dataclass(kw_only=True, slots=True)
+class Proof(Answer):
+    """What planning the stream of a run again has shown."""
+
+    dir: Path
+    #: what is wrong with them, in words.
+    corpora: list[str]
+    #: of checkpoints whose weights are there, in words.
+    lost: tuple[str, ...]
+    #: lines of the ledger.
+    problems: tuple[LedgerProblem, ...] = live()
+    replayed: list[Replayed] = live()
+    #: branches of the run, in words.
+    given_up: list[str]
+    #: what the ranks wrote down.
+    log: dict[str, Any] | None = optional()
+    #: what the documents hold, by source.
+    content: dict[str, Any] | None = optional()
+
+    @property
+    def status(self) -> int:
+        """1 if it is no proof."""
+        return 0 if self.holds else 1
+
+    @told
+    def holds(self) -> bool:
+        """Whether everything recorded is of one stream."""
+        # A line that a kill cut short was never a record; one that was damaged later may have said something else.
+        damaged = any(problem.kind == "damaged" for problem in self.problems)
+        whole = bool(self.replayed) and all(point.holds for point in self.replayed)
+        return whole and not (self.corpora or self.lost or damaged) and (self.log is None or self.log["holds"])
+
+    @told
+    def unreadable(self) -> list[str]:
+        """Lines of the ledger that say nothing."""
+        return [str(problem) for problem in self.problems]
+
+    @told
+    def points(self) -> list[dict[str, Any]]:
+        """Every recorded point."""
+        return [
+            {"origin": p.recorded.origin, "samples": p.recorded.sample, "digest": p.recorded.digest, "holds": p.holds}
+            for p in self.replayed
+        ]
+
+    @told
+    def first_difference(self) -> dict[str, Any] | None:
+        """Between the last point before it that agrees, and the first that does not."""
+        difference = next((point for point in self.replayed if not point.holds), None)
+        if difference is None:
+            return None
+        agreeing = [point.recorded.sample for point in self.replayed if point.holds]
+        before = max((sample for sample in agreeing if sample <= difference.recorded.sample), default=0)
+        return {
+            "origin": difference.recorded.origin,
+            "samples": [before, difference.recorded.sample],
+            "recorded": difference.recorded.digest,
+            "recomputed": difference.digest,
+            "fields": list(difference.fields),
+            "error": str(difference.error) if difference.error else None,
+        }
+
+
+def _verify(args: argparse.Namespace, run: Run) -> Proof:
     points = read_points(run)
     state = points.newest
     sources = open_corpora(run.root, state, data=args.data, split=args.split, need_all=True)
@@ -96,16 +158,22 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     else:
         with progress("planning the stream again", state.samples, "samples") as bar:
             checked, given_up = replay_all(points.recorded, state, sources, bar.update)
-    report = _report(args.dir, problems, points, checked) | {"given_up": given_up}
+    proof = Proof(
+        dir=args.dir,
+        corpora=problems,
+        lost=points.lost,
+        problems=points.unreadable,
+        replayed=checked,
+        given_up=given_up,
+    )
     if trace is not None and not problems:
         if records is not None:
             newest = max(*records.steps, run.history.newest.iteration)
             steps = (args.first or 0) + 1, (newest if args.last is None else args.last) + 1
-            report["log"] = _check(trace, records, *steps, content=args.content)
-            report["holds"] = report["holds"] and report["log"]["holds"]
+            proof.log = _check(trace, records, *steps, content=args.content)
         elif args.content:
-            report["content"] = _read(trace, first, stop)
-    return report
+            proof.content = _read(trace, first, stop)
+    return proof
 
 
 def _check(trace: Trace, records: RankSteps, first: int, stop: int, *, content: bool) -> dict[str, Any]:
@@ -126,39 +194,6 @@ def _read(trace: Trace, first: int, stop: int) -> dict[str, Any]:
     return {name: {"documents": d.documents, "digest": d.digest} for name, d in sorted(contents.digests.items())}
 
 
-def _report(root: Path, problems: list[str], points: Points, checked: list[Replayed]) -> dict[str, Any]:
-    difference = next((c for c in checked if not c.holds), None)
-    agreeing = [c.recorded.sample for c in checked if c.holds]
-    report: dict[str, Any] = {
-        "dir": str(root),
-        # A line that a kill cut short was never a record; one that was damaged later may have said something else.
-        "holds": not problems
-        and difference is None
-        and bool(checked)
-        and not points.lost
-        and not any(problem.kind == "damaged" for problem in points.unreadable),
-        "corpora": problems,
-        "lost": list(points.lost),
-        "unreadable": [str(problem) for problem in points.unreadable],
-        "points": [
-            {"origin": c.recorded.origin, "samples": c.recorded.sample, "digest": c.recorded.digest, "holds": c.holds}
-            for c in checked
-        ],
-        "first_difference": None,
-    }
-    if difference is not None:
-        before = max((s for s in agreeing if s <= difference.recorded.sample), default=0)
-        report["first_difference"] = {
-            "origin": difference.recorded.origin,
-            "samples": [before, difference.recorded.sample],
-            "recorded": difference.recorded.digest,
-            "recomputed": difference.digest,
-            "fields": list(difference.fields),
-            "error": str(difference.error) if difference.error else None,
-        }
-    return report
-
-
 def _log_report(check: RankCheck, records: RankSteps) -> dict[str, Any]:
     counts = ("steps", "lines", "contents", "seen", "lost", "given_up")
     return {name: getattr(check, name) for name in counts} | {
@@ -173,19 +208,19 @@ def _log_report(check: RankCheck, records: RankSteps) -> dict[str, Any]:
     }
 
 
-def _text(report: dict[str, Any]) -> str:
-    lines = [f"verify {report['dir']}"]
-    for problem in report["corpora"]:
+def _text(proof: Proof) -> str:
+    lines = [f"verify {proof.dir}"]
+    for problem in proof.corpora:
         lines += ["", *(f"  {line}" for line in problem.splitlines())]
-    if report["corpora"]:
+    if proof.corpora:
         lines.append("")
-    for point in report["points"]:
+    for point in proof.points:
         mark = "same     " if point["holds"] else "DIFFERENT"
         lines.append(f"  {mark}  sample {point['samples']:>10}  digest {point['digest']}  {point['origin']}")
-    lines += [f"  NOT READ   {problem}" for problem in report["unreadable"]]
-    lines += [f"  LOST       {problem}" for problem in report["lost"]]
-    lines += [f"  given up   {branch}" for branch in report["given_up"]]
-    difference = report["first_difference"]
+    lines += [f"  NOT READ   {problem}" for problem in proof.unreadable]
+    lines += [f"  LOST       {problem}" for problem in proof.lost]
+    lines += [f"  given up   {branch}" for branch in proof.given_up]
+    difference = proof.first_difference
     if difference:
         first, stop = difference["samples"]
         lines += ["", f"first difference: in samples {first} to {stop - 1} ({difference['origin']})"]
@@ -195,14 +230,14 @@ def _text(report: dict[str, Any]) -> str:
             lines.append(f"  fields that differ: {', '.join(difference['fields'])}")
         if difference["error"]:
             lines += [f"  {line}" for line in difference["error"].splitlines()]
-    if "log" in report:
-        lines += _log_text(report["log"])
-    for name, read in report.get("content", {}).items():
+    if proof.log is not None:
+        lines += _log_text(proof.log)
+    for name, read in (proof.content or {}).items():
         lines.append(f"  read       {read['documents']:>10} documents of {name}, digest {read['digest']}")
-    if report["holds"]:
-        first, last = (f(point["samples"] for point in report["points"]) for f in (min, max))
+    if proof.holds:
+        first, last = (f(point["samples"] for point in proof.points) for f in (min, max))
         span = f"{last} samples" if not first else f"samples {first} to {last - 1}"
-        lines.append(f"proved: all {len(report['points'])} recorded points are those of one stream of {span}")
+        lines.append(f"proved: all {len(proof.points)} recorded points are those of one stream of {span}")
     else:
         lines += ["", "not proved: the corpora or the records are not those of the run"]
     return "\n".join(lines)

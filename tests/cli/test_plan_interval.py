@@ -84,7 +84,7 @@ def test_lines_as_they_were_before(tmp_path: Path) -> None:
     found = measure(read_ledger(ledger.path).events)
     assert (found.save, found.num_saves, found.step, found.num_stretches, found.startup) == (5, 3, 2, 2, None)
     advice = advise(Run(tmp_path), mtbf=3600)
-    assert advice.restart == 0 and advice.steps == round(daly(5, 3600) / 2)
+    assert advice.seconds.restart == 0 and advice.save_interval == round(daly(5, 3600) / 2)
 
 
 def test_a_start_records_how_long_it_took(run: SavedRun) -> None:  # noqa: F811

@@ -6,13 +6,13 @@ Neither torch nor DeepSpeed nor Megatron is imported, and nothing is ever unpick
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.foreign import LAYOUTS
 from megaresume.command_line import at_least
 from megaresume.render import byte_bar
+from megaresume.runs.answer import Answer, told
 from megaresume.runs.doctor import Check
 from megaresume.runs.doctor.directory import directory_checks
 from megaresume.runs.doctor.log import first_failure, log_checks
@@ -42,13 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look; 1 if there is a problem."""
-    checks = _checks(args)
-    problems = sum(check.status == "problem" for check in checks)
-    if args.json:
-        print(json.dumps({"problems": problems, "checks": [asdict(check) for check in checks]}))
-    else:
-        print(_text(checks))
-    return 1 if problems else 0
+    return Diagnosis(_checks(args)).give(_text, as_json=args.json)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(Answer):
+    """All that was looked at."""
+
+    checks: list[Check]
+
+    @told
+    def problems(self) -> int:
+        """How many."""
+        return sum(check.status == "problem" for check in self.checks)
+
+    @property
+    def status(self) -> int:
+        """1 if there is a problem."""
+        return 1 if self.problems else 0
 
 
 def _checks(args: argparse.Namespace) -> list[Check]:
@@ -67,7 +78,8 @@ def _checks(args: argparse.Namespace) -> list[Check]:
     return checks
 
 
-def _text(checks: list[Check]) -> str:
+def _text(found: Diagnosis) -> str:
+    checks = found.checks
     lines: list[str] = []
     area = None
     width = max(len(check.name) for check in checks if check.area != "log")

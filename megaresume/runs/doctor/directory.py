@@ -118,7 +118,7 @@ def _state(root: Path, iteration: int, tag: str, found: DirectoryReport) -> None
 
 def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: DirectoryReport) -> None:
     """The newest directories, one by one: those that were passed over, and older ones that would be the next."""
-    passed = {} if newest is None else {rejected.tag: rejected.reason for rejected in newest.passed}
+    passed = {} if newest is None else {rejected.tag: rejected.reason for rejected in newest.passed_over}
     for tag, reason in passed.items():
         found.add(
             tag,

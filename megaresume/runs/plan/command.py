@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megaresume.checkpoint.session.flags import add_settings
 from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
@@ -72,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
     flags = _flags(args)
     if plan_interval.is_asked(args):
         return plan_interval.run(args, flags)
-    result = dry_run(args.dir, flags)
-    print(json.dumps(_report(result)) if args.json else _text(result))
-    return 1 if result.refused else 0
+    return dry_run(args.dir, flags).give(_text, as_json=args.json)
 
 
 def _flags(args: argparse.Namespace) -> Flags:
@@ -93,85 +89,9 @@ def _flags(args: argparse.Namespace) -> Flags:
     return Flags(**given)
 
 
-def _verdict(result: DryRun) -> tuple[str, str]:
-    """(status, sentence)."""
-    found, last = result.found, result.last
-    if result.refused:
-        return "refused", next(f.headline for f in result.findings if f.kind == "refused")
-    if found.kind == "fresh":
-        return "fresh", "there is no checkpoint: the launch would begin at sample 0"
-    tag = "the checkpoint" if found.choice is None else found.choice.tag
-    if result.ending is not None and result.ending.finished:
-        return "finished", f"{tag} is the end of the run: nothing is left to train"
-    where = f"resumes from {tag}"
-    if result.state is not None:
-        where += f" at step {found.iteration:,}, sample {result.state.samples:,}"
-        if result.data is not None and result.data.outcome == "new stage":
-            where += ", in a new stage"
-    if last is not None:
-        where += f", and ends at step {last[0]:,}" + ("" if result.state is None else f", sample {last[1]:,}")
-    return "resumes", where
-
-
-# -- JSON
-
-
-def _report(result: DryRun) -> dict[str, Any]:
-    choice, state, data, guarded = result.found.choice, result.state, result.data, result.guarded
-    status, sentence = _verdict(result)
-    last = result.last
-    return {
-        "root": str(result.root),
-        "verdict": status,
-        "headline": sentence,
-        "refused": result.refused,
-        "findings": [asdict(finding) for finding in result.findings],
-        "checkpoint": None
-        if choice is None
-        else {
-            "tag": choice.tag,
-            "iteration": choice.iteration,
-            "samples": None if state is None else state.samples,
-            "digest": choice.digest,
-            "rejected": [asdict(rejected) for rejected in choice.rejected],
-            "notes": list(choice.notes),
-        },
-        "data": None
-        if data is None
-        else {
-            "config": None if data.path is None else str(data.path),
-            "changes": [{"field": name, "before": then, "after": now} for name, then, now in data.changes],
-            "outcome": data.outcome,
-            "accepted": list(data.accepted),
-            "stages_to_come": [{"name": s.name, f"from_{s.unit}": s.at} for s in data.to_come],
-            "with_on_change_stage": None if data.with_stage is None else list(data.with_stage),
-        },
-        # By promise; where they cannot be 0, the launch is refused.
-        "repeated": 0,
-        "skipped": 0,
-        "sources": [{**asdict(s.now), **{k: v for k, v in asdict(s).items() if k != "now"}} for s in result.sources],
-        "stream_ends": result.stream_ends,
-        "layout": {
-            "before": None if result.before is None else result.before.to_dict(),
-            "now": None if result.now is None else result.now.to_dict(),
-        },
-        "batches": None if result.schedule is None else [list(segment) for segment in result.schedule.segments],
-        "balance": None if result.gain is None else asdict(result.gain),
-        "end": None if last is None else {"step": last[0], "samples": None if state is None else last[1]},
-        "end_with_the_batch_size_before": None
-        if result.ending is None or result.ending.before is None
-        else dict(zip(("step", "samples"), result.ending.before, strict=True)),
-        "guard": None if guarded is None else {**asdict(guarded), "stock_reshuffles": guarded.stock_reshuffles},
-    }
-
-
-# -- text
-
-
 def _text(result: DryRun) -> str:
-    status, sentence = _verdict(result)
-    word = {"refused": "REFUSED", "finished": "FINISHED", "fresh": "NOTHING TO RESUME"}.get(status, "OK")
-    blocks = [f"{word}: {sentence}", _problems(result, "refused"), _problems(result, "warning")]
+    word = {"refused": "REFUSED", "finished": "FINISHED", "fresh": "NOTHING TO RESUME"}.get(result.verdict, "OK")
+    blocks = [f"{word}: {result.headline}", _problems(result, "refused"), _problems(result, "warning")]
     blocks += [_checkpoint(result), _data(result), _sources(result), _run(result), _guard(result)]
     blocks += [_problems(result, "note")]
     return "\n\n".join(block for block in blocks if block)
@@ -244,8 +164,8 @@ def _run(result: DryRun) -> str:
         future = [s for s in result.schedule.segments if s[0] > result.state.samples]
         sizes = [f"{result.schedule.size_at(result.state.samples):,} samples a step"]
         lines.append("  " + ", ".join([*sizes, *(f"{size:,} from sample {first:,}" for first, size in future)]))
-    if result.gain is not None:
-        lines.append(f"  {result.gain}")
+    if result.balance is not None:
+        lines.append(f"  {result.balance}")
     if result.last is not None:
         step, sample = result.last
         lines.append(f"  last step {step:,}" + ("" if result.state is None else f", last sample {sample - 1:,}"))
@@ -271,7 +191,7 @@ def _change(before: Topology, now: Topology) -> str:
 
 
 def _guard(result: DryRun) -> str:
-    guarded, kind = result.guarded, result.found.kind
+    guarded, kind = result.guard, result.found.kind
     if kind == "adopt":
         return "guard\n  nothing is recorded yet: the order is recorded from here on, as Megatron builds it"
     if guarded is None:

@@ -67,6 +67,17 @@ class Data:
     in_force: StreamConfig | None = None
     to_come: tuple[Stage, ...] = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "config": None if self.path is None else str(self.path),
+            "changes": [{"field": name, "before": then, "after": now} for name, then, now in self.changes],
+            "outcome": self.outcome,
+            "accepted": list(self.accepted),
+            "stages_to_come": [{"name": stage.name, f"from_{stage.unit}": stage.at} for stage in self.to_come],
+            "with_on_change_stage": None if self.with_stage is None else list(self.with_stage),
+        }
+
     def stream(self, launch: Launch) -> Stream | None:
         """What the launch would train on; None: the corpora were not opened."""
         if not self.sources or self.config is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megaresume.checkpoint.paths import split_root
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.plan.data import Data, Gain, gain, read_data
 from megaresume.runs.plan.guard import Guarded, compare_with_record
 from megaresume.runs.plan.start import (
@@ -146,6 +149,11 @@ class Ahead:
     #: epochs drawn when the run ends, with a fraction; None: not known.
     epochs_at_end: float | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: the source as it is now, and what lies ahead of it."""
+        ahead = asdict(self)
+        return {**ahead.pop("now"), **ahead}
+
 
 def sources_ahead(launch: Launch, data: Data, end: Ending | None) -> list[Ahead]:
     """Every source under the config that holds from the resume point on."""
@@ -258,27 +266,31 @@ def _search(plan: object, first: int, goal: int | None, findings: Findings) -> i
 
 
 @dataclass(kw_only=True)
-class DryRun:
+class DryRun(Answer):
     """What a launch would do."""
 
     root: Path
-    flags: Flags
-    found: StartingPoint
+    flags: Flags = live()
+    found: StartingPoint = live()
     #: what the launch would be told, the most important first.
     findings: Findings = field(default_factory=Findings)
     #: how the run was laid out when it saved, and would be now; None: not recorded.
-    before: Topology | None = None
-    now: Topology | None = None
+    before: Topology | None = live(default=None)
+    now: Topology | None = live(default=None)
     #: planned global batch sizes of the whole run, the past included.
-    schedule: BatchSchedule | None = None
-    ending: Ending | None = None
+    schedule: BatchSchedule | None = live(default=None)
+    ending: Ending | None = live(default=None)
     data: Data | None = None
     sources: list[Ahead] = field(default_factory=list)
     #: samples that the stream holds, where it ends before the run; None: enough.
     stream_ends: int | None = None
     #: what balanced ranks gain; None: not asked for, or not known.
-    gain: Gain | None = None
-    guarded: Guarded | None = None
+    balance: Gain | None = None
+    #: of Megatron's own datasets.
+    guard: Guarded | None = None
+    #: by promise; where they cannot be 0, the launch is refused.
+    repeated: int = 0
+    skipped: int = 0
 
     @property
     def state(self) -> StreamState | None:
@@ -286,10 +298,15 @@ class DryRun:
         state = None if self.found.choice is None else self.found.choice.state
         return state if isinstance(state, StreamState) else None
 
-    @property
+    @told
     def refused(self) -> bool:
         """Whether the launch would stop before its first step."""
         return self.findings.refused
+
+    @property
+    def status(self) -> int:
+        """1 if the launch would be refused."""
+        return 1 if self.refused else 0
 
     @property
     def last(self) -> tuple[int, int] | None:
@@ -298,6 +315,69 @@ class DryRun:
             return None if self.ending is None else (self.ending.step, self.ending.sample)
         steps = steps_until(self.schedule, self.state.samples, self.stream_ends)
         return self.found.iteration + steps, self.schedule.after(self.state.samples, steps)
+
+    @told
+    def verdict(self) -> str:
+        """``refused``, ``fresh``, ``finished`` or ``resumes``."""
+        if self.refused:
+            return "refused"
+        if self.found.kind == "fresh":
+            return "fresh"
+        return "finished" if self.ending is not None and self.ending.finished else "resumes"
+
+    @told
+    def headline(self) -> str:
+        """The verdict in a sentence."""
+        tag = "the checkpoint" if self.found.choice is None else self.found.choice.tag
+        match self.verdict:
+            case "refused":
+                return next(finding.headline for finding in self.findings if finding.kind == "refused")
+            case "fresh":
+                return "there is no checkpoint: the launch would begin at sample 0"
+            case "finished":
+                return f"{tag} is the end of the run: nothing is left to train"
+        where, last = f"resumes from {tag}", self.last
+        if self.state is not None:
+            where += f" at step {self.found.iteration:,}, sample {self.state.samples:,}"
+            if self.data is not None and self.data.outcome == "new stage":
+                where += ", in a new stage"
+        if last is not None:
+            where += f", and ends at step {last[0]:,}" + ("" if self.state is None else f", sample {last[1]:,}")
+        return where
+
+    @told
+    def checkpoint(self) -> dict[str, Any] | None:
+        """What would be loaded."""
+        choice = self.found.choice
+        if choice is None:
+            return None
+        facts = choice.to_dict()
+        del facts["save_id"]
+        samples = None if self.state is None else self.state.samples
+        return facts | {"samples": samples, "rejected": plain(choice.rejected), "notes": list(choice.notes)}
+
+    @told
+    def layout(self) -> dict[str, Topology | None]:
+        """Of the run, then and now."""
+        return {"before": self.before, "now": self.now}
+
+    @told
+    def batches(self) -> Sequence[tuple[int, int]] | None:
+        """[first sample, samples of a step] of the whole run."""
+        return None if self.schedule is None else self.schedule.segments
+
+    @told
+    def end(self) -> dict[str, int | None] | None:
+        """The last step of the run."""
+        last = self.last
+        return None if last is None else {"step": last[0], "samples": None if self.state is None else last[1]}
+
+    @told
+    def end_with_the_batch_size_before(self) -> dict[str, int] | None:
+        """None: it is the same."""
+        if self.ending is None or self.ending.before is None:
+            return None
+        return dict(zip(("step", "samples"), self.ending.before, strict=True))
 
 
 def dry_run(directory: Path, flags: Flags) -> DryRun:
@@ -311,7 +391,7 @@ def dry_run(directory: Path, flags: Flags) -> DryRun:
     found = find_start(run, flags, findings)
     result = DryRun(root=directory, flags=flags, found=found, findings=findings)
     if found.record is not None:
-        result.guarded = compare_with_record(found.record, flags, findings)
+        result.guard = compare_with_record(found.record, flags, findings)
     choice, state = found.choice, result.state
     if found.kind in ("guard", "adopt"):
         result.ending = guarded_ending(found.iteration, flags, findings)
@@ -382,4 +462,4 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     if end is None or not end.finished:
         result.stream_ends = end_of_stream(launch, data, end)
     if flags.balance is not None:
-        result.gain = gain(launch, data)
+        result.balance = gain(launch, data)

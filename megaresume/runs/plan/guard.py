@@ -20,6 +20,7 @@ from megaresume.hosts.megatron.guard.corpora import Corpus
 from megaresume.hosts.megatron.guard.pinned import extendable
 from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord
 from megaresume.hosts.megatron.guard.request import Request
+from megaresume.runs.answer import told
 from megaresume.runs.plan.start import Finding, Findings, Flags
 from megaresume.stream.errors import UsageError
 
@@ -108,7 +109,7 @@ class Guarded:
     #: None: stock Megatron's order cannot be told: not GPTDataset.
     components: tuple[Component, ...] | None
 
-    @property
+    @told
     def stock_reshuffles(self) -> bool | None:
         """Whether stock Megatron would train another order, silently; None: not known."""
         if self.components is None:

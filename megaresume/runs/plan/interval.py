@@ -15,11 +15,10 @@ the square root of both the time of a save and the time between failures.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.render import text_table
+from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.plan import Flags
 from megaresume.runs.run import Run
 from megaresume.stream.errors import StateError, UsageError
@@ -70,39 +70,52 @@ class Loss:
     recomputing: float
     restarting: float
 
-    @property
+    @told
     def total(self) -> float:
         """Hours a day that are lost."""
         return self.saving + self.recomputing + self.restarting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
-    """The recommended interval, and what it rests on; seconds."""
+class Seconds:
+    """What an interval is computed from, and what the formulas give: seconds of training between saves."""
 
-    root: Path
     mtbf: float
     save: float
     step: float
     restart: float
-    measured: Measured
-    #: seconds of training between saves by either formula.
     young: float
     daly: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice(Answer):
+    """The recommended interval, and what it rests on."""
+
+    root: Path
     #: Daly's, in whole steps.
-    steps: int
+    save_interval: int
+    seconds: Seconds
+    #: the times that were given, and not measured.
+    given: tuple[str, ...]
+    measured: Measured
     #: from the shortest interval to the longest; the recommended one and today's among them.
-    table: tuple[Loss, ...]
+    table: tuple[Loss, ...] = live()
 
     @property
     def best(self) -> Loss:
         """The row of the recommended interval."""
-        return next(row for row in self.table if row.steps == self.steps)
+        return next(row for row in self.table if row.steps == self.save_interval)
 
     @property
     def now(self) -> Loss | None:
         """The row of the interval that the run has now."""
         return next((row for row in self.table if row.steps == self.measured.interval), None)
+
+    @told
+    def hours_lost_a_day(self) -> list[dict[str, Any]]:
+        """The table, with what its rows are."""
+        return [plain(row) | {"recommended": row is self.best, "now": row is self.now} for row in self.table]
 
 
 def young(save: float, mtbf: float) -> float:
@@ -249,6 +262,8 @@ def advise(
     Raises:
         StateError: the ledger has too little, or cannot be read.
     """
+    times = {"restart": restart, "save": save, "step": step}
+    given = tuple(name for name, value in times.items() if value is not None)
     measured = measure(run.ledger.events)
     save = measured.save if save is None else save
     step = measured.step if step is None else step
@@ -273,14 +288,10 @@ def advise(
     wanted |= {measured.interval} if measured.interval else set()
     return Advice(
         root=run.root,
-        mtbf=mtbf,
-        save=save,
-        step=step,
-        restart=restart,
+        save_interval=steps,
+        seconds=Seconds(mtbf=mtbf, save=save, step=step, restart=restart, young=young(save, mtbf), daly=seconds),
+        given=given,
         measured=measured,
-        young=young(save, mtbf),
-        daly=seconds,
-        steps=steps,
         table=losses(sorted(wanted), step=step, save=save, restart=restart, mtbf=mtbf),
     )
 
@@ -347,44 +358,21 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
             action="one command for each; for another layout, its --save-time and --step-time with --mtbf",
         )
     advice = advise(Run(args.dir), mtbf=args.mtbf, save=args.save_time, step=args.step_time, restart=args.restart_time)
-    given = {name for name in ("save", "step", "restart") if getattr(args, f"{name}_time") is not None}
-    print(json.dumps(_report(advice, given)) if args.json else _text(advice, given))
-    return 0
+    return advice.give(_text, as_json=args.json)
 
 
-def _report(advice: Advice, given: set[str]) -> dict[str, Any]:
-    return {
-        "root": str(advice.root),
-        "save_interval": advice.steps,
-        "seconds": {
-            "mtbf": advice.mtbf,
-            "save": advice.save,
-            "step": advice.step,
-            "restart": advice.restart,
-            "young": advice.young,
-            "daly": advice.daly,
-        },
-        "given": sorted(given),
-        "measured": asdict(advice.measured),
-        "hours_lost_a_day": [
-            {**asdict(row), "total": row.total, "recommended": row is advice.best, "now": row is advice.now}
-            for row in advice.table
-        ],
-    }
-
-
-def _text(advice: Advice, given: set[str]) -> str:
-    best, measured = advice.best, advice.measured
+def _text(advice: Advice) -> str:
+    best, measured, seconds, given = advice.best, advice.measured, advice.seconds, advice.given
     lines = [
-        f"--save-interval {advice.steps}: save every {spell(best.seconds)} of training",
+        f"--save-interval {advice.save_interval}: save every {spell(best.seconds)} of training",
         "",
         "from",
-        f"  a failure every   {spell(advice.mtbf)}",
-        f"  a save takes      {spell(advice.save)}  ({_source('save', measured.num_saves, 'saves', given)})",
-        f"  a step takes      {spell(advice.step)}  ({_source('step', measured.num_stretches, 'stretches', given)})",
-        f"  a restart takes   {spell(advice.restart)}  ({_restart(advice, given)})",
-        f"  Young's formula   {spell(advice.young)}",
-        f"  Daly's formula    {spell(advice.daly)}",
+        f"  a failure every   {spell(seconds.mtbf)}",
+        f"  a save takes      {spell(seconds.save)}  ({_source('save', measured.num_saves, 'saves', given)})",
+        f"  a step takes      {spell(seconds.step)}  ({_source('step', measured.num_stretches, 'stretches', given)})",
+        f"  a restart takes   {spell(seconds.restart)}  ({_restart(advice, given)})",
+        f"  Young's formula   {spell(seconds.young)}",
+        f"  Daly's formula    {spell(seconds.daly)}",
         "",
         "hours lost a day",
     ]
@@ -404,13 +392,13 @@ def _text(advice: Advice, given: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _source(name: str, count: int, what: str, given: set[str]) -> str:
+def _source(name: str, count: int, what: str, given: Sequence[str]) -> str:
     if name in given:
         return f"--{name}-time"
     return f"median of the last {count} {what}" if count > 1 else f"of the only one of the {what}"
 
 
-def _restart(advice: Advice, given: set[str]) -> str:
+def _restart(advice: Advice, given: Sequence[str]) -> str:
     if "restart" in given:
         return "--restart-time"
     if advice.measured.startup is None:

@@ -54,7 +54,7 @@ def test_the_newest(written: Path, place: str) -> None:
     layout, newest, _ = PLACES[place]
     found = find_newest(Run(written / place))
     assert found is not None and found.path == written / place / newest
-    assert (found.layout.name, found.iteration, found.passed, found.notes) == (layout, 4, (), ())
+    assert (found.layout, found.iteration, found.passed_over, found.notes) == (layout, 4, (), ())
 
 
 def cut(path: Path, size: int) -> None:
@@ -96,7 +96,7 @@ def test_every_damage_to_every_file(copy: Copy, place: str) -> None:
             found = find_newest(Run(root))
             assert found is not None and found.path is not None
             assert found.path.name == older, f"{path.relative_to(root)} {damage}: taken although damaged"
-            (rejected,) = found.passed
+            (rejected,) = found.passed_over
             assert rejected.tag == newest and len(rejected.reason) > 10
             tried += 1
             path.write_bytes(content)
@@ -126,7 +126,7 @@ def test_a_pointer_that_moves_last(copy: Copy, place: str) -> None:
     tracker.write_text("2")
     found = find_newest(Run(root))
     assert found is not None and found.path == root / older
-    assert [r.tag for r in found.passed] == [newest] and "newer than" in found.passed[0].reason
+    assert [r.tag for r in found.passed_over] == [newest] and "newer than" in found.passed_over[0].reason
     for text, words in (("", "empty"), ("4x", "holds '4x'"), ("6", "names '6', which is not there")):
         tracker.write_text(text)
         found = find_newest(Run(root))
@@ -185,7 +185,7 @@ def test_a_killed_save_of_hugging_face(copy: Copy) -> None:
     shutil.rmtree(root / "checkpoint-6")
     shutil.copytree(root / "checkpoint-4", root / "checkpoint-6")
     found = find_newest(Run(root))
-    assert found is not None and found.passed[0].reason == "trainer_state.json is of step 4"
+    assert found is not None and found.passed_over[0].reason == "trainer_state.json is of step 4"
     for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
         (root / "checkpoint-4" / name).unlink()
     found = find_newest(Run(root))

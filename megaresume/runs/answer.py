@@ -1,0 +1,56 @@
+"""`Answer`: what a question about a run found. Its fields are its JSON; it gives the exit status of its command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+
+def live(**options: Any) -> Any:
+    """A field of an `Answer` that its text needs, and its JSON leaves out: an open run, a layout."""
+    return dataclasses.field(metadata={"live": True}, **options)
+
+
+def optional() -> Any:
+    """A field of an `Answer` that its JSON has if it was asked for: if it is not None."""
+    return dataclasses.field(default=None, metadata={"optional": True})
+
+
+class told(property):
+    """A property of an `Answer`, or of what is in it, that its JSON has like a field."""
+
+
+class Answer:
+    """A dataclass: its fields and its `told` properties are its JSON."""
+
+    __slots__ = ()
+
+    @property
+    def status(self) -> int:
+        """Exit status of the command: 0 if what was asked holds, else 1."""
+        return 0
+
+    def give(self, text: Callable[[Self], str], *, as_json: bool) -> int:
+        """Print it, as JSON or in words for people; the exit status."""
+        print(json.dumps(plain(self)) if as_json else text(self))
+        return self.status
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: dataclasses as objects, by their own ``to_dict`` if they have one; anything else as its text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value):
+        fields = [field for field in dataclasses.fields(value) if not field.metadata.get("live")]
+        names = [f.name for f in fields if not f.metadata.get("optional") or getattr(value, f.name) is not None]
+        names += [name for name in dir(type(value)) if isinstance(getattr(type(value), name), told)]
+        return {name: plain(getattr(value, name)) for name in names}
+    return str(value)
