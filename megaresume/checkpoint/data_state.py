@@ -20,18 +20,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from megaresume.checkpoint.formats import count, is_version, text
+from megaresume.checkpoint.formats import count, text
+from megaresume.stream.envelope import check_version, open_envelope
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import VERSION as STREAM_VERSION
 from megaresume.stream.state import StreamState
 from megaresume.stream.state_text import checksum
-from megaresume.stream.text import parse_json
 
 FORMAT, VERSION = "megaresume.data", 1
 
 Kind = Literal["stream", "order", "loader"]
-
-_INSPECT = "load an older checkpoint: megaresume inspect DIR lists those that are whole (under Megatron: --ckpt-step N)"
 
 
 class DataState(Protocol):
@@ -136,68 +134,11 @@ class Envelope:
             StateError: there is nothing, or it is cut short, damaged, of another format, or lacks a field.
             NewerFormatError: intact, and of a later version.
         """
-        fields = _parse(data)
-        if fields.get("format") != FORMAT:
-            raise StateError(
-                "this is not a data state of megaresume",
-                found=f"format {fields.get('format')!r}",
-                expected=f"format {FORMAT!r}",
-                cause="another program's state, or another file",
-                action="check which checkpoint is being loaded: megaresume inspect DIR",
-            )
-        body = {key: value for key, value in fields.items() if key != "checksum"}
-        _check_version("the data state", fields.get("version"), VERSION)
-        if fields.get("checksum") != checksum(body):
-            raise StateError(
-                "the data state is damaged",
-                found=f"checksum {fields.get('checksum')!r} in the state, {checksum(body)!r} computed",
-                expected="the same checksum",
-                cause="a bit changed on disk or in transit, or the state was edited by hand",
-                action=_INSPECT,
-            )
-        try:
-            return cls(state=_state(body), iteration=count(body["iteration"]), framework=text(body["framework"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(
-                "the data state lacks a field or has one of the wrong kind",
-                found=f"{type(error).__name__}: {error}",
-                expected=f"the fields of version {VERSION}",
-                cause="it was written by a faulty program: its checksum is right",
-                action=_INSPECT,
-            ) from error
+        return open_envelope(data, _envelope, format_name=FORMAT, version=VERSION, texts=str)
 
 
-def _parse(data: object) -> Mapping[str, Any]:
-    if data is None or data == "":
-        raise StateError(
-            "there is no data state",
-            found="nothing",
-            expected="the state that megaresume saved with the checkpoint",
-            cause="the checkpoint was written without megaresume",
-            action="megaresume inspect DIR shows which checkpoints have a data state",
-        )
-    found, why = f"{type(data).__name__} {str(data)[:80]!r}", "another program uses the same name"
-    if isinstance(data, str):
-        try:
-            data = parse_json(data)
-        except ValueError as error:
-            found, why = f"{len(str(data))} characters that are no JSON ({error})", "the text was cut short or damaged"
-    if isinstance(data, Mapping):
-        return data
-    raise StateError(
-        "the data state is unreadable", found=found, expected="one JSON object", cause=why, action=_INSPECT
-    )
-
-
-def _check_version(what: str, version: object, newest: int) -> None:
-    if not is_version(version, newest, what):
-        raise StateError(
-            f"{what} has a version that this release cannot read",
-            found=f"version {version!r}",
-            expected=f"a version from 1 to {newest}",
-            cause="it was changed by another program",
-            action=_INSPECT,
-        )
+def _envelope(body: Mapping[str, Any]) -> Envelope:
+    return Envelope(state=_state(body), iteration=count(body["iteration"]), framework=text(body["framework"]))
 
 
 def _state(body: Mapping[str, Any]) -> DataState:
@@ -210,7 +151,7 @@ def _state(body: Mapping[str, Any]) -> DataState:
         raise ValueError(f"kind {kind!r} is none of {', '.join(get_args(Kind))}")
     if kind != "stream":
         return OpaqueState(kind=kind, samples=samples, digest=digest, content=content)
-    _check_version("the state of the stream", content.get("version"), STREAM_VERSION)
+    check_version(content.get("version"), STREAM_VERSION, "the state of the stream")
     state = StreamState.from_json(content)
     if (state.samples, state.digest) != (samples, digest):
         raise ValueError(f"the stream is at sample {state.samples}, digest {state.digest}, not at {samples}, {digest}")

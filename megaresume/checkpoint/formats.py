@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import xxhash
 
 from megaresume.files import read_file
-from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.envelope import is_version
+from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.text import parse_json, visible
 
 T = TypeVar("T")
@@ -29,10 +30,6 @@ _SEAL = re.compile(rb',\s*"checksum":\s*"([0-9a-f]{32})"\s*\}\s*')
 #: How a sealed object ends, whatever became of its checksum.
 _END = re.compile(rb'"\s*\}\s*\Z')
 _SEAL_START = b'"checksum"'
-
-
-class NewerFormatError(StateError):
-    """An intact file of a later format version: refused, and no reason to walk back to an older checkpoint."""
 
 
 class SealError(ValueError):
@@ -106,27 +103,6 @@ def unseal(data: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise SealError("is not a JSON object")
     return fields
-
-
-def is_version(found: object, newest: int, what: str, path: Path | None = None) -> bool:
-    """Whether this is a version that is known here.
-
-    Args:
-        found: the member ``version`` of something intact.
-        newest: that is known.
-        what, path: for the error.
-
-    Raises:
-        NewerFormatError: it is a later one.
-    """
-    if type(found) is int and found > newest:
-        raise NewerFormatError(
-            f"{what} was written by a newer megaresume",
-            found=f"version {found}" if path is None else f"{path}: version {found}",
-            expected=f"version {newest} or older",
-            action="upgrade megaresume on this machine to the version that wrote it: pip install --upgrade megaresume",
-        )
-    return type(found) is int and found >= 1
 
 
 def read_sealed(

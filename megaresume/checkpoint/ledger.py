@@ -20,7 +20,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
-from megaresume.checkpoint.formats import SealError, count, is_version, seal, text, unseal
+from megaresume.checkpoint.formats import SealError, count, seal, text, unseal
 from megaresume.checkpoint.paths import recorded_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.files import (
@@ -33,6 +33,7 @@ from megaresume.files import (
     write_all,
     write_error,
 )
+from megaresume.stream.envelope import is_version
 from megaresume.stream.errors import StateError
 
 FORMAT = "megaresume.ledger"

@@ -45,11 +45,10 @@ from megaresume.checkpoint.claim import (
     this_process,
     write_alive,
 )
-from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import read_run
 from megaresume.checkpoint.paths import ledger_path, records_dir
 from megaresume.files import make_dir, write_atomic
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, NewerFormatError
 
 #: how often an owner raises its counter.
 RENEW_SECONDS = 2.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.data_state import DataState, Envelope, stream_of
-from megaresume.checkpoint.formats import NewerFormatError, count, from_members, read_record, seal, text
+from megaresume.checkpoint.formats import count, from_members, read_record, seal, text
 from megaresume.checkpoint.ledger import EntryKind, LedgerEntry, read_run
 from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.paths import (
@@ -34,7 +34,7 @@ from megaresume.checkpoint.paths import (
 from megaresume.checkpoint.system import boots_up
 from megaresume.checkpoint.topology import Topology
 from megaresume.files import make_dir, write_atomic, write_error
-from megaresume.stream.errors import CheckpointError, StateError
+from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError
 from megaresume.stream.state import StreamState
 
 FORMAT, VERSION = "megaresume.step", 1

@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
 from megaresume.checkpoint.paths import records_dir, step_path
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError, UsageError
 from megaresume.stream.ranges import Ranges, common
 from megaresume.stream.state import StreamState
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.checkpoint.formats import NewerFormatError, SealError, unseal
+from megaresume.checkpoint.formats import SealError, unseal
 from megaresume.checkpoint.session.rank_log import VERSION, ranges_of
 from megaresume.files import read_file
 from megaresume.stream.batches import Balance, micro_batches
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import NewerFormatError, UsageError
 
 #: steps without a line that are named, of one launch: a faulty writer may give any number to a step.
 _MOST_GAPS = 10_000

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import Candidate, Examined, Pointer, read_pointers, resolve_pointer
 from megaresume.checkpoint.choosing.search import Choice, Search
-from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import LedgerReading, read_ledger
 from megaresume.checkpoint.lock import Holder, holder_of
 from megaresume.checkpoint.manifest import Progress
@@ -26,7 +25,7 @@ from megaresume.checkpoint.paths import ledger_path, parse_record_name, records_
 from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
 from megaresume.files import is_leftover
 from megaresume.runs.history import History, read_history
-from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.errors import MegaresumeError, NewerFormatError, StateError, UsageError
 
 #: states kept in memory: a search by halves comes back to few of them.
 _KEPT_STATES = 64

@@ -17,7 +17,8 @@
         stream.py           `Stream`: plan, state and digest of any sample
         compiled.py         how the loops of both are compiled, and kept
     going on
-        state.py            a cursor as plain JSON; state_text.py: as text; faults.py: documents that failed
+        state.py            a cursor as plain JSON; state_text.py: as text; envelope.py: what states are carried in
+        faults.py           documents that failed
         cursor.py           between the loop's arrays and the state
         fingerprints.py     is this state one of these corpora, and have they grown since?
         changes.py          what changed since a state, and what a change of the blend means

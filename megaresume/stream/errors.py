@@ -91,6 +91,10 @@ class StateError(MegaresumeError):
     """A data state is missing, damaged, of another run, or does not fit. Never a silent fresh start."""
 
 
+class NewerFormatError(StateError):
+    """An intact file of a later format version: refused, and no reason to walk back to an older checkpoint."""
+
+
 class CheckpointError(MegaresumeError):
     """A checkpoint directory is incomplete or damaged, or its pointers disagree."""
 

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from megaresume.stream.envelope import open_envelope
 from megaresume.stream.eras import Era, Eras
-from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.left_out import NO_SKIPS, Skips
 from megaresume.stream.ranges import reached
-from megaresume.stream.state_text import checksum, flat_era, to_json, unpack
-from megaresume.stream.text import as_count, parse_json
+from megaresume.stream.state_text import flat_era, to_json, unpack
+from megaresume.stream.text import as_count
 
 FORMAT = "megaresume.stream-state"
 VERSION = 1
@@ -187,74 +187,14 @@ class StreamState:
         """Read what `to_json` or `to_dict` wrote.
 
         Raises:
-            StateError: missing, truncated or not JSON, of another format, of a newer version, or damaged.
+            StateError: missing, truncated or not JSON, of another format, or damaged.
+            NewerFormatError: of a newer version.
         """
-        data = _parse(state)
-        if data.get("format") != FORMAT:
-            raise StateError(
-                "this is not a data state of megaresume",
-                found=f"format {data.get('format')!r}",
-                expected=f"format {FORMAT!r}",
-                cause="another program's state, or another file",
-                action="check which checkpoint is being loaded: megaresume inspect DIR",
-            )
-        version = data.get("version")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1 or version > VERSION:
-            raise StateError(
-                "the data state has a version that this release cannot read",
-                found=f"version {version!r}",
-                expected=f"a version from 1 to {VERSION}",
-                cause="it was written by a newer megaresume",
-                action="upgrade: pip install --upgrade megaresume",
-            )
-        body = {key: value for key, value in data.items() if key != "checksum"}
-        if data.get("checksum") != checksum(body):
-            raise StateError(
-                "the data state is damaged",
-                found=f"checksum {data.get('checksum')!r} in the state, {checksum(body)!r} computed",
-                expected="the same checksum",
-                cause="a bit changed on disk or in transit, or the state was edited by hand",
-                action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
-            )
-        try:
-            return _from_plain(unpack(body) if "packed" in body else body)
-        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-            raise StateError(
-                "the data state lacks a field or has one of the wrong kind",
-                found=f"{type(error).__name__}: {error}",
-                expected=f"the fields of version {VERSION}",
-                cause="the state was written by a faulty program: its checksum is right",
-                action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
-            ) from error
+        return open_envelope(state, _from_members, format_name=FORMAT, version=VERSION, texts=(str, bytes))
 
 
-def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if state is None or (isinstance(state, str | bytes) and not state.strip()):
-        raise StateError(
-            "there is no data state",
-            found="nothing",
-            expected="the state that megaresume saved with the checkpoint",
-            cause="the checkpoint was written without megaresume, or the file is empty",
-            action="megaresume inspect DIR shows which checkpoints have a data state",
-        )
-    try:
-        data = parse_json(state) if isinstance(state, str | bytes) else state
-    except ValueError as error:
-        raise StateError(
-            "the data state is unreadable",
-            found=f"{len(state)} bytes that are no JSON ({error})",
-            expected="one JSON object",
-            cause="the file was truncated or damaged",
-            action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
-        ) from error
-    if not isinstance(data, Mapping):
-        raise StateError(
-            "the data state is unreadable",
-            found=f"a {type(data).__name__}: {data!r:.80}",
-            expected="one JSON object, or the text of one",
-            action="check which checkpoint is being loaded: megaresume inspect DIR",
-        )
-    return data
+def _from_members(body: dict[str, Any]) -> StreamState:
+    return _from_plain(unpack(body) if "packed" in body else body)
 
 
 #: Fields of an era of the first stage, which leaves its number out.

@@ -10,13 +10,13 @@ import pytest
 
 from megaresume.checkpoint.choosing.choose import choose, confirm_choice
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.formats import NewerFormatError, seal
+from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.paths import step_path
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.start import check_fresh_start, record_start
 from megaresume.checkpoint.step_file import write_step_file
 from megaresume.runs.run import Run
-from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
 from megaresume.stream.state import StreamState
 
 MODEL = "mp_rank_00_model_states.pt"

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.data_state import VERSION, Envelope, OpaqueState, stream_of
-from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.hosts.megatron.host import KEY, envelope_on
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import NewerFormatError, StateError
 from megaresume.stream.state import StreamState
 from megaresume.stream.state_text import checksum
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import ledger
-from megaresume.checkpoint.formats import NewerFormatError, seal, unseal
+from megaresume.checkpoint.formats import seal, unseal
 from megaresume.checkpoint.ledger import (
     LedgerEntry,
     abandoned_checkpoints,
@@ -16,7 +16,7 @@ from megaresume.checkpoint.ledger import (
     read_run,
 )
 from megaresume.checkpoint.topology import Topology
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import NewerFormatError, StateError
 
 
 def entry(iteration: int, kind: str = "checkpoint", tag: str | None = "usual") -> LedgerEntry:

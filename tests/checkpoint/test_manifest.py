@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from megaresume.checkpoint.formats import NewerFormatError, seal
+from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_files, list_files, read_manifest
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, NewerFormatError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import NewerFormatError, StateError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import VERSION, StreamState
 from megaresume.stream.state_text import checksum
@@ -104,6 +104,7 @@ def test_every_flipped_bit(state: StreamState) -> None:
         "the data state is damaged",
         "this is not a data state of megaresume",
         "the data state has a version that this release cannot read",
+        "the data state was written by a newer megaresume",
     }
 
 
@@ -136,7 +137,14 @@ def test_not_utf8(state: StreamState) -> None:
         StreamState.from_json(b"\xff\xfe" + state.to_json().encode())
 
 
-@pytest.mark.parametrize("version", [VERSION + 1, VERSION + 100, 0, -1, "1", 1.0, True, None])
+@pytest.mark.parametrize("version", [VERSION + 1, VERSION + 100])
+def test_newer_version(state: StreamState, version: int) -> None:
+    with pytest.raises(NewerFormatError, match="was written by a newer megaresume") as error:
+        StreamState.from_json(_resealed(state.to_dict() | {"version": version}))
+    assert error.value.found == f"version {version}" and "pip install --upgrade megaresume" in str(error.value)
+
+
+@pytest.mark.parametrize("version", [0, -1, "1", 1.0, True, None])
 def test_other_version(state: StreamState, version: Any) -> None:
     with pytest.raises(StateError, match="version that this release cannot read") as error:
         StreamState.from_json(_resealed(state.to_dict() | {"version": version}))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from megaresume.checkpoint.formats import NewerFormatError, SealError, unseal
+from megaresume.checkpoint.formats import SealError, unseal
 from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.manifest import Manifest, Progress, list_files, read_manifest
 from megaresume.checkpoint.paths import (
@@ -42,7 +42,7 @@ from megaresume.checkpoint.paths import (
 )
 from megaresume.checkpoint.step_file import StepFile, read_marker, read_step_file
 from megaresume.files import open_file, read_file
-from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, UsageError
 
 PointerName = Literal["latest", "latest_checkpointed_iteration.txt"]
 

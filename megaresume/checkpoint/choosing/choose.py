@@ -17,12 +17,11 @@ from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import list_candidates
 from megaresume.checkpoint.choosing.search import Choice, Rejected, Search
-from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.manifest import Progress
 from megaresume.checkpoint.paths import check_tag, ledger_path, split_root, step_path
 from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
-from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
 
 
 def choose(
