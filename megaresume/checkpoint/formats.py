@@ -10,6 +10,7 @@ mistaken for one of a newer version: a newer version stops a resume, damage walk
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -202,35 +203,68 @@ def rows(value: object) -> list[Any]:
     return value
 
 
-def from_members(cls: type[T], fields: Mapping[str, Any]) -> T:
-    """A dataclass of integers, texts, flags and tuples of texts, each member of the kind that the class says.
-
-    Raises:
-        KeyError, ValueError: one is missing that has no default and may not be None, or of another kind.
-    """
-    kinds: dict[str, Callable[[object], Any]] = {
-        "int": count,
-        "str": text,
-        "bool": flag,
-        "tuple[str, ...]": lambda value: tuple(map(text, rows(value))),
-    }
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        kind, _, optional = str(field.type).partition(" | ")
-        if field.name not in fields and field.default is not dataclasses.MISSING:
-            continue
-        if optional and fields.get(field.name) is None:
-            found[field.name] = None
-            continue
-        try:
-            found[field.name] = kinds[kind](fields[field.name])
-        except ValueError as error:
-            raise ValueError(f"{field.name} {error}") from error
-    return cls(**found)
-
-
 def flag(value: object) -> bool:
     """The value, if it is true or false; else ValueError."""
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return value
+
+
+def members(value: object) -> dict[str, Any]:
+    """The value, if it is an object; else ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.80} is no object")
+    return value
+
+
+def texts(value: object) -> tuple[str, ...]:
+    """The value, if it is a list of texts; else ValueError."""
+    return tuple(map(text, rows(value)))
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "int": count,
+    "str": text,
+    "bool": flag,
+    "tuple[str, ...]": texts,
+}
+
+
+def from_members(cls: type[T], found: Mapping[str, Any], /, **readers: Callable[[Any], Any]) -> T:
+    """A dataclass of the members of a record that have the names of its fields.
+
+    Args:
+        cls: a field is a count, a text, a flag or a tuple of texts, as its type says, or has one of ``readers``.
+        found: members that a later version added are passed over.
+        readers: by name of the field, which may not be missing then; they raise ValueError or TypeError.
+
+    Raises:
+        KeyError, ValueError, TypeError: one is missing that has no default and may not be None, or of another kind.
+    """
+    values: dict[str, Any] = {}
+    for name, kind, is_optional, has_default in _fields(cls):  # type: ignore[arg-type]
+        read = readers.get(name)
+        if read is None and name not in found and has_default:
+            continue
+        value = found.get(name) if is_optional and read is None else found[name]
+        if is_optional and value is None:
+            values[name] = None
+        elif read is not None:
+            values[name] = read(value)
+        else:
+            try:
+                values[name] = _READERS[kind](value)
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from error
+    return cls(**values)
+
+
+@functools.lru_cache(maxsize=64)
+def _fields(cls: Any) -> tuple[tuple[str, str, bool, bool], ...]:
+    """Of every field: name, type, whether it may be None, whether it has a default."""
+    missing = dataclasses.MISSING
+    parts = [(field, *str(field.type).partition(" | ")) for field in dataclasses.fields(cls)]
+    return tuple(
+        (field.name, kind, bool(optional), (field.default, field.default_factory) != (missing, missing))
+        for field, kind, optional, _ in parts
+    )

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from megaresume.checkpoint.formats import SealError, count, seal, text, unseal
+from megaresume.checkpoint.formats import SealError, from_members, members, seal, unseal
 from megaresume.checkpoint.paths import recorded_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.files import (
@@ -187,23 +187,14 @@ def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
     version = fields["version"]
     if fields["format"] != FORMAT or not is_version(version, VERSION, "the ledger", path):
         raise ValueError(f"it is a {fields['format']!r}, version {version!r}")
-    kind = fields["kind"]
-    if kind not in ("checkpoint", "durable", "start", "finished"):
-        raise ValueError(f"unknown kind {kind!r}")
-    details = fields.get("details", {})
-    if not isinstance(details, dict):
-        raise ValueError(f"details {details!r:.80} are no object")
-    return LedgerEntry(
-        kind=kind,
-        iteration=count(fields["iteration"]),
-        tag=None if fields["tag"] is None else recorded_tag(fields["tag"]),
-        samples=count(fields["samples"]),
-        digest=text(fields["digest"]),
-        run=text(fields["run"]),
-        time=text(fields["time"]),
-        topology=Topology.from_dict(fields["topology"]),
-        details=details,
-    )
+    topology, tag = Topology.from_dict, recorded_tag
+    return from_members(LedgerEntry, {"details": {}, **fields}, kind=_kind, tag=tag, topology=topology, details=members)
+
+
+def _kind(value: object) -> object:
+    if value not in get_args(EntryKind):
+        raise ValueError(f"unknown kind {value!r:.80}")
+    return value
 
 
 def with_attempt(details: Mapping[str, Any]) -> dict[str, Any]:

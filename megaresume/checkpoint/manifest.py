@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from megaresume.checkpoint.formats import count, flag, read_record, rows, seal, text
+from megaresume.checkpoint.formats import count, flag, from_members, read_record, rows, seal, texts
 from megaresume.checkpoint.paths import rank_file_words, recorded_tag, records_dir
 from megaresume.checkpoint.system import boots_up
 from megaresume.files import open_file
@@ -323,16 +323,13 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
 def _manifest(fields: Mapping[str, Any]) -> Manifest:
     if fields["algorithm"] != ALGORITHM:
         raise ValueError(f"checksums by {fields['algorithm']!r}, not {ALGORITHM}")
-    return Manifest(
-        iteration=count(fields["iteration"]),
-        tag=recorded_tag(fields["tag"]),
-        save_id=text(fields["save_id"]),
-        digest=text(fields["digest"]),
-        files=tuple(file_entry(row) for row in rows(fields["files"])),
-        beside=tuple(file_entry(row) for row in rows(fields["beside"])),
-        durable=flag(fields["durable"]),
-        boots=tuple(text(boot) for boot in rows(fields["boots"])),
-    )
+    readers = {"tag": recorded_tag, "files": file_entries, "beside": file_entries, "durable": flag, "boots": texts}
+    return from_members(Manifest, fields, **readers)
+
+
+def file_entries(value: object) -> tuple[FileEntry, ...]:
+    """A list of files. Raises ValueError or TypeError if it is none."""
+    return tuple(map(file_entry, rows(value)))
 
 
 def file_entry(row: Any) -> FileEntry:

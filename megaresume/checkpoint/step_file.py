@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.data_state import DataState, Envelope, stream_of
-from megaresume.checkpoint.formats import count, from_members, read_record, seal, text
+from megaresume.checkpoint.formats import from_members, read_record, seal
 from megaresume.checkpoint.ledger import EntryKind, LedgerEntry, read_run
 from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.paths import (
@@ -153,15 +153,9 @@ def _step(fields: Mapping[str, Any]) -> StepFile:
     envelope = Envelope.read(fields.get("state"))
     if envelope.iteration != fields["iteration"]:
         raise ValueError(f"a state of iteration {envelope.iteration} in a file of iteration {fields['iteration']}")
-    return StepFile(
-        iteration=count(fields["iteration"]),
-        tag=recorded_tag(fields["tag"]),
-        run=text(fields["run"]),
-        save_id=text(fields["save_id"]),
-        saved_at=text(fields["saved_at"]),
-        topology=Topology.from_dict(fields["topology"]),
-        state=envelope.state,
-        framework=envelope.framework,
+    inside = {"state": envelope.state, "framework": envelope.framework}
+    return from_members(
+        StepFile, {**fields, **inside}, tag=recorded_tag, topology=Topology.from_dict, state=lambda state: state
     )
 
 
@@ -221,14 +215,9 @@ def read_marker(path: Path) -> Marker | None:
     """
     if not path.exists():
         return None
-
-    def make(fields: Mapping[str, Any]) -> Marker:
-        recorded_tag(fields["tag"])
-        return from_members(Marker, fields)
-
     return read_record(
         path,
-        make,
+        lambda fields: from_members(Marker, fields, tag=recorded_tag),
         what="the save marker",
         format_name=MARKER_FORMAT,
         version=MARKER_VERSION,

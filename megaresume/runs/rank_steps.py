@@ -20,7 +20,8 @@ from megaresume.checkpoint.formats import SealError, unseal
 from megaresume.checkpoint.session.rank_log import VERSION, ranges_of
 from megaresume.files import read_file
 from megaresume.stream.batches import Balance, micro_batches
-from megaresume.stream.errors import NewerFormatError, UsageError
+from megaresume.stream.envelope import is_version
+from megaresume.stream.errors import UsageError
 
 #: steps without a line that are named, of one launch: a faulty writer may give any number to a step.
 _MOST_GAPS = 10_000
@@ -213,13 +214,7 @@ def _read_file(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bo
 
 
 def _check_version(path: Path, fields: Mapping[str, Any]) -> None:
-    if fields.get("version", 0) > VERSION:
-        raise NewerFormatError(
-            "the log of samples was written by a newer megaresume",
-            found=f"{path}: version {fields['version']}",
-            expected=f"version {VERSION} or older",
-            action="upgrade megaresume on this machine to the version that wrote it",
-        )
+    is_version(fields.get("version"), VERSION, "the log of samples", path)
 
 
 def _read_gathered(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bool, str]]) -> None:

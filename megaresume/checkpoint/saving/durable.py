@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import examine, list_candidates
-from megaresume.checkpoint.formats import flag, read_sealed, seal, text
+from megaresume.checkpoint.formats import flag, read_record, seal, text
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import Manifest, checksum_file, read_manifest
@@ -185,12 +185,15 @@ def read_part(root: Path, manifest: Manifest, node: int) -> Part | None:
     path = part_path(root, manifest.iteration, manifest.tag, node)
     if not path.exists():
         return None
-    fields = read_sealed(path, what="the part of a node", format_name=FORMAT, version=VERSION, error=CheckpointError)
-    if fields["save_id"] != manifest.save_id:
-        return None
-    checksums = {text(name): checksum for name, checksum in fields["files"]}
-    return Part(
-        checksums=checksums,
+    what = "the part of a node"
+    save_id, part = read_record(path, _part, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+    return part if save_id == manifest.save_id else None
+
+
+def _part(fields: Mapping[str, Any]) -> tuple[str, Part]:
+    """(save, part)."""
+    return fields["save_id"], Part(
+        checksums={text(name): checksum for name, checksum in fields["files"]},
         is_forced=flag(fields["forced"]),
         error=text(fields["error"]),
         is_gone=flag(fields["gone"]),

@@ -22,11 +22,13 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import Candidate, list_candidates
-from megaresume.checkpoint.formats import count, read_sealed, seal, text
+from megaresume.checkpoint.formats import read_record, seal, text
 from megaresume.checkpoint.paths import check_tag, records_dir
 from megaresume.checkpoint.saving.copying import is_copied, share_ledger, stage
 from megaresume.checkpoint.saving.rank_files import remove_orphans
@@ -61,19 +63,21 @@ def staging_path(root: Path) -> Path:
 def read_staging(root: Path) -> Staging | None:
     """What became of the copies of a root; None: it is not copied anywhere, or its note cannot be read. Reads only."""
     try:
-        fields = read_sealed(
-            staging_path(root), what="the note", format_name=FORMAT, version=VERSION, error=CheckpointError
-        )
-        count(fields["version"])
-        shared = Path(text(fields["to"]))
+        path = staging_path(root)
+        to = read_record(path, _to, what="the note", format_name=FORMAT, version=VERSION, error=CheckpointError)
+        shared = Path(to)
         done = {c.tag: is_copied(root, shared, iteration, c.tag) for iteration, c in reversed(_committed(root))}
-    except (MegaresumeError, KeyError, ValueError):
+    except MegaresumeError:
         return None
     return Staging(
         to=shared,
         copied=tuple(tag for tag, copied in done.items() if copied),
         waiting=tuple(tag for tag, copied in done.items() if not copied),
     )
+
+
+def _to(fields: Mapping[str, Any]) -> str:
+    return text(fields["to"])
 
 
 def _committed(root: Path) -> list[tuple[int, Candidate]]:

@@ -10,11 +10,12 @@ job that has lost the directory to another one does not take its checkpoints for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megaresume.checkpoint.formats import read_sealed, seal
+from megaresume.checkpoint.formats import count, from_members, members, read_record, seal
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
@@ -48,16 +49,19 @@ def read_attempts(path: Path) -> Attempts:
     if not path.exists():
         return Attempts()
     try:
-        fields = read_sealed(path, what="the count of attempts", format_name=FORMAT, version=VERSION, error=StateError)
-        nodes = {name: dict(fields[name]) for name in ("excluded", "replaced")}
-        best = fields["best"]
-        return Attempts(fruitless=int(fields["fruitless"]), best=None if best is None else int(best), **nodes)
-    except (StateError, KeyError, TypeError, ValueError) as error:
+        return read_record(
+            path, _attempts, what="the count of attempts", format_name=FORMAT, version=VERSION, error=StateError
+        )
+    except StateError as error:
         raise SetupError(
             "the count of attempts cannot be read, so an endless loop could not be noticed",
-            found=f"{path}: {error.headline if isinstance(error, StateError) else error}",
+            found=f"{path}: {error.headline}",
             action="look at the directory; delete the file to count from 0 again",
         ) from error
+
+
+def _attempts(fields: Mapping[str, Any]) -> Attempts:
+    return from_members(Attempts, fields, fruitless=count, best=count, excluded=members, replaced=members)
 
 
 def write_attempts(path: Path, attempts: Attempts) -> None:
