@@ -8,6 +8,7 @@
     memory.py     a batch from a worker process in one piece of shared memory; where pixels lie
     dataset.py    the stream as a map-style torch dataset; small micro-batches, several read at once
     loader.py     the micro-batches of one rank, read ahead by a thread or by worker processes
+    main_guard.py whether the script may start workers that are not forked
     ahead.py      the records of the next micro-batches, read before they are needed
     cold.py       tokens that are not in memory, asked for before they are read
     data_loader.py batches of any map-style dataset, in the place of torch's DataLoader; items/ has its parts

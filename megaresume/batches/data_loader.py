@@ -35,6 +35,7 @@ from megaresume.batches.items.planned import Epochs, Places, Share
 from megaresume.batches.items.reader import Collated, flatten, reader
 from megaresume.batches.items.source import token_count
 from megaresume.batches.loader import data_parallel, outlive_signals
+from megaresume.batches.main_guard import check_main_guard
 from megaresume.batches.memory import Inbox, Outbox
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
@@ -425,6 +426,8 @@ class DataLoader:
 
     def _batches(self) -> Iterator[Any]:
         if self.num_workers:
+            context = self._torch.multiprocessing_context
+            check_main_guard(None if context is None else context.get_start_method())
             return map(self._inbox.unpack, self._torch)
         return iter(self._torch) if self._torch.pin_memory else self._in_process()
 

@@ -37,6 +37,7 @@ from megaresume.batches.arrays import FIELDS, Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, Together, whole
 from megaresume.batches.items.planned import available
+from megaresume.batches.main_guard import check_main_guard
 from megaresume.batches.memory import Inbox, Outbox, shown
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
 from megaresume.stream.dealing import deal, deal_in_part, in_parts
@@ -290,6 +291,7 @@ class StreamLoader:
             StreamExhausted: the stream ends within the next global batch; on every rank alike.
             CorpusError: a document is damaged.
             StateError: there are other ranks than when the loader was made.
+            UsageError: spawned workers would begin the script again, which has no ``if __name__ == "__main__":``.
         """
         self._ranks.check()
         if self.num_workers:
@@ -319,6 +321,7 @@ class StreamLoader:
         return ReadAhead(self.dataset.stream, upcoming, memory=self.read_ahead << 20, requests=self.requests)
 
     def _from_workers(self) -> Iterator[Batch]:
+        check_main_guard(self.start_method)
         indices, ahead = _Indices(self), max(self.prefetch, 1)
         inbox = Inbox(pin_memory=self.pin_memory)
         loader = torch.utils.data.DataLoader(
