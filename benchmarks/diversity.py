@@ -22,7 +22,7 @@ from benchmarks import gpt
 from benchmarks.corpora import write_corpus
 from benchmarks.setup import Setup
 from benchmarks.table import Row
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
 from megaresume.stream.stream import Stream

@@ -16,9 +16,8 @@ split.py               `RangeSource`: the train, valid or test part of a source,
 scan.py                the fingerprint of any source, and what it sees of the tokens
 
 Documents of text: a Megatron .bin/.idx corpus, or an .idx and raw files
-corpus.py              opens either
 indexed_documents.py   `IndexedDocuments`: documents whose lengths stand in an .idx
-indexed_source.py      `IndexedSource`: tokens in a .bin
+corpus.py              `IndexedSource`: tokens in a .bin; `open_corpus`: either
 row_source.py          `RowSource`: rows of raw files, each compared with the index; raw_files.py: a row by its place
 layout.py              the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
 spans.py               ``<prefix>.spans``: which tokens of a corpus are trained
@@ -28,8 +27,8 @@ files.py               whether files are those that were opened; files mapped, a
 
 Raw files of text
 inputs.py              which files, in which order, of which format
-streams.py             a file opened and decompressed; what is no text is refused
-tables.py              rows of Parquet and Arrow as JSON lines; row_lines.py: arrays of JSON, and CSV
+streams.py             a file opened and decompressed, or unpacked once on each machine; what is no text is refused
+row_lines.py           rows of Parquet, Arrow, CSV and arrays of JSON as JSON lines; where lines lie
 documents.py           the bytes of a file as texts, or conversations
 document_encoder.py    documents to tokens
 
@@ -45,7 +44,6 @@ Bytes from disks and object stores
 shard_files.py         range reads: local descriptors, object stores (remote.py)
 ahead.py               what comes next is read before it is needed
 disk_cache.py          records of object stores on a local disk, for the next epoch
-unpacked.py            compressed files, decompressed once on each machine
 
 prepare/               raw files and shards to corpora and indexes
 """

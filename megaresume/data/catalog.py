@@ -29,11 +29,14 @@ from megaresume.data.corpus import open_corpus
 from megaresume.data.indexed_documents import IndexedDocuments
 from megaresume.data.overlap import own_extent
 from megaresume.data.python_source import ItemNumbers, as_source
+from megaresume.data.shard_options import open_energon, open_image_folder, open_webdataset
+from megaresume.data.shard_source import ShardSource
 from megaresume.data.source import Source
 from megaresume.data.split import PARTS, Part, RangeSource, range_of, split_part
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
+from megaresume.text.tokenizers import packed_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -214,24 +217,6 @@ def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> objec
     return function(**kwargs)
 
 
-def _open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    from megaresume.data.shard_options import open_webdataset
-
-    return open_webdataset(options, name, base_dir)
-
-
-def _open_image_folder(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    from megaresume.data.shard_options import open_image_folder
-
-    return open_image_folder(options, name, base_dir)
-
-
-def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    from megaresume.data.shard_options import open_energon
-
-    return open_energon(options, name, base_dir)
-
-
 def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
     check_keys(options, ("items", "contents", "lengths", "keyed", "group_by_length"), f"source '{name}'", OF_EVERY_KIND)
     lengths = options.get("lengths")
@@ -291,9 +276,6 @@ def _vocabulary(source: Source) -> tuple[str, str] | None:
         if tokenizer is None or "vocabulary" not in tokenizer:
             return None
         return str(tokenizer["vocabulary"]), f"{tokenizer.get('name')} ({tokenizer.get('vocab_size'):,} tokens)"
-    from megaresume.data.shard_source import ShardSource
-    from megaresume.text.tokenizers import packed_vocabulary
-
     if not isinstance(source, ShardSource):
         return None
     packed = source.index.header["encoder"]["spec"]["tokenizer"]
@@ -303,8 +285,8 @@ def _vocabulary(source: Source) -> tuple[str, str] | None:
 _KINDS: dict[str, Opener] = {
     "megatron": _open_megatron,
     "python": _open_python,
-    "webdataset": _open_webdataset,
-    "image_folder": _open_image_folder,
-    "energon": _open_energon,
+    "webdataset": open_webdataset,
+    "image_folder": open_image_folder,
+    "energon": open_energon,
     "items": _open_items,
 }

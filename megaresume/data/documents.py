@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from megaresume.data.inputs import Format, InputFile
+from megaresume.data.row_lines import bounds_of
 from megaresume.stream.errors import CorpusError
 from megaresume.text.conversation_encoder import ConversationOptions
 from megaresume.text.conversations import (
@@ -118,27 +120,23 @@ def places_of(piece: Piece) -> Iterator[tuple[int, int]]:
 
 def _bounds(piece: Piece) -> Iterator[tuple[int, int, int]]:
     """First byte of each document, the one after its last, and its first line, from 1."""
-    data = piece.data
-    # Only at the start of a file is it a mark; elsewhere U+FEFF is a character.
-    start = len(codecs.BOM_UTF8) if piece.line == 0 and data.startswith(codecs.BOM_UTF8) else 0
     if piece.unit == "file":
-        yield start, len(data), 1
+        has_mark = piece.line == 0 and piece.data.startswith(codecs.BOM_UTF8)
+        yield len(codecs.BOM_UTF8) if has_mark else 0, len(piece.data), 1
         return
-    first, end = None, 0
-    for number, line in enumerate(data[start:].split(b"\n"), piece.line + 1):
-        stop = start + len(line)
+    begun, end = None, 0
+    for start, stop, number in bounds_of(io.BytesIO(piece.data), before=piece.line):
         if piece.unit != "paragraph":
-            if line.strip():
+            if stop > start:
                 yield start, stop, number
-        elif line.strip():
-            first = first or (start, number)
+        elif stop > start:
+            begun = begun or (start, number)
             end = stop
-        elif first:
-            yield first[0], end, first[1]
-            first = None
-        start = stop + 1
-    if first:
-        yield first[0], end, first[1]
+        elif begun:
+            yield begun[0], end, begun[1]
+            begun = None
+    if begun:
+        yield begun[0], end, begun[1]
 
 
 #: for an action.

@@ -8,6 +8,7 @@ The row is the member ``json``, an image is called as the row calls it. What nam
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -22,10 +23,11 @@ from urllib.parse import quote
 from megaresume.data.ahead import Ahead
 from megaresume.data.inputs import COMPRESSIONS
 from megaresume.data.remote import is_url
+from megaresume.data.row_lines import bounds_of
 from megaresume.data.shard_files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
 from megaresume.data.shard_paths import join, resolved
+from megaresume.data.streams import unpacked
 from megaresume.data.tar import Extent, check_plain
-from megaresume.data.unpacked import unpacked
 from megaresume.images.document import Record
 from megaresume.stream.errors import CorpusError
 
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 REQUESTS = 32
 #: bytes of the longest row.
 LONGEST = 1 << 28
-_MARK = b"\xef\xbb\xbf"
 
 
 def plain_lines(path: str, files: ShardFiles) -> tuple[str, int]:
@@ -84,32 +85,37 @@ def walk_rows(
     Raises:
         CorpusError: compressed, a list of JSON instead of lines, or a line that is too long.
     """
-    lines, number = io.BufferedReader(file, SCAN_BLOCK), 0
+    lines = io.BufferedReader(file, SCAN_BLOCK)
     if start:  # the row that begins before is another piece's
         lines.seek(start - 1)
         start += len(lines.readline(stop - start + 1)) - 1
     else:
         _check_lines(file, path)
-        start = len(_MARK) if file.read_at(0, min(3, file.size)) == _MARK else 0
-        lines.seek(start)
-    while start < stop and (line := lines.readline(LONGEST + 1)):
+        lines.seek(0)
+    number = 0
+    for first, end, number in bounds_of(_lines_before(stop, lines, start, path), at=start, ends=b"\r\n"):
+        if end > first:
+            yield Extent(f"byte {first}", first, end - first, line=number)
+    counted(number)
+
+
+def _lines_before(stop: int, lines: io.BufferedReader[BlockFile], at: int, path: str) -> Iterator[bytes]:
+    """The lines from byte ``at`` on that begin before byte ``stop``."""
+    while at < stop and (line := lines.readline(LONGEST + 1)):
         if len(line) > LONGEST:
             raise CorpusError(
                 f"{path} has a row that is too long",
-                found=f"more than {LONGEST} bytes from byte {start} on",
+                found=f"more than {LONGEST} bytes from byte {at} on",
                 expected="one row of JSON on each line",
                 action="check that it is a file of JSON lines",
             )
-        number += 1
-        if line.strip():
-            yield Extent(f"byte {start}", start, len(line.rstrip(b"\r\n")), line=number)
-        start += len(line)
-    counted(number)
+        yield line
+        at += len(line)
 
 
 def _check_lines(file: BlockFile, path: str) -> None:
     check_plain(file, path, "JSON lines that are not compressed: rows are read by their offset")
-    head = file.read_at(0, min(1 << 10, file.size)).removeprefix(_MARK).lstrip()
+    head = file.read_at(0, min(1 << 10, file.size)).removeprefix(codecs.BOM_UTF8).lstrip()
     if head.startswith(b"["):
         raise CorpusError(
             f"{path} is one list, not JSON lines",

@@ -14,9 +14,9 @@ from megaresume.data.document_encoder import EncoderSpec
 from megaresume.data.inputs import COMPRESSIONS, TABLES
 from megaresume.data.places import DocumentPlace, PlacesFile
 from megaresume.data.remote import is_url
+from megaresume.data.row_lines import TableLines, columns_of, load_pyarrow, parquet_errors, read_schema
 from megaresume.data.shard_files import BlockFile, Place, ShardFiles
-from megaresume.data.tables import TableLines, columns_of, load_pyarrow, parquet_errors, read_schema
-from megaresume.data.unpacked import unpacked
+from megaresume.data.streams import unpacked
 from megaresume.stream.errors import CorpusError, MegaresumeError
 
 #: bytes of row groups and record batches that are kept decoded, by each process; one is kept whatever its size.

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.scan import scan_fingerprint
 from megaresume.data.source import DocumentSource, Source, TokenSource, VisionEncoder, is_document_source
 from megaresume.data.spans import Spans, spans_of

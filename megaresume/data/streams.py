@@ -1,13 +1,19 @@
-"""A file of the input, opened, decompressed and looked at: one that is no text, or that changed, is refused."""
+"""A file of the input, opened, decompressed and looked at: one that is no text, or that changed, is refused.
+
+What cannot be read from the middle on is unpacked once on each machine, beside other caches: compressed files, and
+JSON lines of a store that name images, as what they name can be read ahead only by who has the lines.
+"""
 
 from __future__ import annotations
 
 import bz2
 import codecs
+import fcntl
 import gzip
 import io
 import lzma
 import re
+import shutil
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -17,15 +23,20 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
-from megaresume.data.inputs import COMPRESSIONS, TABLES, InputFile
-from megaresume.data.row_lines import ArrayLines, CsvLines, csv_errors
-from megaresume.data.tables import ArrowLines, ParquetLines, parquet_errors
-from megaresume.stream.errors import CorpusError, MegaresumeError, UsageError, require
+import xxhash
+
+from megaresume.data.files import cache_directory, written_atomically
+from megaresume.data.inputs import COMPRESSIONS, TABLES, Format, InputFile, Store, find_inputs
+from megaresume.data.row_lines import ArrayLines, ArrowLines, CsvLines, ParquetLines, csv_errors, parquet_errors
+from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError, require
+from megaresume.stream.progress import progress
 
 #: bytes of a file that are looked at: enough for every mark below, and for a NUL in most files that have any.
 HEAD_BYTES = 8192
 #: a document larger than this is refused: it would have to be held in memory several times.
 MAX_DOCUMENT_BYTES = 1 << 30
+#: bytes written at once of what is unpacked.
+CHUNK = 1 << 20
 
 _Peekable = io.BufferedReader | bz2.BZ2File | lzma.LZMAFile
 
@@ -135,6 +146,64 @@ class InputStream:
         except OSError as error:
             # gzip and bz2 report damage as an OSError that does not come from the operating system
             raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
+
+
+def unpacked(path: str, files: Store, *, format: Format = "jsonl", size: int = 0) -> str:
+    """The decompressed content of a file, in the cache directory; made by the first process that asks.
+
+    Args:
+        path: local, or a URL.
+        files: read it from a store.
+        format: of its content.
+        size: bytes that it will have, at least.
+
+    Raises:
+        CorpusError: it is damaged, or changes meanwhile.
+        SetupError: no cache directory, or no room in it.
+    """
+    file = find_inputs([path], format=format, store=files).files[0]
+    size = max(size, file.size)
+    base = cache_directory()
+    if base is None:
+        raise _no_room(file, size, "a user without a home", None)
+    directory = base / "unpacked"
+    key = xxhash.xxh3_64_hexdigest(repr(sorted(file.to_dict().items())).encode())
+    plain = directory / f"{file.path.stem}-{key}"
+    try:
+        if plain.exists():
+            return str(plain)
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(plain.with_name(f".{plain.name}.lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not plain.exists():
+                if (free := shutil.disk_usage(directory).free) < size:
+                    raise _no_room(file, size, f"{free} bytes free", directory)
+                _unpack(file, plain, size)
+    except OSError as error:
+        raise _no_room(file, size, error.strerror or str(error), directory) from error
+    return str(plain)
+
+
+def _unpack(file: InputFile, path: Path, size: int) -> None:
+    with (
+        closing(InputStream(file)) as stream,
+        written_atomically(path) as out,
+        progress(f"unpacking {file.path.name}", size, "B") as bar,
+    ):
+        while data := stream.read(CHUNK):
+            out.write(data)
+            bar.update(len(data))
+
+
+def _no_room(file: InputFile, size: int, found: str, directory: Path | None) -> SetupError:
+    return SetupError(
+        f"{file.name} cannot be unpacked",
+        found=found,
+        expected=f"{size} bytes for it" + ("" if directory is None else f" in {directory}"),
+        cause="its rows are read in another order than they are compressed in",
+        action="name a directory with room: MEGARESUME_CACHE=DIR; or, of text, prepare a .bin, which is smaller: "
+        "megaresume prepare without --index-only",
+    )
 
 
 def of_content(file: InputFile) -> InputFile:

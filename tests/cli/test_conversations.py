@@ -18,7 +18,7 @@ from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_d
 from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.runs.trace.ranks import _hash

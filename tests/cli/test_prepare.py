@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 
 pytestmark = pytest.mark.process
 

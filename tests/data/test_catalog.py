@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megaresume.data.catalog import open_sources, register_kind
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.data_config import DataConfig
-from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.python_source import PythonSource
 from megaresume.stream.errors import ConfigError, CorpusError
 

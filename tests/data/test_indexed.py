@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import DTYPES
 from megaresume.stream.errors import CorpusError
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.corpora import write_corpus
 from megaresume.data import sidecar
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.split import range_of
 from megaresume.stream.documents.pieces import find_long
 from megaresume.testing import LengthList

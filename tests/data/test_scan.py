@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.python_source import PythonSource
 from megaresume.data.scan import PLACES, WINDOW, Windows
 from megaresume.data.sidecar import sidecar_path

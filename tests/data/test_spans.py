@@ -18,7 +18,7 @@ from megaresume.batches.arrays import Arrays
 from megaresume.batches.assemble import Assembler
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.sidecar import read_tokenizer, sidecar_path, write_tokenizer
 from megaresume.data.spans import SpansWriter, spans_of, spans_path
 from megaresume.data.split import range_of

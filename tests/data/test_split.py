@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.overlap import extent_of
 from megaresume.data.python_source import PythonSource
 from megaresume.data.source import TokenSource

@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 
 from megaresume.checkpoint.data_state import Envelope, OpaqueState
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.data_config import DataConfig
 from megaresume.data.files import CorpusIdentity
-from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.shard_index import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, ShardIndex, column_places
 from megaresume.data.sidecar import read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.hosts.megatron.guard.compare import describe

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.cli.main import main
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import bin_path
 from megaresume.data.spans import Spans
 from megaresume.stream.batches import BatchSchedule

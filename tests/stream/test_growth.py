@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import bin_path
 from megaresume.runs.trace.replay import Recorded, replay
 from megaresume.stream.batches import BatchSchedule

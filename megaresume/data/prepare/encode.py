@@ -21,7 +21,7 @@ from megaresume.data.places import PLACE, checksum
 from megaresume.data.prepare.blocks import Block, BlockReader, Stretch
 from megaresume.data.prepare.parts import Part, PartFiles, SpansOfPart
 from megaresume.data.prepare.work import disk_error, run
-from megaresume.data.tables import NOT_ALONE
+from megaresume.data.row_lines import NOT_ALONE
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
 from megaresume.text.conversations import Conversation

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from megaresume.cli.main import main
-from megaresume.data.corpus import open_corpus
+from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.documents import TextOptions
-from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.spans import spans_of

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.data.corpus import open_corpus
+from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.documents import TextOptions
-from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.places import PLACE
 from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.corpus import PrepareOptions, prepare

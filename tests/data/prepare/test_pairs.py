@@ -13,8 +13,8 @@ from megaresume.batches.arrays import FIELDS
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.cli.main import main
+from megaresume.data.corpus import IndexedSource
 from megaresume.data.documents import TextOptions
-from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.spans import SpanFile, SpansWriter, spans_of

@@ -11,8 +11,7 @@ from megaresume.batches.ahead import ReadAhead, use_cache
 from megaresume.cli.main import main
 from megaresume.data import remote
 from megaresume.data.catalog import open_sources
-from megaresume.data.corpus import open_corpus
-from megaresume.data.indexed_source import IndexedSource
+from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.remote import RemoteStore
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError

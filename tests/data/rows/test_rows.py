@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from megaresume.data.catalog import open_sources
-from megaresume.data.corpus import open_corpus
+from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.documents import TextOptions
-from megaresume.data.indexed_source import IndexedSource
 from megaresume.data.layout import bin_path, idx_path
 from megaresume.data.overlap import check_no_overlap
 from megaresume.data.places import places_path
