@@ -10,6 +10,7 @@ from megaresume.data.corpus import IndexedSource
 from megaresume.data.data_config import DataConfig
 from megaresume.data.python_source import PythonSource
 from megaresume.stream.errors import ConfigError, CorpusError
+from tests.corpora import simple_corpus
 
 
 class Numbers:
@@ -29,7 +30,7 @@ class Numbers:
 
 
 @pytest.fixture
-def data_yaml(tmp_path, simple_corpus):
+def data_yaml(tmp_path):
     (tmp_path / "corpora").mkdir()
     simple_corpus(tmp_path / "corpora" / "web_text_document", range(1, 101))
     simple_corpus(tmp_path / "corpora" / "code_text_document", [3, 4])
@@ -143,7 +144,7 @@ def test_bad_part(data_yaml):
         open_sources({}, part="validation")
 
 
-def test_empty_corpus_is_refused(tmp_path, simple_corpus):
+def test_empty_corpus_is_refused(tmp_path):
     simple_corpus(tmp_path / "empty", [])
     with pytest.raises(ConfigError, match="source 'web' is empty"):
         open_sources({"web": {"path": "empty"}}, base_dir=tmp_path)

@@ -11,9 +11,10 @@ from megaresume.batches.open import open_stream, open_validation
 from megaresume.data import yaml_text
 from megaresume.data.data_config import DataConfig
 from megaresume.stream.errors import ConfigError
+from tests.corpora import simple_corpus
 
 
-def test_it_is_read_once(tmp_path, simple_corpus, monkeypatch):
+def test_it_is_read_once(tmp_path, monkeypatch):
     simple_corpus(tmp_path / "web", range(1, 101))
     simple_corpus(tmp_path / "wiki", range(1, 21))
     path = tmp_path / "data.yaml"

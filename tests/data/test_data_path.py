@@ -7,6 +7,7 @@ import pytest
 from megaresume.data.data_path import source_names, sources_from_data_path
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError
+from tests.corpora import simple_corpus
 
 
 def test_weights_and_paths():
@@ -34,7 +35,7 @@ def test_same_reading_as_megatron():
                 sources_from_data_path(words)
 
 
-def test_paths_only_are_weighted_by_size(tmp_path, simple_corpus):
+def test_paths_only_are_weighted_by_size(tmp_path):
     simple_corpus(tmp_path / "a", [10] * 10)
     simple_corpus(tmp_path / "b", [1] * 9 + [100])
     sources = sources_from_data_path(["a", "b"], base_dir=tmp_path)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import DTYPES
 from megaresume.stream.errors import CorpusError
+from tests.corpora import simple_corpus, write_corpus
 
 DTYPE_NAMES = [d.name for d in DTYPES.values()]
 
@@ -29,7 +30,7 @@ def rewrite(path: Path, offset: int, data: bytes) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(documents=documents_strategy, dtype=st.sampled_from(DTYPE_NAMES), with_modes=st.booleans())
-def test_every_dtype_and_shape_of_document_reads_back(write_corpus, documents, dtype, with_modes):
+def test_every_dtype_and_shape_of_document_reads_back(documents, dtype, with_modes):
     with tempfile.TemporaryDirectory() as directory:
         modes = [i % 3 for i in range(sum(map(len, documents)))] if with_modes else None
         source = IndexedSource(write_corpus(Path(directory, "c"), documents, dtype, modes))
@@ -56,7 +57,7 @@ def test_every_dtype_and_shape_of_document_reads_back(write_corpus, documents, d
 
 
 @pytest.mark.parametrize("odd", [None, 0, 511, 512, 1023, 1300])
-def test_lengths_asked_for_again_and_again(write_corpus, tmp_path, odd):
+def test_lengths_asked_for_again_and_again(tmp_path, odd):
     """Blocks of documents of one sequence each are remembered; one with a document of two, or of none, is not."""
     documents = [[[1] * (d % 7)] for d in range(1301)]
     if odd is not None:
@@ -71,7 +72,7 @@ def test_lengths_asked_for_again_and_again(write_corpus, tmp_path, odd):
 
 
 @pytest.mark.parametrize("boundary", [3, 512, 600])
-def test_a_damaged_boundary_is_seen_though_others_are_remembered(write_corpus, tmp_path, boundary):
+def test_a_damaged_boundary_is_seen_though_others_are_remembered(tmp_path, boundary):
     prefix = write_corpus(tmp_path / "c", [[[1] * (d % 7 + 1)] for d in range(1301)])
     at = 34 + 12 * 1301 + 8 * boundary
     rewrite(Path(f"{prefix}.idx"), at, struct.pack("<q", 5000))
@@ -104,12 +105,12 @@ def test_corpus_of_megatrons_builder_reads_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
-def test_path_with_or_without_suffix_and_with_dots(tmp_path, simple_corpus, suffix):
+def test_path_with_or_without_suffix_and_with_dots(tmp_path, suffix):
     prefix = simple_corpus(tmp_path / "web.v2.text", [3, 4])
     assert IndexedSource(f"{prefix}{suffix}").lengths(np.array([0, 1])).tolist() == [3, 4]
 
 
-def test_ids_and_ranges_outside_are_refused(tmp_path, simple_corpus):
+def test_ids_and_ranges_outside_are_refused(tmp_path):
     source = IndexedSource(simple_corpus(tmp_path / "c", [3, 4]))
     for bad in ([-1], [0, 2], [1 << 40]):
         with pytest.raises(IndexError):
@@ -123,7 +124,7 @@ def test_ids_and_ranges_outside_are_refused(tmp_path, simple_corpus):
         source.get(2)
 
 
-def test_a_worker_does_not_open_the_corpus_that_took_its_place(tmp_path, simple_corpus):
+def test_a_worker_does_not_open_the_corpus_that_took_its_place(tmp_path):
     """Of other lengths, it would plan other samples than its parent, under the same numbers."""
     simple_corpus(tmp_path / "web", [3, 1, 2])
     pickled = pickle.dumps(IndexedSource(tmp_path / "web"))
@@ -135,20 +136,20 @@ def test_a_worker_does_not_open_the_corpus_that_took_its_place(tmp_path, simple_
         pickle.loads(pickled)
 
 
-def test_views_are_read_only(tmp_path, simple_corpus):
+def test_views_are_read_only(tmp_path):
     source = IndexedSource(simple_corpus(tmp_path / "c", [3, 4]))
     with pytest.raises(ValueError, match="read-only"):
         source.get(0)[0] = 1
 
 
-def test_pickled_source_opens_the_corpus_again(tmp_path, simple_corpus):
+def test_pickled_source_opens_the_corpus_again(tmp_path):
     source = IndexedSource(simple_corpus(tmp_path / "c", [3, 4, 5]))
     copy = pickle.loads(pickle.dumps(source))
     assert copy.get(2).tolist() == source.get(2).tolist()
     assert len(pickle.dumps(source)) < 500
 
 
-def test_threads_share_a_source(tmp_path, simple_corpus):
+def test_threads_share_a_source(tmp_path):
     source = IndexedSource(simple_corpus(tmp_path / "c", range(1, 200)))
     ids = np.random.default_rng(0).integers(0, 199, 10_000)
     answers: list[bool] = []
@@ -168,7 +169,7 @@ class TestDamage:
     """Every kind of damage that shows at open has its own error."""
 
     @pytest.fixture
-    def prefix(self, tmp_path, simple_corpus):
+    def prefix(self, tmp_path):
         return simple_corpus(tmp_path / "web_text_document", [3, 4, 5])
 
     def check(self, prefix: Path, text: str) -> CorpusError:

@@ -22,6 +22,7 @@ from megaresume.data.sidecar import sidecar_path
 from megaresume.data.split import range_of, split_part
 from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.fingerprints import check_fingerprint
+from tests.corpora import simple_corpus
 
 Corpus = Callable[..., Path]
 
@@ -44,14 +45,14 @@ def prints(lengths: list[int] | np.ndarray[Any, Any]) -> Windows:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint16", "int64"])
-def test_of_a_small_corpus_every_token_is_hashed(tmp_path, simple_corpus: Corpus, dtype: str) -> None:
+def test_of_a_small_corpus_every_token_is_hashed(tmp_path, dtype: str) -> None:
     prefix = simple_corpus(tmp_path / "web", [3, 0, 4, 5, 0], dtype)
     raw = np.fromfile(f"{prefix}.bin", dtype)
     expected = xxhash.xxh3_64_hexdigest(raw.astype("<i8").tobytes())
     assert IndexedSource(prefix).fingerprint().contents == expected
 
 
-def test_the_hash_of_a_larger_corpus_is_what_it_was(tmp_path, simple_corpus: Corpus) -> None:
+def test_the_hash_of_a_larger_corpus_is_what_it_was(tmp_path) -> None:
     """Whoever changes where the windows lie makes every state of a large corpus useless."""
     prefix = simple_corpus(tmp_path / "web", [i % 9 + (2000 if i % 50 == 0 else 0) for i in range(2345)])
     assert IndexedSource(prefix).fingerprint().contents == "4d76b26bafc23907"
@@ -60,7 +61,7 @@ def test_the_hash_of_a_larger_corpus_is_what_it_was(tmp_path, simple_corpus: Cor
 
 
 @pytest.mark.parametrize("token", [0, 6, 11])
-def test_a_token_that_was_changed_in_place_is_seen_past_the_cache(tmp_path, simple_corpus: Corpus, token: int) -> None:
+def test_a_token_that_was_changed_in_place_is_seen_past_the_cache(tmp_path, token: int) -> None:
     prefix = simple_corpus(tmp_path / "web", [3, 4, 5])
     before = IndexedSource(prefix).fingerprint()
     assert IndexedSource(prefix).fingerprint() == before
@@ -76,7 +77,7 @@ def test_a_token_that_was_changed_in_place_is_seen_past_the_cache(tmp_path, simp
     assert [entry["contents"] for entry in kept] == [now.contents]
 
 
-def test_a_copy_is_the_same_corpus(tmp_path, simple_corpus: Corpus) -> None:
+def test_a_copy_is_the_same_corpus(tmp_path) -> None:
     prefix = simple_corpus(tmp_path / "web", [3, 4, 5])
     copy = tmp_path / "elsewhere"
     for end in (".bin", ".idx"):
@@ -84,7 +85,7 @@ def test_a_copy_is_the_same_corpus(tmp_path, simple_corpus: Corpus) -> None:
     assert IndexedSource(copy).fingerprint() == IndexedSource(prefix).fingerprint()
 
 
-def test_files_that_change_while_a_corpus_is_open(tmp_path, simple_corpus: Corpus) -> None:
+def test_files_that_change_while_a_corpus_is_open(tmp_path) -> None:
     prefix = simple_corpus(tmp_path / "web", [3, 4, 5])
     source = IndexedSource(prefix)
     packed = pickle.dumps(source)
@@ -108,7 +109,7 @@ def test_files_that_change_while_a_corpus_is_open(tmp_path, simple_corpus: Corpu
 
 
 @pytest.mark.parametrize("documents", [5, 999, 1000, 1001, 3000])
-def test_the_first_documents_of_a_corpus_that_grew(tmp_path, simple_corpus: Corpus, documents: int) -> None:
+def test_the_first_documents_of_a_corpus_that_grew(tmp_path, documents: int) -> None:
     lengths = [(7 * i) % 11 for i in range(documents + 500)]
     small = IndexedSource(simple_corpus(tmp_path / "small", lengths[:documents]))
     large = IndexedSource(simple_corpus(tmp_path / "large", lengths))
@@ -145,7 +146,7 @@ def test_windows_in_long_documents(lengths: list[int]) -> None:
     assert longest.sum() == max(PLACES // len(lengths), 1)
 
 
-def test_no_documents_and_only_empty_ones(tmp_path, simple_corpus: Corpus) -> None:
+def test_no_documents_and_only_empty_ones(tmp_path) -> None:
     nothing = xxhash.xxh3_64_hexdigest(b"")
     for lengths in ([], [0], [0] * 2000):
         source = IndexedSource(simple_corpus(tmp_path / f"c{len(lengths)}", lengths))

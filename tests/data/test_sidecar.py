@@ -13,10 +13,11 @@ from megaresume.data.corpus import IndexedSource
 from megaresume.data.sidecar import cache_path, sidecar_path, write_tokenizer
 from megaresume.data.split import range_of
 from megaresume.stream.errors import CorpusError
+from tests.corpora import simple_corpus
 
 
 @pytest.fixture
-def prefix(tmp_path, simple_corpus):
+def prefix(tmp_path):
     return simple_corpus(tmp_path / "web", [3, 4, 5])
 
 
@@ -73,7 +74,7 @@ def test_a_touched_or_copied_index_is_scanned_again(prefix, no_scan, change):
         IndexedSource(prefix).fingerprint()
 
 
-def test_index_replaced_while_it_is_open(prefix, simple_corpus):
+def test_index_replaced_while_it_is_open(prefix):
     source = IndexedSource(prefix)
     os.utime(f"{prefix}.idx", ns=(1, 1))
     assert source.fingerprint().documents == 3
@@ -156,7 +157,7 @@ def test_newer_sidecar_is_refused(prefix):
         IndexedSource(prefix).fingerprint()
 
 
-def test_tokenizer_is_kept_beside_fingerprints_and_dropped_with_another_corpus(prefix, simple_corpus):
+def test_tokenizer_is_kept_beside_fingerprints_and_dropped_with_another_corpus(prefix):
     sizes = {"idx_bytes": Path(f"{prefix}.idx").stat().st_size, "bin_bytes": Path(f"{prefix}.bin").stat().st_size}
     write_tokenizer(prefix, {"fingerprint": "ab" * 16}, **sizes)
     assert IndexedSource(prefix).fingerprint().tokenizer == "ab" * 16

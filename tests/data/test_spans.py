@@ -24,25 +24,14 @@ from megaresume.data.spans import SpansWriter, spans_of, spans_path
 from megaresume.data.split import range_of
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 from megaresume.text.conversation_encoder import runs_of
+from tests.corpora import simple_corpus, write_spans
 
 LENGTHS = [7, 0, 12, 30, 1, 9]
 SPANS = [[(2, 5), (6, 7)], [], [(0, 12)], [(3, 4), (9, 20), (28, 30)], [], [(1, 9)]]
 
 
-def write_spans(prefix: Path, lengths: list[int], spans: list[list[tuple[int, int]]]) -> Path:
-    """Byte by byte, as the format says."""
-    flat = [number for document in spans for span in document for number in span]
-    bounds = np.cumsum([0, *(len(document) for document in spans)]).tolist()
-    body = struct.pack(f"<{len(bounds)}q", *bounds) + struct.pack(f"<{len(flat)}i", *flat)
-    trained = sum(max(b - a, 0) for document in spans for a, b in document)
-    numbers = (1, len(spans), len(flat) // 2, sum(lengths), trained, xxhash.xxh3_64_intdigest(body))
-    path = Path(f"{prefix}.spans")
-    path.write_bytes(b"MGRSPANS" + struct.pack("<6Q", *numbers) + body)
-    return path
-
-
 @pytest.fixture
-def prefix(tmp_path, simple_corpus):
+def prefix(tmp_path):
     prefix = simple_corpus(tmp_path / "chat", LENGTHS)
     write_spans(prefix, LENGTHS, SPANS)
     return prefix
@@ -90,7 +79,7 @@ def test_the_writer_writes_what_the_format_says(documents, data):
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "split", "none"])
-def test_the_loss_mask_of_every_batch(tmp_path, simple_corpus, packing):
+def test_the_loss_mask_of_every_batch(tmp_path, packing):
     """Token by token, from the spans themselves; a corpus without them in the same blend stays as it was."""
     rng = np.random.default_rng(3)
     lengths = rng.integers(0, 60, 80).tolist()
@@ -114,7 +103,7 @@ def test_the_loss_mask_of_every_batch(tmp_path, simple_corpus, packing):
     assert counted > 100
 
 
-def test_the_fingerprint_covers_every_span_and_grows_with_the_corpus(tmp_path, prefix, simple_corpus):
+def test_the_fingerprint_covers_every_span_and_grows_with_the_corpus(tmp_path, prefix):
     whole = IndexedSource(prefix).fingerprint()
     assert whole == IndexedSource(prefix).fingerprint() == IndexedSource(prefix).fingerprint(recompute=True)
     plain = IndexedSource(simple_corpus(tmp_path / "plain", LENGTHS)).fingerprint()
@@ -185,9 +174,9 @@ def test_spans_of_another_corpus_or_damaged_ones_are_refused(prefix, tmp_path):
 
 
 def test_a_loop_without_a_loss_mask_is_refused(tmp_path):
-    from tests.data.conftest import _simple_corpus
+    from tests.corpora import simple_corpus
 
-    prefix = _simple_corpus(tmp_path / "c", [30])
+    prefix = simple_corpus(tmp_path / "c", [30])
     write_spans(prefix, [30], [[(3, 9)]])
     stream = open_stream({"seq_length": 32, "sources": {"c": str(prefix)}})
     assert StreamDataset(stream)[0]["loss_mask"].sum() == 6
@@ -199,9 +188,9 @@ def test_a_loop_without_a_loss_mask_is_refused(tmp_path):
 @given(st.lists(st.tuples(st.integers(-2, 32), st.integers(-2, 32)), min_size=1, max_size=3))
 def test_whatever_the_spans_say_nothing_is_written_outside(tmp_path_factory, spans):
     """A wrong file with a right hash: the check names the document, or the spans are in order and within it."""
-    from tests.data.conftest import _simple_corpus
+    from tests.corpora import simple_corpus
 
-    prefix = _simple_corpus(tmp_path_factory.mktemp("c") / "c", [30])
+    prefix = simple_corpus(tmp_path_factory.mktemp("c") / "c", [30])
     write_spans(prefix, [30], [spans])
     halves = [(a, b) for a, b in spans if a == b]  # at most one: where the second half of a pair begins
     inside = len(halves) <= 1 and all(0 < a < 30 for a, _ in halves) and all(0 <= a <= b <= 30 for a, b in spans)

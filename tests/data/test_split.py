@@ -11,6 +11,7 @@ from megaresume.data.python_source import PythonSource
 from megaresume.data.source import TokenSource
 from megaresume.data.split import range_of, split_part, split_ranges
 from megaresume.stream.errors import ConfigError
+from tests.corpora import simple_corpus
 
 SHARES = st.one_of(
     st.integers(0, 1000).map(str),
@@ -86,7 +87,7 @@ def test_bad_split_is_refused(split):
         split_ranges(split, 100)
 
 
-def test_part_is_a_zero_copy_view(tmp_path, simple_corpus):
+def test_part_is_a_zero_copy_view(tmp_path):
     source = IndexedSource(simple_corpus(tmp_path / "c", range(1, 101)))
     valid = split_part(source, "80,15,5", "valid")
     assert isinstance(valid, TokenSource)
@@ -107,14 +108,14 @@ def test_part_is_a_zero_copy_view(tmp_path, simple_corpus):
             valid.token_starts(np.array([bad]))
 
 
-def test_documents_appended_behind_a_range_do_not_change_its_fingerprint(tmp_path, simple_corpus):
+def test_documents_appended_behind_a_range_do_not_change_its_fingerprint(tmp_path):
     small = IndexedSource(simple_corpus(tmp_path / "small", range(1, 11)))
     large = IndexedSource(simple_corpus(tmp_path / "large", range(1, 21)))
     assert range_of(small, 2, 9).fingerprint() == range_of(large, 2, 9).fingerprint()
     assert range_of(small, 2, 9).fingerprint() != range_of(large, 2, 10).fingerprint()
 
 
-def test_range_of_a_python_object_has_the_same_fingerprint(tmp_path, simple_corpus):
+def test_range_of_a_python_object_has_the_same_fingerprint(tmp_path):
     source = IndexedSource(simple_corpus(tmp_path / "c", range(1, 101)))
 
     class Thing:
@@ -137,13 +138,13 @@ def test_range_of_a_python_object_has_the_same_fingerprint(tmp_path, simple_corp
 @pytest.mark.parametrize(
     ("split", "documents", "part"), [("98,1,1", 20, "valid"), ("1,0,1", 20, "valid"), ("1", 20, "test")]
 )
-def test_empty_part_is_refused(tmp_path, simple_corpus, split, documents, part):
+def test_empty_part_is_refused(tmp_path, split, documents, part):
     source = IndexedSource(simple_corpus(tmp_path / "c", [1] * documents))
     with pytest.raises(ConfigError, match=f"the {part} part of a source is empty"):
         split_part(source, split, part)
 
 
-def test_range_outside_is_refused(tmp_path, simple_corpus):
+def test_range_outside_is_refused(tmp_path):
     source = IndexedSource(simple_corpus(tmp_path / "c", [1, 2]))
     for start, stop in ((-1, 1), (0, 3), (2, 1)):
         with pytest.raises(ConfigError, match="is outside"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megaresume.cluster.jobs import Launcher
+from tests.corpora import progressions
 from tests.warm import WarmJob
 
 HERE = Path(__file__).parent
@@ -20,18 +19,8 @@ VOCAB = 64
 
 
 def write_corpus(prefix: Path, *, documents: int, seed: int, mean: int = 40) -> None:
-    """A Megatron corpus of uint16 tokens: arithmetic progressions of random length, easy to learn."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(2, 2 * mean, documents)
-    starts, strides = rng.integers(0, VOCAB, documents), rng.integers(1, 5, documents)
-    tokens = [
-        ((a + b * np.arange(n)) % VOCAB).astype(np.uint16) for a, b, n in zip(starts, strides, lengths, strict=True)
-    ]
-    pointers = np.concatenate([[0], np.cumsum(lengths[:-1] * 2)]).astype("<i8")
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
-    body = lengths.astype("<i4").tobytes() + pointers.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes()
-    Path(f"{prefix}.idx").write_bytes(header + body)
-    Path(f"{prefix}.bin").write_bytes(b"".join(t.tobytes() for t in tokens))
+    """Documents of ``mean`` tokens, easy to learn."""
+    progressions(prefix, documents, seed, lengths=(2, 2 * mean), strides=(1, 5), vocabulary=VOCAB)
 
 
 @pytest.fixture(scope="session")

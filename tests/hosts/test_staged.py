@@ -16,7 +16,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.saving.retention import KEEP_ALL
 from megaresume.checkpoint.session.directory import Staged
 from megaresume.stream.errors import SetupError, UsageError
-from tests.data.conftest import _simple_corpus
+from tests.corpora import simple_corpus
 
 PROGRAM = Path(__file__).with_name("staged.py")
 
@@ -40,7 +40,7 @@ def _samples(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 @pytest.fixture
 def where(tmp_path: Path) -> Path:
-    _simple_corpus(tmp_path / "web", [5 + k % 9 for k in range(200)])
+    simple_corpus(tmp_path / "web", [5 + k % 9 for k in range(200)])
     (tmp_path / "data.yaml").write_text(json.dumps({"sources": {"web": {"path": str(tmp_path / "web")}}}))
     return tmp_path
 

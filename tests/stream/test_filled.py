@@ -36,7 +36,7 @@ from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
 from megaresume.text.conversation_encoder import runs_of
-from tests.data.test_spans import write_spans
+from tests.corpora import write_spans
 from tests.stream.reference import reference_samples
 
 SEQ = 32

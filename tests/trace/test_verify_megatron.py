@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from megaresume.data.corpus import IndexedSource
-from tests.data.test_spans import write_spans
+from tests.corpora import write_spans
 from tests.hosts.conftest import data_yaml as data_yaml
 from tests.hosts.conftest import write_corpus
 from tests.hosts.megatron.conftest import mini as mini

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megaresume.cluster.jobs import Launcher, LocalJob
 from megaresume.cluster.records import RunRecords, read_records
+from tests.corpora import progressions
 from tests.warm import WarmJob
 
 VOCAB = 256
@@ -20,18 +19,8 @@ MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 25
 
 
 def write_corpus(prefix: Path, *, documents: int, seed: int, mean: int = 60) -> None:
-    """A Megatron corpus of uint16 tokens: arithmetic progressions of random length."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, 2 * mean, documents)
-    starts, strides = rng.integers(0, VOCAB, documents), rng.integers(1, 7, documents)
-    tokens = [
-        ((a + b * np.arange(n)) % VOCAB).astype(np.uint16) for a, b, n in zip(starts, strides, lengths, strict=True)
-    ]
-    pointers = np.concatenate([[0], np.cumsum(lengths[:-1] * 2)]).astype("<i8")
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
-    body = lengths.astype("<i4").tobytes() + pointers.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes()
-    Path(f"{prefix}.idx").write_bytes(header + body)
-    Path(f"{prefix}.bin").write_bytes(b"".join(t.tobytes() for t in tokens))
+    """Documents of ``mean`` tokens."""
+    progressions(prefix, documents, seed, lengths=(3, 2 * mean), strides=(1, 7), vocabulary=VOCAB)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
-from tests.data.test_spans import write_spans
+from tests.corpora import write_spans
 
 SEQ = 32
 RANDOM = random.Random(180)

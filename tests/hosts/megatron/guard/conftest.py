@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import struct
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+
+from tests import corpora as corpora_kit
 
 pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
 
@@ -31,13 +32,8 @@ Run = Callable[..., dict[str, Any]]
 
 def write_corpus(prefix: Path, lengths: np.ndarray, seed: int) -> None:
     """Documents of random int32 tokens: the first n documents do not depend on how many follow."""
-    documents = [np.random.default_rng((seed, i)).integers(1, 1000, n, dtype="<i4") for i, n in enumerate(lengths)]
-    count = len(documents)
-    pointers = np.concatenate([[0], np.cumsum(4 * lengths[:-1])]).astype("<i8")
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, count, count + 1)
-    body = lengths.astype("<i4").tobytes() + pointers.tobytes() + np.arange(count + 1, dtype="<i8").tobytes()
-    Path(f"{prefix}.idx").write_bytes(header + body)
-    Path(f"{prefix}.bin").write_bytes(b"".join(d.tobytes() for d in documents))
+    tokens = [np.random.default_rng((seed, i)).integers(1, 1000, n, dtype="<i4") for i, n in enumerate(lengths)]
+    corpora_kit.write_corpus(prefix, [[document] for document in tokens])
 
 
 def lengths_of(seed: int, documents: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from megaresume.data.spans import spans_path
 from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_spans
 from megaresume.hosts.megatron.guard.request import Request
 from megaresume.stream.errors import ConfigError
-from tests.data.test_spans import write_spans
+from tests.corpora import write_spans
 from tests.hosts.megatron.guard.conftest import Corpora, Run
 
 BLEND: dict[str, Any] = {"weights": [0.6, 0.3, 0.1]}
