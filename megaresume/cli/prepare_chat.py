@@ -23,7 +23,11 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
         choices=("messages", "sharegpt", "alpaca", "prompt-completion", "preference"),
         help="shape of the rows (default: by the keys of the first one)",
     )
-    chat.add_argument("--chat-template", metavar="FILE", help="a jinja2 template in the place of the tokenizer's own")
+    chat.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a jinja2 template in the place of the tokenizer's own, or chatml, llama3, vicuna or plain",
+    )
     chat.add_argument("--chat-date", metavar="YYYY-MM-DD", help="what a template that writes today's date takes for it")
     chat.add_argument(
         "--train", default="assistant", metavar="ROLE[,ROLE]", help="whose messages are trained (default: assistant)"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.stream.errors import MegaresumeError, UsageError, require
+from megaresume.text.chat_styles import STYLES, jinja_of
 from megaresume.text.conversations import Message
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def read_chat_template(tokenizer: str | Path | None, template: str | Path | None
 
     Args:
         tokenizer: a tokenizer.json, or the directory of a model.
-        template: a file to take in the place of the tokenizer's own; None: its own.
+        template: a file, or a name in `STYLES`, in the place of the tokenizer's own; None: its own.
 
     Raises:
         UsageError: there is none.
@@ -163,6 +164,8 @@ def read_chat_template(tokenizer: str | Path | None, template: str | Path | None
     config = _json_object(directory / "tokenizer_config.json")
     named = _json_object(directory / "special_tokens_map.json") | config
     tokens = {name: _token(named[name]) for name in TOKENS if named.get(name) is not None}
+    if template is not None and str(template) in STYLES and not Path(template).exists():
+        return jinja_of(STYLES[str(template)]), tokens
     if template is not None:
         return _text(Path(template), "--chat-template"), tokens
     beside = directory / "chat_template.jinja"
@@ -175,7 +178,7 @@ def read_chat_template(tokenizer: str | Path | None, template: str | Path | None
             found="neither chat_template.jinja nor a chat_template in tokenizer_config.json",
             expected="a template that says how a conversation is written",
             cause="the tokenizer of a base model",
-            action="give one: --chat-template FILE (jinja2, as transformers takes it)",
+            action=f"give one: --chat-template FILE (jinja2, as transformers takes it), or {', '.join(STYLES)}",
         )
     return own, tokens
 
