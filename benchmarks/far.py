@@ -81,7 +81,7 @@ def _sequential(index: Path, urls: list[str]) -> Iterator[None]:
     """The records in the order of the shards, each shard by one request."""
     source = ShardSource(f"{index}.shards.idx")
     store, offsets, sizes = fsspec.filesystem("http"), source.index.column("offset"), source.index.column("nbytes")
-    bounds = [*(shard.first for shard in source.index.shards), len(source)]
+    bounds = [*(shard.first for shard in source.index.files), len(source)]
     while True:
         for k, url in enumerate(urls):
             data = store.cat_file(url)

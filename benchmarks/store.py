@@ -168,7 +168,7 @@ def _sequential(index: Path, urls: list[str]) -> Iterator[int]:
     """The records in the order of the shards, each shard by one request."""
     source = ShardSource(f"{index}.shards.idx")
     store, offsets, sizes = fsspec.filesystem("s3"), source.index.column("offset"), source.index.column("nbytes")
-    bounds = [*(shard.first for shard in source.index.shards), len(source)]
+    bounds = [*(shard.first for shard in source.index.files), len(source)]
     for k, url in enumerate(urls):
         data = store.cat_file(url)
         for i in range(bounds[k], bounds[k + 1]):

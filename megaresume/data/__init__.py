@@ -21,7 +21,6 @@ corpus.py              `IndexedSource`: tokens in a .bin; `open_corpus`: either
 row_source.py          `RowSource`: rows of raw files, each compared with the index; raw_files.py: a row by its place
 layout.py              the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
 spans.py               ``<prefix>.spans``: which tokens of a corpus are trained
-places.py              ``<prefix>.places``: where documents lie in raw files, of a corpus without a .bin
 sidecar.py             ``<prefix>.megaresume.json`` and .pieces: what need not be computed twice
 files.py               whether files are those that were opened; files mapped, and written without a half one
 
@@ -34,7 +33,7 @@ document_encoder.py    documents to tokens
 
 Image-text records: in tar shards, as webdataset and Energon have them, or in JSON lines and a folder of images
 shard_source.py        `ShardSource`: records as documents
-shard_index.py         ``NAME.shards.idx``: the bytes of an index, and opening one
+record_index.py        ``NAME.shards.idx``, and ``.places`` of rows: where records lie, what they are compared by
 tar.py                 members to records, and the damage that archives can have
 image_folder.py        rows of JSON lines, with the images that they name, to records
 energon.py             ``.nv-meta`` of an Energon data set, and its field map

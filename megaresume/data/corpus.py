@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megaresume.data.files import changed, map_file, opened_file
 from megaresume.data.indexed_documents import REBUILD, IndexedDocuments
 from megaresume.data.layout import bin_path, prefix_of
-from megaresume.data.places import places_path
+from megaresume.data.record_index import places_path
 from megaresume.data.row_source import RowSource
 from megaresume.data.scan import Windows, hash_tokens
 from megaresume.stream.errors import CorpusError

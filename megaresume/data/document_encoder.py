@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from megaresume.data.documents import LeftOut, TextOptions, bad_conversation, left_out
 from megaresume.text.conversation_encoder import ConversationEncoder, ConversationOptions
@@ -71,6 +72,11 @@ def library_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def checksum(tokens: npt.NDArray[Any]) -> int:
+    """The lower half of xxh3_64 of the tokens of a document, in the type of the corpus."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens).data) & 0xFFFFFFFF
 
 
 class MadeDocument(NamedTuple):

@@ -109,7 +109,7 @@ def documents_of(piece: Piece, options: TextOptions) -> Iterator[str | Conversat
 
 
 def places_of(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Where each document of `documents_of` lies in its file: ``at`` and ``extent`` of `PLACE`."""
+    """Where each document of `documents_of` lies in its file: ``offset`` and ``nbytes`` of a `RowIndex`."""
     for start, stop, number in _bounds(piece):
         if piece.chunks:
             first, chunk = piece.chunks[bisect_right(piece.chunks, number - 1, key=itemgetter(0)) - 1]

@@ -32,7 +32,7 @@ from megaresume.images.document import Record
 from megaresume.stream.errors import CorpusError
 
 if TYPE_CHECKING:
-    from megaresume.data.shard_index import ShardIndex
+    from megaresume.data.record_index import ShardIndex
     from megaresume.images.templates import Template
 
 #: images that are read at a time when an index is made.

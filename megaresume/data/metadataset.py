@@ -27,7 +27,7 @@ from typing import Any
 from megaresume.data.catalog import expanded, open_sources
 from megaresume.data.data_path import source_names
 from megaresume.data.energon import OUR_PARTS
-from megaresume.data.shard_index import SUFFIX
+from megaresume.data.record_index import SUFFIX
 from megaresume.data.shard_paths import is_energon, join
 from megaresume.data.yaml_text import read_mapping
 from megaresume.stream.data_yaml import SOURCE_KEYS, parse_weight

@@ -14,7 +14,9 @@ from typing import Any, cast
 
 from megaresume.data.indexed_documents import IndexedDocuments
 from megaresume.data.python_source import PythonSource
+from megaresume.data.record_index import ShardIndex
 from megaresume.data.row_source import RowSource
+from megaresume.data.shard_paths import resolved
 from megaresume.data.source import Source
 from megaresume.data.split import RangeSource, range_of
 from megaresume.stream.errors import ConfigError
@@ -55,10 +57,8 @@ def extent_of(source: object) -> Extent:
     if isinstance(source, IndexedDocuments):
         return Extent(corpus=frozenset([_file(source.tokens_path)]), name=str(source.prefix), start=start, stop=stop)
     index = getattr(source, "index", None)
-    if index is not None and hasattr(index, "shards"):
-        from megaresume.data.shard_paths import resolved
-
-        files = _files([resolved(shard.path, index.path) for shard in index.shards])
+    if isinstance(index, ShardIndex):
+        files = _files([resolved(shard.path, index.path) for shard in index.files])
         return Extent(corpus=frozenset(files), name=str(index.path), start=start, stop=stop, numbered=files)
     thing = source.thing if isinstance(source, PythonSource) else source
     return Extent(corpus=frozenset([("object", id(thing))]), name=f"a {type(thing).__name__}", start=start, stop=stop)
@@ -155,7 +155,7 @@ def _shared(opened: object, print_: Fingerprint, known: dict[tuple[int, int], Fi
     if print_.contents is None or not print_.tokens or count > len(whole):
         return None
     index: Any = getattr(whole, "index", None)
-    parts = index.header["fingerprints"] if hasattr(index, "shards") else ()
+    parts = index.header["fingerprints"] if isinstance(index, ShardIndex) else ()
     for first in {0, *(part["range"][0] for part in parts if part["range"][1] - part["range"][0] == count)}:
         shared: int = min(first + count, stop) - max(first, start)
         if shared <= 0 or (isinstance(whole, IndexedDocuments) and whole.tokens_before(count) != print_.tokens):

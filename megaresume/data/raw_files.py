@@ -12,7 +12,7 @@ from typing import Any
 
 from megaresume.data.document_encoder import EncoderSpec
 from megaresume.data.inputs import COMPRESSIONS, TABLES
-from megaresume.data.places import DocumentPlace, PlacesFile
+from megaresume.data.record_index import RecordPlace, RowIndex
 from megaresume.data.remote import is_url
 from megaresume.data.row_lines import TableLines, columns_of, load_pyarrow, parquet_errors, read_schema
 from megaresume.data.shard_files import BlockFile, Place, ShardFiles
@@ -31,14 +31,14 @@ class RawFiles:
     """Reads documents. Safe to share between threads and to fork.
 
     Args:
-        places: of the corpus.
+        index: of the corpus.
         inputs: directory or URL of the files; None: where they were.
         spec: what makes tokens of them: of texts one column is read, of conversations all.
     """
 
-    def __init__(self, places: PlacesFile, inputs: str | None, spec: EncoderSpec) -> None:
-        self._places = places
-        self._root = places.root if inputs is None else inputs.rstrip("/")
+    def __init__(self, index: RowIndex, inputs: str | None, spec: EncoderSpec) -> None:
+        self._index = index
+        self._root = index.header["root"] if inputs is None else inputs.rstrip("/")
         self._key = spec.text.json_key
         self._texts = spec.text.conversations is None
         self.files = ShardFiles()
@@ -52,14 +52,14 @@ class RawFiles:
     @property
     def paths(self) -> list[str]:
         """Paths or URLs of all inputs."""
-        return [self.path(file) for file in range(len(self._places.inputs))]
+        return [self.path(file) for file in range(len(self._index.files))]
 
     def path(self, file: int) -> str:
         """Path or URL of an input."""
-        path = str(self._places.inputs[file]["path"])
+        path = self._index.files[file].path
         return path if "://" in path else f"{self._root}/{path}"
 
-    def bytes_of(self, place: DocumentPlace) -> Place | None:
+    def bytes_of(self, place: RecordPlace) -> Place | None:
         """The range of bytes that is a document; None: it is none, or of a file that is compressed.
 
         Raises:
@@ -68,9 +68,9 @@ class RawFiles:
         path = self.path(place.file)
         if Path(path).suffix in (*TABLES, *COMPRESSIONS):
             return None
-        return self._range(place, path, int(self._places.inputs[place.file]["size"]))
+        return self._index.range_of(place, self.files, path, self._index.files[place.file].size)
 
-    def read(self, place: DocumentPlace, *, again: bool = False) -> bytes:
+    def read(self, place: RecordPlace, *, again: bool = False) -> bytes:
         """A document: its text, or its row as a JSON line. ``again``: not from the cache, see `ShardFiles.fetch`.
 
         Raises:
@@ -81,38 +81,38 @@ class RawFiles:
         suffix = Path(self.path(place.file)).suffix
         if suffix in TABLES:
             return self._row(place, self._row_group if suffix == ".parquet" else self._record_batch)
-        lies = self.bytes_of(place) or self._range(place, *self._unpacked(place.file))
+        lies = self.bytes_of(place) or self._index.range_of(place, self.files, *self._unpacked(place.file))
         return self.files.fetch(lies, again=again)
 
-    def where(self, place: DocumentPlace) -> str:
+    def where(self, place: RecordPlace) -> str:
         """A document, for people: file and line, or row, from 1."""
         path = self.path(place.file)
         try:
             if Path(path).suffix == ".parquet":
                 metadata = self._table(place.file).metadata
                 before = sum(
-                    metadata.row_group(group).num_rows for group in range(min(place.at, metadata.num_row_groups))
+                    metadata.row_group(group).num_rows for group in range(min(place.offset, metadata.num_row_groups))
                 )
-                return f"{path}:{before + place.extent + 1}"
+                return f"{path}:{before + place.nbytes + 1}"
             if Path(path).suffix == ".arrow":
-                return f"{path} (row {place.extent + 1} of the record batch at byte {place.at})"
+                return f"{path} (row {place.nbytes + 1} of the record batch at byte {place.offset})"
             if not is_url(path):
                 plain = self._unpacked(place.file)[0] if Path(path).suffix in COMPRESSIONS else path
-                return f"{path}:{self.files.line_at(plain, place.at)}"
+                return f"{path}:{self.files.line_at(plain, place.offset)}"
         except MegaresumeError:
             pass
-        return f"{path} (at byte {place.at})"
+        return f"{path} (at byte {place.offset})"
 
     def _check(self, file: int) -> None:
         path = self.path(file)
         try:
-            self.files.check(path, int(self._places.inputs[file]["size"]))
+            self.files.check(path, self._index.files[file].size)
         except CorpusError as error:
             if str(error.found).startswith("no such file"):
                 raise CorpusError(
                     f"{path} is missing",
                     found=error.found,
-                    expected=f"a raw file of {self._places.path}: its rows are read from it",
+                    expected=f"a raw file of {self._index.path}: its rows are read from it",
                     cause="it was moved or deleted",
                     action="put it back, or say where the files are now: inputs: DIRECTORY for the source in data.yaml",
                 ) from error
@@ -125,24 +125,19 @@ class RawFiles:
                 "run: megaresume prepare --index-only --overwrite",
             ) from error
 
-    def _range(self, place: DocumentPlace, path: str, size: int) -> Place:
-        if place.at + place.extent > size:
-            raise self._places.damaged(f"bytes {place.at} to {place.at + place.extent} of {path}, which has {size}")
-        return Place(self.files, path, size, place.at, place.extent)
-
     def _unpacked(self, file: int) -> tuple[str, int]:
         if file not in self._plain:
-            said, last = self._places.inputs[file], self._places.last(file)
-            size = last.at + last.extent
+            said, last = self._index.header["files"][file], self._index.last(file)
+            size = last.offset + last.nbytes
             path = unpacked(self.path(file), self.files, format=said["format"], size=size)
             self._plain[file] = path, os.stat(path).st_size
         return self._plain[file]
 
-    def _row(self, place: DocumentPlace, decode: Callable[[int, int], Any]) -> bytes:
+    def _row(self, place: RecordPlace, decode: Callable[[int, int], Any]) -> bytes:
         others = (EOFError, LookupError, OverflowError, UnicodeDecodeError)
         damaged: tuple[type[Exception], ...] = (*parquet_errors(), *others)
         with self._lock:
-            key = (place.file, place.at)
+            key = (place.file, place.offset)
             chunk = self._chunks.pop(key, None)
             try:
                 if chunk is None:
@@ -150,7 +145,7 @@ class RawFiles:
                 self._chunks[key] = chunk
                 while len(self._chunks) > 1 and sum(kept.nbytes for kept in self._chunks.values()) > KEPT:
                     self._chunks.popitem(last=False)
-                return TableLines.lines(chunk.slice(place.extent, 1))
+                return TableLines.lines(chunk.slice(place.nbytes, 1))
             except damaged as error:
                 raise CorpusError(
                     f"{self.where(place)} cannot be read",
@@ -205,5 +200,5 @@ class RawFiles:
 
     def _opened(self, file: int) -> Any:
         fetch = functools.partial(self.files.read, self.path(file))
-        source = BlockFile(fetch, int(self._places.inputs[file]["size"]), BLOCK)
+        source = BlockFile(fetch, self._index.files[file].size, BLOCK)
         return load_pyarrow().PythonFile(source, mode="r")

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from megaresume.data.document_encoder import DocumentEncoder, EncoderSpec, MadeDocument, library_versions
+from megaresume.data.document_encoder import DocumentEncoder, EncoderSpec, MadeDocument, checksum, library_versions
 from megaresume.data.documents import Piece, documents_of
 from megaresume.data.files import changed, map_file
 from megaresume.data.indexed_documents import IndexedDocuments, reopened
-from megaresume.data.places import DocumentPlace, PlacesFile, checksum
 from megaresume.data.raw_files import RawFiles
+from megaresume.data.record_index import RecordPlace, RowIndex
 from megaresume.stream.errors import CorpusError, MegaresumeError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RowSource(IndexedDocuments):
         data, identity = map_file(self.tokens_path)
         if not identity.is_the_file(self._identity.bin):
             raise changed(self.tokens_path, identity, self._identity.bin)
-        self._places = PlacesFile(self.tokens_path, data, len(self))
+        self._index = RowIndex(self.tokens_path, data, len(self))
         self._inputs = inputs
         self._recent: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
         self._recent_tokens = 0
@@ -65,7 +65,7 @@ class RowSource(IndexedDocuments):
     @functools.cached_property
     def raw_files(self) -> RawFiles:
         """Where the rows are."""
-        return RawFiles(self._places, self._inputs, self._encoder.spec)
+        return RawFiles(self._index, self._inputs, self._encoder.spec)
 
     @property
     def files(self) -> ShardFiles:
@@ -75,12 +75,12 @@ class RowSource(IndexedDocuments):
     @property
     def numbered(self) -> object:
         """What numbers the documents of its files: which rows are one, and how many there are in each file."""
-        counts = [(file["unit"], file["documents"]) for file in self._places.inputs]
-        return counts, self._places.encoder["text"]
+        counts = [(file["unit"], file["records"]) for file in self._index.header["files"]]
+        return counts, self._index.header["encoder"]["text"]
 
     @functools.cached_property
     def _encoder(self) -> DocumentEncoder:
-        return DocumentEncoder(EncoderSpec.from_json(self._places.encoder))
+        return DocumentEncoder(EncoderSpec.from_json(self._index.header["encoder"]))
 
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
         """`length` tokens of document i from token `offset` on: read-only, dtype as the index says.
@@ -101,8 +101,12 @@ class RowSource(IndexedDocuments):
 
     def places(self, i: int) -> list[Place]:
         """Where the bytes of document i lie; nothing: they are not read by themselves, as those of Parquet."""
-        place = self.raw_files.bytes_of(self._places.place(i))
+        place = self.raw_files.bytes_of(self._index.place(i))
         return [] if place is None else [place]
+
+    def _contents(self, start: int, stop: int) -> str:
+        self._index.verify()
+        return super()._contents(start, stop)
 
     def _keep(self, i: int, tokens: npt.NDArray[Any]) -> None:
         with self._lock:
@@ -113,14 +117,14 @@ class RowSource(IndexedDocuments):
                 self._recent_tokens -= len(self._recent.popitem(last=False)[1])
 
     def _made(self, i: int) -> npt.NDArray[Any]:
-        place = self._places.place(i)
+        place = self._index.place(i)
         if self.files.cache is not None:
             with contextlib.suppress(CorpusError):  # the cache may have what a file was for a time
                 return self._made_of(i, place, self.raw_files.read(place))
         return self._made_of(i, place, self.raw_files.read(place, again=self.files.cache is not None))
 
-    def _made_of(self, i: int, place: DocumentPlace, data: bytes) -> npt.NDArray[Any]:
-        unit = self._places.inputs[place.file]["unit"]
+    def _made_of(self, i: int, place: RecordPlace, data: bytes) -> npt.NDArray[Any]:
+        unit = self._index.header["files"][place.file]["unit"]
         if unit == "json":  # an element of an array may have several lines, of which `prepare` made one
             data = data.replace(b"\n", b" ").replace(b"\r", b" ")
         # Not line 0, whose first character may be a mark.
@@ -136,17 +140,17 @@ class RowSource(IndexedDocuments):
             found = "a document that is left out"
             if isinstance(made[0], MadeDocument):
                 tokens = made[0].tokens(self._encoder.spec.dtype)
-                if len(tokens) == self.length(i) and checksum(tokens) == place.check:
+                if len(tokens) == self.length(i) and checksum(tokens) == place.content:
                     return tokens
                 found = f"{len(tokens)} tokens"
         raise self._other(i, place, found)
 
-    def _other(self, i: int, place: DocumentPlace, found: str) -> CorpusError:
+    def _other(self, i: int, place: RecordPlace, found: str) -> CorpusError:
         """A document that does not become the tokens that it became when the index was made."""
         now = library_versions()
         differ = [
             f"{name} {version}, with {now.get(name, 'none')} here"
-            for name, version in self._places.made_with.items()
+            for name, version in self._index.header["made_with"].items()
             if now.get(name) != version
         ]
         libraries = f", or the index was made with {'; '.join(differ)}" if differ else ""

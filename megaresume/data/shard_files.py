@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 from megaresume.data.disk_cache import DiskCache
 from megaresume.data.remote import RemoteStore, is_url
-from megaresume.data.shard_index import MAX_RECORD_BYTES
 from megaresume.files import open_file
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
 #: local shards that are kept open, by each process.
 MAX_OPEN = 64
+#: of one record: an index holds its bytes as uint32.
+MAX_RECORD_BYTES = (1 << 32) - 1
 #: bytes read at once when a whole shard is read.
 SCAN_BLOCK = 8 << 20
 #: bytes in which lines are counted, for an error.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from megaresume.data.energon import OUR_PARTS, read_energon
-from megaresume.data.shard_index import SUFFIX, ShardIndex, index_path
+from megaresume.data.record_index import SUFFIX, ShardIndex, index_path
 from megaresume.data.shard_paths import expand_shards, join
 from megaresume.data.shard_source import ShardSource, TooLong
 from megaresume.data.yaml_text import read_encoder
@@ -140,7 +140,7 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
         )
     else:
         parts = {ours: ranges[theirs] for ours, theirs in OUR_PARTS.items() if theirs in ranges}
-    shards = [join(directory, shard["name"]) for shard in index.header["shards"]]
+    shards = [join(directory, shard["name"]) for shard in index.header["files"]]
     return _source(index, said, name, base_dir, shards=shards, parts=parts)
 
 
@@ -241,7 +241,7 @@ def _moved(path: Any, index: ShardIndex, name: str, base_dir: Path) -> Sequence[
 
 def _same_shards(shards: Sequence[str], index: ShardIndex, name: str) -> Sequence[str]:
     """The shards at another place, if they are those of the index."""
-    wanted = [shard.path.rpartition("/")[2] for shard in index.shards]
+    wanted = [shard.path.rpartition("/")[2] for shard in index.files]
     found = [path.rpartition("/")[2] for path in shards]
     if found == wanted:
         return shards

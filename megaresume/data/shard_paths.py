@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaresume.data.record_index import SUFFIX
 from megaresume.data.remote import RemoteStore, is_url, missing_library
-from megaresume.data.shard_index import SUFFIX
 from megaresume.stream.errors import CorpusError, UsageError
 
 META = ".nv-meta"

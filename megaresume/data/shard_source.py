@@ -19,9 +19,9 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.data.image_folder import Folder
+from megaresume.data.record_index import IndexedFile, ShardIndex
 from megaresume.data.scan import scan_fingerprint
 from megaresume.data.shard_files import Place, RecordError, ShardFiles
-from megaresume.data.shard_index import ShardIndex, ShardInfo
 from megaresume.data.shard_paths import resolved
 from megaresume.data.tar import content_hash, parse_record
 from megaresume.stream.errors import CorpusError
@@ -89,7 +89,7 @@ class ShardSource:
         self.parts = parts
         self.files = ShardFiles()
         self._scanned: dict[tuple[int, int], Fingerprint] = {}
-        infos = self.index.shards
+        infos = self.index.files
         self._paths = [resolved(shard.path, self.index.path) for shard in infos] if shards is None else list(shards)
         self._tokens = self.index.column("tokens")
         self._limit = None if max_tokens is None or self.index.header["longest"] <= max_tokens else max_tokens
@@ -171,12 +171,7 @@ class ShardSource:
         lengths = self._tokens[ids].astype(np.int64)
         if lengths.size and lengths.min() < 0:
             i = int(ids[np.argmin(lengths)])
-            raise CorpusError(
-                f"{self.index.path} is damaged",
-                found=f"document {i} of {int(lengths.min())} tokens",
-                expected="0 or more",
-                action="copy the index again, or make it again: megaresume prepare --overwrite",
-            )
+            raise self.index.damaged(f"document {i} of {int(lengths.min())} tokens")
         if self._limit is not None:
             lengths = np.where(lengths <= self._limit, lengths, self._limit if self.too_long == "truncate" else 0)
         return lengths
@@ -304,15 +299,7 @@ class ShardSource:
         size = shard.size
         if self._folder is not None:
             path, size = self._folder.lines(path, size)
-        offset, nbytes = int(self.index.column("offset")[i]), int(self.index.column("nbytes")[i])
-        if offset < 0 or offset + nbytes > size:
-            raise CorpusError(
-                f"{self.index.path} is damaged",
-                found=f"document {i} at byte {offset} to {offset + nbytes} of a shard of {size}",
-                expected="a place in the shard",
-                action="copy the index again, or make it again: megaresume prepare --overwrite",
-            )
-        return Place(self.files, path, size, offset, nbytes)
+        return self.index.range_of(self.index.place(i), self.files, path, size)
 
     def _with_fields(self, record: Record) -> Record:
         fields = self._fields
@@ -385,11 +372,11 @@ class ShardSource:
         options = self.index.header.get("fields")
         return None if options is None else Fields(**options)
 
-    def _shard(self, i: int) -> tuple[ShardInfo, str]:
+    def _shard(self, i: int) -> tuple[IndexedFile, str]:
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)} in source '{self.name}'")
-        k = int(self.index.column("shard")[i])
-        return self.index.shards[k], self._paths[k]
+        k = int(self.index.files_of(np.array(i)))
+        return self.index.files[k], self._paths[k]
 
     def _unmeasured(self, i: int) -> RecordError:
         known = {entry["document"]: entry["reason"] for entry in self.index.header["invalid"]["first"]}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megaresume.cli.main import main
-from megaresume.data.shard_index import ShardIndex
+from megaresume.data.record_index import ShardIndex
 from tests.data.kit import OPTIONS, captions, encoder, write_shard, write_shards
 
 PATCHES = "{kind: patches, size: 16, patch_size: 8}"

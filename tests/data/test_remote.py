@@ -14,9 +14,9 @@ from megaresume.data import remote
 from megaresume.data.catalog import open_sources
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.record_index import ShardIndex
 from megaresume.data.remote import RemoteStore
 from megaresume.data.shard_files import ShardFiles
-from megaresume.data.shard_index import ShardIndex
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.errors import CorpusError, SetupError
 from tests.data.far import serve
@@ -70,7 +70,7 @@ def test_shards_on_s3_are_the_same_documents(pairs, tmp_path):
     assert source.fingerprint() == theirs.fingerprint()
     assert all(same(source.encoded(i, key(i)), theirs.encoded(i, key(i))) for i in range(15))
     assert source.describe(6)["shard"] == "s3://pairs/shards/pairs-000001.tar"
-    assert [s.path for s in ShardIndex(pairs).shards][2] == "s3://pairs/shards/pairs-000002.tar"
+    assert [s.path for s in ShardIndex(pairs).files][2] == "s3://pairs/shards/pairs-000002.tar"
 
 
 def test_a_record_is_one_range_read(pairs, monkeypatch):

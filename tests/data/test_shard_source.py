@@ -14,7 +14,7 @@ import xxhash
 from megaresume.batches.open import open_stream
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.python_source import as_source
-from megaresume.data.shard_index import ShardIndex, column_places
+from megaresume.data.record_index import ShardIndex
 from megaresume.data.shard_source import ShardSource
 from megaresume.data.source import DocumentSource, Source
 from megaresume.data.split import range_of
@@ -187,7 +187,7 @@ def test_shards_at_another_place(pairs, tmp_path):
 
 
 def test_index_and_shards_move_together(pairs, tmp_path):
-    assert ShardIndex(pairs).shards[0].path == "shards/pairs-000000.tar"
+    assert ShardIndex(pairs).files[0].path == "shards/pairs-000000.tar"
     (tmp_path / "to").mkdir()
     for name in ("shards", "pairs.shards.idx"):
         (tmp_path / name).rename(tmp_path / "to" / name)
@@ -250,7 +250,7 @@ def test_an_image_that_does_not_fit_whole_is_masked(pairs):
 
 def test_a_damaged_length_is_an_error_not_a_length(pairs):
     data = bytearray(pairs.read_bytes())
-    at = column_places(15)["tokens"] + 4 * 3
+    at = ShardIndex.column_places(15)["tokens"] + 4 * 3
     data[at : at + 4] = b"\xff\xff\xff\xff"
     pairs.write_bytes(data)
     source = ShardSource(pairs)

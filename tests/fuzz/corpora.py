@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import struct
@@ -19,7 +20,7 @@ from megaresume.checkpoint.data_state import Envelope, OpaqueState
 from megaresume.data.corpus import IndexedSource
 from megaresume.data.data_config import DataConfig
 from megaresume.data.files import CorpusIdentity
-from megaresume.data.shard_index import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, ShardIndex, column_places
+from megaresume.data.record_index import COLUMNS_AT, IndexWriter, RecordIndex, RowIndex, ShardIndex
 from megaresume.data.sidecar import read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.hosts.megatron.guard.compare import describe
 from megaresume.patching.recipe import read_recipe
@@ -170,64 +171,63 @@ def _mutate_idx(data: bytes, rng: Random) -> bytes:
     return _idx(lengths, boundaries, modes=bool(rng.randrange(2)), code=rng.randrange(10))
 
 
-# .shards.idx
+# .shards.idx and .places
+
+RECORDS = 5
 
 
 @functools.cache
-def _shards() -> bytes:
-    records = 5
-    places = column_places(records)
-    columns = {name: np.arange(1, records + 1).astype(dtype) for name, dtype in COLUMNS.items()}
+def _index(index: type[RecordIndex]) -> bytes:
+    columns = {name: np.arange(1, RECORDS + 1).astype(dtype) for name, dtype in index.COLUMNS.items()}
+    files = [{"path": "a", "size": 10240, "records": 2}, {"path": "b", "size": 10240, "records": 3}]
     header = {
-        "format": FORMAT,
-        "version": 2,
-        "records": records,
+        "root": "/data",
+        "made_with": {},
         "tokens": 15,
         "longest": 5,
         "invalid": {"policy": "error", "count": 0, "first": []},
         "encoder": {"fingerprint": "0" * 32, "spec": {"tokenizer": {}}},
-        "shards": [{"path": "a.tar", "size": 10240, "records": 2}, {"path": "b.tar", "size": 10240, "records": 3}],
-        "fingerprints": [{"range": [0, records], "tokens": 15, "hash": "0" * 32, "contents": "0" * 16}],
-        "columns": {name: xxhash.xxh3_128_hexdigest(column.data) for name, column in columns.items()},
+        "files": [file | {"format": "jsonl", "unit": "jsonl"} for file in files],
+        "fingerprints": [{"range": [0, RECORDS], "tokens": 15, "hash": "0" * 32, "contents": "0" * 16}],
     }
-    body = bytearray(places["end"])
-    for name, column in columns.items():
-        body[places[name] : places[name] + column.nbytes] = column.tobytes()
-    return _with_header(bytes(body), records, json.dumps(header).encode())
+    file = io.BytesIO()
+    writer = IndexWriter(file, index, RECORDS)
+    writer.add(columns)
+    writer.finish(header)
+    return file.getvalue()
 
 
-def _with_header(body: bytes, records: int, header: bytes) -> bytes:
-    preamble = Preamble(
-        records=records,
-        header_at=len(body),
-        header_bytes=len(header),
-        header_hash=xxhash.xxh3_128_digest(header),
-    )
-    return preamble.pack().ljust(COLUMNS_AT, b"\0") + body[COLUMNS_AT:] + header
-
-
-def check_shards(data: bytes) -> None:
-    path = scratch() / "pairs.shards.idx"
+def _check_index(index: type[RecordIndex], data: bytes) -> None:
+    path = scratch() / ("pairs.shards.idx" if index is ShardIndex else "rows.places")
     path.write_bytes(data)
     try:
-        index = ShardIndex(path)
-        index.verify()
+        found = ShardIndex(path) if index is ShardIndex else RowIndex(path, data, RECORDS)
+        found.verify()
     except MegaresumeError:
         return
-    if sum(shard.records for shard in index.shards) != len(index) or any(s.records < 0 for s in index.shards):
-        raise AssertionError(f"{len(index)} records in shards {index.shards}")
-    if any(len(index.column(name)) != len(index) for name in COLUMNS):
+    if sum(file.records for file in found.files) != len(found) or any(file.records < 0 for file in found.files):
+        raise AssertionError(f"{len(found)} records in files {found.files}")
+    if any(len(found.column(name)) != len(found) for name in index.COLUMNS):
         raise AssertionError("columns of different lengths")
 
 
-def _mutate_shards(data: bytes, rng: Random) -> bytes | None:
-    body, header = _shards()[: column_places(5)["end"]], _shards()[column_places(5)["end"] :]
-    if rng.randrange(2):
-        with contextlib.suppress(MegaresumeError):
-            at = Preamble.unpack(data[:PREAMBLE_BYTES], Path("x"), len(data)).header_at
-            header = data[at:]
+def check_shards(data: bytes) -> None:
+    _check_index(ShardIndex, data)
+
+
+def check_places(data: bytes) -> None:
+    _check_index(RowIndex, data)
+
+
+def _mutate_index(index: type[RecordIndex], data: bytes, rng: Random) -> bytes | None:
+    end = index.column_places(RECORDS)["end"]
+    body, header = _index(index)[COLUMNS_AT:end], _index(index)[end:]
+    if rng.randrange(2) and len(data) > end:
+        header = data[end:]
     changed = json_file(header, rng)
-    return None if changed is None else _with_header(body, rng.choice((5, 5, 5, 4)), changed)
+    if changed is None:
+        return None
+    return index.preamble(rng.choice((5, 5, 5, 4)), changed).ljust(COLUMNS_AT, b"\0") + body + changed
 
 
 # Beside a corpus
@@ -387,7 +387,12 @@ TARGETS: dict[str, Target] = {
     "data-yaml": Target(seeds=lambda: [_DATA, *_ODD], check=check_data, mutate=_mutate_yaml),
     "recipe": Target(seeds=_recipes, check=check_recipe, mutate=_mutate_yaml),
     "idx": Target(seeds=_indexes, check=check_idx, mutate=_mutate_idx),
-    "shards-idx": Target(seeds=lambda: [_shards()], check=check_shards, mutate=_mutate_shards),
+    "shards-idx": Target(
+        seeds=lambda: [_index(ShardIndex)], check=check_shards, mutate=functools.partial(_mutate_index, ShardIndex)
+    ),
+    "places": Target(
+        seeds=lambda: [_index(RowIndex)], check=check_places, mutate=functools.partial(_mutate_index, RowIndex)
+    ),
     "spans": Target(seeds=_span_files, check=check_span_file, mutate=_mutate_spans),
     "sidecar": Target(seeds=_sidecars, check=check_sidecar, mutate=json_file),
     "order": Target(seeds=_orders, check=check_order, mutate=json_file),

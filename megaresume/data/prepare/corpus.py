@@ -23,12 +23,12 @@ from megaresume.data.document_encoder import EncoderSpec, library_versions
 from megaresume.data.documents import TextOptions, TextUnit, unit_of
 from megaresume.data.inputs import COMPRESSIONS, Format, InputFile, Store, find_inputs
 from megaresume.data.layout import DTYPES, bin_path, idx_path, prefix_of
-from megaresume.data.places import places_path
 from megaresume.data.prepare.blocks import block_bytes, check_part, cut
 from megaresume.data.prepare.chat import ChatOptions, with_conversations
 from megaresume.data.prepare.encode import SHOWN, Encoder, make_parts
 from megaresume.data.prepare.parts import Part, PartFiles, merge_parts
 from megaresume.data.prepare.work import check_workers, disk_error
+from megaresume.data.record_index import places_path
 from megaresume.data.sidecar import sidecar_path
 from megaresume.data.spans import spans_path
 from megaresume.data.streams import of_content
@@ -341,7 +341,7 @@ def _raw(files: Sequence[InputFile], spec: EncoderSpec, options: PrepareOptions)
     names = [file.url or os.path.abspath(file.path) for file in files]
     # The paths are below it also if it is another one: the files may lie elsewhere when they are read.
     root = "/".join(os.path.commonprefix([name.split("/")[:-1] for name in names]))  # noqa: RUF071 - of lists
-    inputs = [
+    described = [
         {
             "path": name.removeprefix(f"{root}/"),
             "format": file.format,
@@ -350,7 +350,7 @@ def _raw(files: Sequence[InputFile], spec: EncoderSpec, options: PrepareOptions)
         }
         for name, file in zip(names, files, strict=True)
     ]
-    return {"encoder": spec.to_json(), "made_with": library_versions(), "root": root, "inputs": inputs}
+    return {"encoder": spec.to_json(), "made_with": library_versions(), "root": root, "files": described}
 
 
 def _identity(tokenizer: Tokenizer, spec: EncoderSpec) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.data.document_encoder import DocumentEncoder, EncoderSpec
+from megaresume.data.document_encoder import DocumentEncoder, EncoderSpec, checksum
 from megaresume.data.documents import LeftOut, TextUnit, documents_of, places_of
 from megaresume.data.inputs import InputFile
 from megaresume.data.layout import MAX_SEQUENCE_TOKENS
-from megaresume.data.places import PLACE, checksum
 from megaresume.data.prepare.blocks import Block, BlockReader, Stretch
 from megaresume.data.prepare.parts import Part, PartFiles, SpansOfPart
 from megaresume.data.prepare.work import disk_error, run
+from megaresume.data.record_index import PLACE
 from megaresume.data.row_lines import NOT_ALONE
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress

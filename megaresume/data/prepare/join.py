@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from megaresume.data.image_folder import folder_of
-from megaresume.data.prepare.measure import PART_COLUMNS, IndexSpec, ShardTask
+from megaresume.data.prepare.measure import IndexSpec, ShardTask
 from megaresume.data.prepare.merge import merge_parts
 from megaresume.data.prepare.shards import ShardSummary, check_free, summary_of
 from megaresume.data.prepare.work import disk_error
+from megaresume.data.record_index import ShardIndex, index_path
 from megaresume.data.shard_files import ShardFiles
-from megaresume.data.shard_index import ShardIndex, index_path
 from megaresume.data.shard_paths import check_distinct, expand_shards, resolved
 from megaresume.data.shard_source import UNMEASURED
 from megaresume.images.encoder import ImageTextEncoder
@@ -71,7 +71,7 @@ def join_indexes(
 def _tasks(index: ShardIndex) -> list[ShardTask]:
     files = ShardFiles()
     tasks = []
-    for shard in index.shards:
+    for shard in index.files:
         path = resolved(shard.path, index.path)
         # Otherwise the new index would send every run to a place where nothing is.
         files.check(path, shard.size)
@@ -83,7 +83,7 @@ def _heads(index: ShardIndex) -> list[dict[str, Any]]:
     """Of each shard, what the head of its part said; counts of the whole index are in that of its first shard."""
     unmeasured = index.column("num_images")
     heads = []
-    for k, shard in enumerate(index.shards):
+    for k, shard in enumerate(index.files):
         stop = shard.first + shard.records
         first = [entry for entry in index.header["invalid"]["first"] if shard.first <= entry["document"] < stop]
         heads.append(
@@ -102,9 +102,9 @@ def _heads(index: ShardIndex) -> list[dict[str, Any]]:
 
 
 def _parts(index: ShardIndex) -> Iterator[tuple[Mapping[str, Any], dict[str, np.ndarray[Any, Any]]]]:
-    for head, shard in zip(_heads(index), index.shards, strict=True):
+    for head, shard in zip(_heads(index), index.files, strict=True):
         mine = slice(shard.first, shard.first + shard.records)
-        yield head, {name: index.column(name)[mine] for name in PART_COLUMNS}
+        yield head, {name: index.column(name)[mine] for name in ShardIndex.COLUMNS}
 
 
 def _check_alike(indexes: Sequence[ShardIndex]) -> None:

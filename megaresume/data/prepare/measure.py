@@ -16,8 +16,8 @@ import xxhash
 from megaresume.data.energon import Fields
 from megaresume.data.image_folder import Folder, walk_rows
 from megaresume.data.prepare.work import WorkDirectory, disk_error
-from megaresume.data.shard_files import BlockFile, Place, ShardFiles
-from megaresume.data.shard_index import COLUMNS, MAX_RECORD_BYTES
+from megaresume.data.record_index import ShardIndex
+from megaresume.data.shard_files import MAX_RECORD_BYTES, BlockFile, Place, ShardFiles
 from megaresume.data.shard_source import UNMEASURED
 from megaresume.data.tar import Extent, content_hash, parse_record, walk
 from megaresume.images.document import Measure
@@ -27,8 +27,6 @@ from megaresume.stream.errors import CorpusError
 #: what becomes of a record that cannot be measured: stop; one masked token; length 0.
 Invalid = Literal["error", "mask", "drop"]
 
-#: columns that a part holds; ``shard`` follows from its place in the list.
-PART_COLUMNS = tuple(name for name in COLUMNS if name != "shard")
 #: of a part, records named in the header of the index.
 SHOWN = 32
 #: length of a record that could not be measured and is kept: the place of an end of document.
@@ -143,8 +141,8 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
             columns.rows.append((*lengths, extent.offset, extent.nbytes, content))
     if unknown := task.excluded.difference(columns.excluded):
         raise _not_excluded(task, sorted(unknown))
-    table = np.array(columns.rows, np.int64).reshape(-1, len(PART_COLUMNS))
-    arrays = [table[:, k].astype(COLUMNS[name]) for k, name in enumerate(PART_COLUMNS)]
+    table = np.array(columns.rows, np.int64).reshape(-1, len(ShardIndex.COLUMNS))
+    arrays = [table[:, k].astype(dtype) for k, dtype in enumerate(ShardIndex.COLUMNS.values())]
     head = {
         **task.head(),
         "records": len(table),
@@ -173,14 +171,14 @@ def read_part(directory: WorkDirectory, task: ShardTask) -> tuple[dict[str, Any]
     """
     head, body = directory.read(task.part)
     columns, at = {}, 0
-    for name in PART_COLUMNS:
-        columns[name] = np.frombuffer(body, COLUMNS[name], head["records"], at)
+    for name, dtype in ShardIndex.COLUMNS.items():
+        columns[name] = np.frombuffer(body, dtype, head["records"], at)
         at += columns[name].nbytes
     return head, columns
 
 
 def _body_bytes(head: Mapping[str, Any]) -> int:
-    return int(head["records"]) * sum(COLUMNS[name].itemsize for name in PART_COLUMNS)
+    return int(head["records"]) * sum(dtype.itemsize for dtype in ShardIndex.COLUMNS.values())
 
 
 def _measured(

@@ -3,7 +3,7 @@
 The header holds
 
     encoder        spec (with the tokenizer's content) and fingerprint
-    shards         path (relative to the index where they lie below it), bytes, records of each, in order
+    files          path (relative to the index where they lie below it), bytes, records of each, in order
     records, tokens, image_tokens, images, missing_images, longest
     split          documents beyond one for each record: ``records`` counts documents
     invalid        policy, count, and the first records that could not be measured, with the reason
@@ -19,7 +19,6 @@ and nothing of the machine, the time or the workers: the same shards and encoder
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ import numpy as np
 import xxhash
 
 from megaresume.data.prepare.measure import SHOWN, IndexSpec, ShardTask
-from megaresume.data.shard_index import COLUMNS, COLUMNS_AT, FORMAT, VERSION, Preamble, column_places
+from megaresume.data.record_index import IndexWriter, ShardIndex
 from megaresume.data.shard_paths import portable
 from megaresume.files import fsync_dir
 
@@ -102,42 +101,22 @@ def merge_parts(
         OSError: the disk is full, or the like.
     """
     records = sum(head["records"] for head in heads)
-    places = column_places(records)
     ranges = {(0, records): _Range(0, records)}
     for first, stop in (energon or {}).get("parts", {}).values():
         ranges.setdefault((first, stop), _Range(first, stop))
-    hashers = {name: xxhash.xxh3_128() for name in COLUMNS}
     totals, at = _Totals(), 0
     new = index.with_name(f".{index.name}.new")
-    numbers = _numbers(tasks)
     with open(new, "wb") as file:
-        for k, task, (head, columns) in zip(numbers, tasks, parts, strict=True):
-            columns["shard"] = np.full(head["records"], k, COLUMNS["shard"])
-            for name, dtype in COLUMNS.items():
-                file.seek(places[name] + at * dtype.itemsize)
-                file.write(columns[name].data)
-                hashers[name].update(columns[name].data)
+        writer = IndexWriter(file, ShardIndex, records)
+        for task, (head, columns) in zip(tasks, parts, strict=True):
+            writer.add(columns)
             for part in ranges.values():
                 part.add(at, columns)
             _add(totals, columns, head, at, task)
             at += head["records"]
             tick(head["records"])
-        header = _header(index, spec, tasks, heads, totals, energon) | {
-            "fingerprints": [part.entry() for part in ranges.values()],
-            "columns": {name: hasher.hexdigest() for name, hasher in hashers.items()},
-        }
-        content = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        file.truncate(places["end"])
-        file.seek(places["end"])
-        file.write(content)
-        preamble = Preamble(
-            records=records,
-            header_at=places["end"],
-            header_bytes=len(content),
-            header_hash=xxhash.xxh3_128_digest(content),
-        )
-        file.seek(0)
-        file.write(preamble.pack().ljust(COLUMNS_AT, b"\0"))
+        fingerprints = [part.entry() for part in ranges.values()]
+        header = writer.finish(_header(index, spec, tasks, heads, totals, energon) | {"fingerprints": fingerprints})
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, index)
@@ -174,15 +153,12 @@ def _header(
     totals: _Totals,
     energon: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    shards: list[dict[str, Any]] = []
+    files: list[dict[str, Any]] = []
     for k, task, head in zip(_numbers(tasks), tasks, heads, strict=True):
-        if k == len(shards):
-            shards.append({"path": portable(task.path, index), "size": task.size, "records": 0})
-        shards[k]["records"] += head["records"]
+        if k == len(files):
+            files.append({"path": portable(task.path, index), "size": task.size, "records": 0})
+        files[k]["records"] += head["records"]
     header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "records": sum(head["records"] for head in heads),
         "tokens": totals.tokens,
         "image_tokens": totals.image_tokens,
         "images": totals.images,
@@ -191,7 +167,7 @@ def _header(
         "longest": totals.longest,
         "invalid": {"policy": spec.invalid, "count": totals.invalid, "first": totals.first_invalid},
         "encoder": {"fingerprint": spec.encoder.fingerprint, "spec": spec.encoder.to_spec()},
-        "shards": shards,
+        "files": files,
     }
     if spec.folder is not None:
         header["folder"] = {"path": portable(spec.folder, index), "bytes": totals.image_bytes}
@@ -199,6 +175,6 @@ def _header(
         header["fields"] = spec.fields.options()
     if energon is not None:
         header["energon"] = {"hash": energon["hash"], "parts": energon["parts"]}
-        for shard, name in zip(shards, energon["names"], strict=True):
-            shard["name"] = name
+        for file, name in zip(files, energon["names"], strict=True):
+            file["name"] = name
     return header

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.data.layout import IndexHeader, bin_path, idx_path
-from megaresume.data.places import HEADER_BYTES, PLACE, places_path, write_header
 from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.work import WorkDirectory
+from megaresume.data.record_index import PLACE, IndexWriter, RowIndex, places_path
 from megaresume.data.sidecar import sidecar_path, write_tokenizer
 from megaresume.data.spans import SpansWriter, spans_path
 from megaresume.files import fsync_dir
@@ -171,7 +171,7 @@ def merge_parts(
         dtype: of the tokens.
         tokenizer: for the sidecar.
         tick: called with the bytes of tokens, or of places, written.
-        raw: the JSON of a .places, of which ``inputs`` lack their documents; None: a .bin is written.
+        raw: the header of a .places, of which ``files`` lack their records; None: a .bin is written.
 
     Raises:
         CorpusError: a part is damaged.
@@ -191,13 +191,16 @@ def merge_parts(
         writer = None if spans_file is None else SpansWriter(spans_file, documents=documents, spans=spans or 0)
         spans_hash: str | None = None
         done = pointer = 0
-        if raw is not None:
-            tokens_file.seek(HEADER_BYTES)
+        places = None if raw is None else IndexWriter(tokens_file, RowIndex, documents)
         for name in parts:
             lengths, trained, tokens = files.read_part(name)
             if writer is not None and trained is not None:
                 writer.add(trained.counts, trained.spans)
-            tokens_file.write(tokens)
+            if places is None:
+                tokens_file.write(tokens)
+            else:
+                found = np.frombuffer(tokens, PLACE)
+                places.add({column: found[column] for column in RowIndex.COLUMNS})
             ends = np.cumsum(lengths, dtype=np.int64) * header.dtype.itemsize
             starts = pointer + ends - lengths.astype(np.int64) * header.dtype.itemsize
             idx.seek(header.lengths_at + 4 * done)
@@ -207,8 +210,8 @@ def merge_parts(
             done += len(lengths)
             pointer += int(ends[-1]) if len(ends) else 0
             tick(len(tokens))
-        if raw is not None:
-            write_header(tokens_file, documents, {**raw, "inputs": _counted(raw["inputs"], parts)})
+        if places is not None and raw is not None:
+            places.finish({**raw, "files": _counted(raw["files"], parts)})
         idx.seek(header.boundaries_at)
         for first in range(0, documents + 1, CHUNK):
             idx.write(np.arange(first, min(first + CHUNK, documents + 1), dtype="<i8").data)
@@ -236,10 +239,10 @@ def merge_parts(
     fsync_dir(prefix.parent)
 
 
-def _counted(inputs: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> list[dict[str, Any]]:
-    """Inputs with the documents of each."""
+def _counted(files: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> list[dict[str, Any]]:
+    """Files with the records of each."""
     documents = Counter[int]()
     for part in parts.values():
         for file, count in part.places or []:
             documents[file] += count
-    return [{**said, "documents": documents[number]} for number, said in enumerate(inputs)]
+    return [{**said, "records": documents[number]} for number, said in enumerate(files)]

@@ -28,9 +28,9 @@ from megaresume.data.prepare.measure import (
 )
 from megaresume.data.prepare.merge import merge_parts
 from megaresume.data.prepare.work import WorkDirectory, check_workers, disk_error, run
+from megaresume.data.record_index import index_path
 from megaresume.data.remote import is_url
 from megaresume.data.shard_files import ShardFiles
-from megaresume.data.shard_index import index_path
 from megaresume.data.shard_paths import expand_shards, is_energon, join
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import CorpusError, UsageError
@@ -175,7 +175,7 @@ def summary_of(
     parts = header.get("energon", {}).get("parts", {})
     return ShardSummary(
         index=str(index),
-        shards=len(header["shards"]),
+        shards=len(header["files"]),
         bytes=sum(task.nbytes for task in tasks) + header.get("folder", {}).get("bytes", 0),
         folder=header.get("folder", {}).get("path"),
         invalid=header["invalid"]["count"],

@@ -61,7 +61,7 @@ class ShardRecords:
         self._first_shard: dict[int, int] = {}
         for i, (source, _) in self._sources.items():
             self._first_shard[i] = len(self.shards)
-            self.shards += [shard.path for shard in source.index.shards]
+            self.shards += [shard.path for shard in source.index.files]
 
     def __contains__(self, source: int) -> bool:
         """Whether the source with this number lies in tar shards."""
@@ -79,8 +79,8 @@ class ShardRecords:
         for i, (source, start) in self._sources.items():
             rows = np.flatnonzero(which == i)
             ids = documents[rows] + start
-            shard = source.index.column("shard")[ids].astype(np.int64)
-            firsts = np.array([info.first for info in source.index.shards], np.int64)
+            shard = source.index.files_of(ids)
+            firsts = np.array([info.first for info in source.index.files], np.int64)
             columns = [shard + self._first_shard[i], ids - firsts[shard]]
             columns += [source.index.column(name)[ids].astype(np.int64) for name in ("num_images", "image_tokens")]
             out[rows] = np.stack(columns, axis=1)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.documents import TextOptions
-from megaresume.data.places import PLACE
 from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.parts import PartFiles, merge_parts
+from megaresume.data.record_index import PLACE
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 from megaresume.text.tokenizers import load_tokenizer
 
@@ -430,7 +430,12 @@ def test_a_document_of_more_bytes_than_int32_holds(tmp_path):
         )
         for name in ("part-00000000", "part-00000001")
     }
-    raw = {"encoder": {}, "made_with": {}, "root": "", "inputs": [{"path": "a", "unit": "jsonl"}]}
+    raw = {
+        "encoder": {},
+        "made_with": {},
+        "root": "",
+        "files": [{"path": "a", "size": 1, "format": "jsonl", "unit": "jsonl"}],
+    }
     merge_parts(tmp_path / "out", files, parts, "int32", {"fingerprint": "0" * 32}, lambda _: None, raw=raw)
     index = (tmp_path / "out.idx").read_bytes()
     # After the header: int32[2] lengths, int64[2] byte offsets.

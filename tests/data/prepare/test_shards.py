@@ -13,7 +13,7 @@ import pytest
 from megaresume.data.prepare import measure as index_measure
 from megaresume.data.prepare import shards as prepare_module
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.data.shard_index import ShardIndex
+from megaresume.data.record_index import ShardIndex
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.errors import CorpusError, UsageError
 from tests.data.kit import captions, encoder, key, killed_and_run_again, write_shard, write_shards

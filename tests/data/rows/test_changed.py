@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megaresume.data.corpus import open_corpus
-from megaresume.data.places import HEADER_BYTES, places_path
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.record_index import RowIndex, places_path
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 from tests.data.rows.conftest import lines, pyarrow, texts, write, write_arrow, write_parquet
 
@@ -138,10 +138,10 @@ def test_places_that_are_damaged_or_of_another_corpus(tmp_path):
     places = places_path(tmp_path / "out")
     whole = places.read_bytes()
     bad = {
-        "begin with": b"?" + whole[1:],
-        "version 2": whole[:8] + b"\x02" + whole[9:],
-        "bytes for": whole[:-1],
-        "another hash": whole[:-1] + b"?",
+        "do not start": b"?" + whole[1:],
+        "first bytes": whole[:32] + b"\x02" + whole[33:],
+        "records take": whole[:-1],
+        "its header": whole[:-1] + b"?",
     }
     for text, data in bad.items():
         places.write_bytes(data)
@@ -160,6 +160,19 @@ def test_places_that_are_damaged_or_of_another_corpus(tmp_path):
         open_corpus(tmp_path / "out")
 
 
+@pytest.mark.parametrize("column", RowIndex.COLUMNS)
+def test_a_damaged_column_is_found_with_the_fingerprint(tmp_path, column):
+    _, rows = rows_of(tmp_path, "a.jsonl")
+    rows.fingerprint()
+    places = places_path(tmp_path / "out")
+    data = bytearray(places.read_bytes())
+    data[RowIndex.column_places(len(rows))[column]] ^= 1
+    places.write_bytes(data)
+    with pytest.raises(CorpusError, match=r"out\.places is damaged") as caught:
+        open_corpus(tmp_path / "out").fingerprint(recompute=True)
+    assert f"column {column}" in caught.value.found
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "a.jsonl.gz"])
 def test_a_damaged_place_never_gives_other_tokens(tmp_path, name):
     _, rows = rows_of(tmp_path, name)
@@ -167,11 +180,13 @@ def test_a_damaged_place_never_gives_other_tokens(tmp_path, name):
     places = places_path(tmp_path / "out")
     whole, rng = places.read_bytes(), np.random.default_rng(1)
     refused = 0
-    for bit in rng.integers(0, 8 * 16 * len(rows), 60).tolist():
+    at = RowIndex.column_places(len(rows))
+    for i in rng.integers(0, len(rows), 60).tolist():
+        column, dtype = list(RowIndex.COLUMNS.items())[rng.integers(len(RowIndex.COLUMNS))]
+        bit = int(rng.integers(8 * dtype.itemsize))
         data = bytearray(whole)
-        data[HEADER_BYTES + bit // 8] ^= 1 << bit % 8
+        data[at[column] + i * dtype.itemsize + bit // 8] ^= 1 << bit % 8
         places.write_bytes(data)
-        i = bit // (8 * 16)
         try:
             # A line may be read with the white space after it.
             assert open_corpus(tmp_path / "out").get(i).tolist() == expected[i]

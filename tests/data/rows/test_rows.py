@@ -13,10 +13,10 @@ from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.documents import TextOptions
 from megaresume.data.layout import bin_path, idx_path
 from megaresume.data.overlap import check_no_overlap
-from megaresume.data.places import places_path
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.raw_files import RawFiles
+from megaresume.data.record_index import places_path
 from megaresume.data.row_source import RowSource
 from megaresume.data.split import range_of
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError

@@ -8,15 +8,14 @@ import time
 
 import numpy as np
 import pytest
-import xxhash
 
-from megaresume.data.shard_index import COLUMNS, COLUMNS_AT, Preamble, ShardIndex, column_places
+from megaresume.data.record_index import COLUMNS_AT, ShardIndex
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.errors import CorpusError, SetupError
 
 
 def header_place(data: bytes) -> int:
-    return column_places(15)["end"]
+    return ShardIndex.column_places(15)["end"]
 
 
 def with_byte(data: bytes, at: int) -> bytes:
@@ -62,10 +61,10 @@ def test_an_index_that_is_not_what_was_written_is_refused(pairs, damage, match):
         ShardIndex(pairs)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("column", ShardIndex.COLUMNS)
 def test_a_damaged_column_is_found_when_everything_is_read(pairs, column):
     ShardIndex(pairs).verify()
-    pairs.write_bytes(with_byte(pairs.read_bytes(), column_places(15)[column] + 17))
+    pairs.write_bytes(with_byte(pairs.read_bytes(), ShardIndex.column_places(15)[column] + 17))
     with pytest.raises(CorpusError, match=f"column {column}"):
         ShardSource(pairs).fingerprint(recompute=True)
 
@@ -90,11 +89,7 @@ def test_pickled_it_is_the_same_index_or_an_error(pairs, tmp_path):
     data = bytearray(pairs.read_bytes())
     place = header_place(data)
     data[place:] = bytes(data[place:]).replace(b'"policy":"error"', b'"policy":"ERROR"')
-    header = bytes(data[place:])
-    old = Preamble.unpack(bytes(data[:128]), pairs, len(data))
-    data[:128] = Preamble(
-        records=old.records, header_at=place, header_bytes=len(header), header_hash=xxhash.xxh3_128_digest(header)
-    ).pack()
+    data[:128] = ShardIndex.preamble(len(index), bytes(data[place:]))
     os.unlink(pairs)
     pairs.write_bytes(data)
     with pytest.raises(CorpusError, match="changed while it was in use"):
@@ -103,13 +98,10 @@ def test_pickled_it_is_the_same_index_or_an_error(pairs, tmp_path):
 
 def sparse_index(path, records, header):
     """As `merge_parts` writes it, with columns of zeros that take no room on disk."""
-    end = column_places(records)["end"]
+    end = ShardIndex.column_places(records)["end"]
     with open(path, "wb") as file:
         file.truncate(end)
-        preamble = Preamble(
-            records=records, header_at=end, header_bytes=len(header), header_hash=xxhash.xxh3_128_digest(header)
-        )
-        file.write(preamble.pack().ljust(COLUMNS_AT, b"\0"))
+        file.write(ShardIndex.preamble(records, header).ljust(COLUMNS_AT, b"\0"))
         file.seek(end)
         file.write(header)
 
@@ -122,7 +114,7 @@ def test_opening_takes_the_same_time_at_any_size(pairs, tmp_path):
     for records in (10**3, 10**8):
         path = tmp_path / f"{records}.shards.idx"
         fields = json.loads(header)
-        fields["shards"][0]["records"] += records - sum(shard["records"] for shard in fields["shards"])
+        fields["files"][0]["records"] += records - sum(file["records"] for file in fields["files"])
         sparse_index(path, records, json.dumps(fields).encode())
         best = 9.0
         for _ in range(5):
