@@ -298,10 +298,6 @@ class RowIndex(RecordIndex):
         dict(header["encoder"]), dict(header["made_with"])
 
 
-#: a record of a `RowIndex` before it is in columns.
-PLACE = np.dtype(list(RowIndex.COLUMNS.items()))
-
-
 class ShardIndex(RecordIndex):
     """``NAME.shards.idx``, of tar shards or JSON lines. Safe to fork and to pickle: it is opened again.
 

@@ -18,9 +18,9 @@ from megaresume.data.documents import LeftOut, TextUnit, documents_of, places_of
 from megaresume.data.inputs import InputFile
 from megaresume.data.layout import MAX_SEQUENCE_TOKENS
 from megaresume.data.prepare.blocks import Block, BlockReader, Stretch
-from megaresume.data.prepare.parts import Part, PartFiles, SpansOfPart
+from megaresume.data.prepare.parts import Part, PartFiles
 from megaresume.data.prepare.work import disk_error, run
-from megaresume.data.record_index import PLACE
+from megaresume.data.record_index import RowIndex
 from megaresume.data.row_lines import NOT_ALONE
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
@@ -142,18 +142,22 @@ class Encoder:
                 expected=f"at most {MAX_SEQUENCE_TOKENS}: Megatron's index holds lengths as int32",
                 action="cut the document",
             )
-        body = np.array([place[1:] for place in places], PLACE)
-        if not self.index_only:
-            body = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros(0, dtype)
         in_files = Counter(place[0] for place in places)
+        body: dict[str, npt.NDArray[Any]] = {"lengths": np.array(lengths, "<i4")}
+        if self.index_only:
+            table = np.array([place[1:] for place in places], np.int64).reshape(-1, len(RowIndex.COLUMNS))
+            body |= {name: table[:, k].astype(kind) for k, (name, kind) in enumerate(RowIndex.COLUMNS.items())}
+        else:
+            tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros(0, dtype)
+            body["tokens"] = tokens
+        if self.spec.text.conversations is not None:
+            body["span_counts"] = np.array([len(document) for document in spans], "<i4")
+            body["spans"] = np.array(list(chain.from_iterable(spans)), "<i4").reshape(-1, 2)
         try:
             part = self.files.write_part(
                 name,
-                np.array(lengths, "<i4"),
                 body,
-                None if self.spec.text.conversations is None else SpansOfPart.of(spans),
                 places=[list(run) for run in in_files.items()] if self.index_only else None,
-                token_bytes=np.dtype(dtype).itemsize,
                 skipped=sum(entry.option == "invalid" for entry in omitted),
                 bad_lines=sum(entry.option == "bad_lines" for entry in omitted),
                 first_left_out=[entry.why for entry in omitted[:SHOWN]],

@@ -5,7 +5,6 @@ shard --walk--> records --encoder.measure--> columns --> part in the work direct
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +104,7 @@ class _Columns:
 
 def find_part(directory: WorkDirectory, task: ShardTask) -> dict[str, Any] | None:
     """The head of the finished part of a shard, if it was made of the shard as it is now."""
-    head = directory.find(task.part, _body_bytes)
+    head = directory.find(task.part)
     if head is None or any(head.get(key) != value for key, value in task.head().items()):
         return None
     return head
@@ -142,7 +141,7 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
     if unknown := task.excluded.difference(columns.excluded):
         raise _not_excluded(task, sorted(unknown))
     table = np.array(columns.rows, np.int64).reshape(-1, len(ShardIndex.COLUMNS))
-    arrays = [table[:, k].astype(dtype) for k, dtype in enumerate(ShardIndex.COLUMNS.values())]
+    arrays = {name: table[:, k].astype(dtype) for k, (name, dtype) in enumerate(ShardIndex.COLUMNS.items())}
     head = {
         **task.head(),
         "records": len(table),
@@ -158,27 +157,10 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
     }
     directory = WorkDirectory(spec.output)
     try:
-        return {**head, "hash": directory.write(task.part, head, arrays)}
+        directory.write(task.part, head, arrays)
     except OSError as error:
         raise disk_error(directory.directory, error) from error
-
-
-def read_part(directory: WorkDirectory, task: ShardTask) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-    """Head and columns of a finished part.
-
-    Raises:
-        CorpusError: it is damaged; it is removed, so that a rerun makes it again.
-    """
-    head, body = directory.read(task.part)
-    columns, at = {}, 0
-    for name, dtype in ShardIndex.COLUMNS.items():
-        columns[name] = np.frombuffer(body, dtype, head["records"], at)
-        at += columns[name].nbytes
-    return head, columns
-
-
-def _body_bytes(head: Mapping[str, Any]) -> int:
-    return int(head["records"]) * sum(dtype.itemsize for dtype in ShardIndex.COLUMNS.values())
+    return head
 
 
 def _measured(

@@ -1,9 +1,12 @@
 """Finished parts of a text corpus, and the corpus that is written of them: .bin (or .places), .idx and .spans.
 
-A part is a finished block in the `WorkDirectory`, by a name that `Stretch.name` gives: a line of JSON, then
-int32[documents] lengths; of conversations int32[documents] spans of each, and int32[spans, 2], as in
-`megaresume.data.spans`; then the tokens, or, of an index alone, the `PLACE` of each document. It holds the position
-in the input where the next block starts, so that finished blocks need not be read again.
+A part is a finished block in the `WorkDirectory`, by a name that `Stretch.name` gives. Its arrays:
+
+    lengths                   int32[documents]
+    tokens                    in the type of the corpus; or, of an index alone, the columns of a `RowIndex`
+    span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.spans`
+
+It holds the position in the input where the next block starts, so that finished blocks need not be read again.
 
 Parts are merged in bounded memory. The .idx appears last, beside its own .bin or .places.
 """
@@ -14,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import numpy.typing as npt
 from megaresume.data.layout import IndexHeader, bin_path, idx_path
 from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.work import WorkDirectory
-from megaresume.data.record_index import PLACE, IndexWriter, RowIndex, places_path
+from megaresume.data.record_index import IndexWriter, RowIndex, places_path
 from megaresume.data.sidecar import sidecar_path, write_tokenizer
 from megaresume.data.spans import SpansWriter, spans_path
 from megaresume.files import fsync_dir
@@ -58,32 +61,8 @@ class Part:
     raw_bytes: int
     #: where the next block starts.
     end: Position
-    #: bytes of a token.
-    token_bytes: int
     #: files of the input, by number, and documents of each; None: it holds tokens, not places.
     places: list[list[int]] | None
-    #: xxh3_64 of the arrays, 16 hex digits.
-    hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpansOfPart:
-    """Which tokens of the documents of a part are trained."""
-
-    #: int32[documents], spans of each.
-    counts: npt.NDArray[np.int32]
-    #: int32[spans, 2], counted in their document.
-    spans: npt.NDArray[np.int32]
-
-    @classmethod
-    def of(cls, spans: Sequence[Sequence[tuple[int, int]]]) -> SpansOfPart:
-        """From those of each document."""
-        flat = [span for document in spans for span in document]
-        return cls(np.array([len(document) for document in spans], "<i4"), np.array(flat, "<i4").reshape(-1, 2))
-
-    def sizes(self) -> dict[str, int]:
-        """Fields of `Part`."""
-        return {"spans": len(self.spans), "trained": int((self.spans[:, 1] - self.spans[:, 0]).sum(dtype=np.int64))}
 
 
 class PartFiles(WorkDirectory):
@@ -92,9 +71,7 @@ class PartFiles(WorkDirectory):
     def write_part(
         self,
         name: str,
-        lengths: npt.NDArray[np.int32],
-        tokens: npt.NDArray[Any],
-        spans: SpansOfPart | None,
+        arrays: Mapping[str, npt.NDArray[Any]],
         *,
         end: Position,
         places: list[list[int]] | None = None,
@@ -104,9 +81,7 @@ class PartFiles(WorkDirectory):
 
         Args:
             name: of the block.
-            lengths: tokens of each document, int32[documents].
-            tokens: of all documents, in the type of the corpus; or their `PLACE`, if ``places`` are given.
-            spans: of conversations, which tokens are trained.
+            arrays: see above.
             end: where the next block starts.
             places: as in `Part`.
             counts: the other fields of `Part`.
@@ -114,42 +89,28 @@ class PartFiles(WorkDirectory):
         Raises:
             OSError: it cannot be written.
         """
-        sizes = {"documents": len(lengths), "tokens": int(lengths.sum(dtype=np.int64)), "places": places, **counts}
-        sizes |= {"spans": None, "trained": None} if spans is None else spans.sizes()
-        arrays = (lengths, tokens) if spans is None else (lengths, spans.counts, spans.spans, tokens)
-        found = self.write(name, {**sizes, "end": asdict(end)}, arrays)
-        return Part(**sizes, end=end, hash=found)
+        lengths, spans = arrays["lengths"], arrays.get("spans")
+        sizes = {
+            "documents": len(lengths),
+            "tokens": int(lengths.sum(dtype=np.int64)),
+            "spans": None if spans is None else len(spans),
+            "trained": None if spans is None else int((spans[:, 1] - spans[:, 0]).sum(dtype=np.int64)),
+            "places": places,
+            **counts,
+        }
+        self.write(name, {**sizes, "end": asdict(end)}, arrays)
+        return Part(**sizes, end=end)
 
     def find_part(self, name: str) -> Part | None:
         """A part if it is finished; a damaged one is removed."""
-        head = self.find(name, _body_bytes)
-        return None if head is None else _part(head)
-
-    def read_part(self, name: str) -> tuple[npt.NDArray[np.int32], SpansOfPart | None, bytes]:
-        """Lengths, spans and tokens of a finished part; or lengths, spans and places.
-
-        Raises:
-            CorpusError: it is damaged; it is removed, so that a rerun makes it again.
-        """
-        head, body = self.read(name)
-        documents, spans = head["documents"], head["spans"]
-        lengths = np.frombuffer(body, "<i4", documents)
-        if spans is None:
-            return lengths, None, body[4 * documents :]
-        counts = np.frombuffer(body, "<i4", documents, 4 * documents)
-        pairs = np.frombuffer(body, "<i4", 2 * spans, 8 * documents).reshape(-1, 2)
-        return lengths, SpansOfPart(counts, pairs), body[8 * documents + 8 * spans :]
-
-
-def _part(head: Mapping[str, Any]) -> Part:
-    return Part(**{**head, "end": Position(**head["end"])})
-
-
-def _body_bytes(head: Mapping[str, Any]) -> int:
-    part = _part(head)
-    spans = 0 if part.spans is None else 4 * part.documents + 8 * part.spans
-    rest = part.token_bytes * part.tokens if part.places is None else PLACE.itemsize * part.documents
-    return 4 * part.documents + spans + rest
+        if (head := self.find(name)) is None:
+            return None
+        try:
+            said = {field.name: head[field.name] for field in fields(Part)}
+            return Part(**said | {"end": Position(**head["end"])})
+        except (KeyError, TypeError):
+            self.path(name).unlink()
+            return None
 
 
 def merge_parts(
@@ -170,7 +131,7 @@ def merge_parts(
         parts: all of them by their names, in order.
         dtype: of the tokens.
         tokenizer: for the sidecar.
-        tick: called with the bytes of tokens, or of places, written.
+        tick: called with the documents written.
         raw: the header of a .places, of which ``files`` lack their records; None: a .bin is written.
 
     Raises:
@@ -193,14 +154,14 @@ def merge_parts(
         done = pointer = 0
         places = None if raw is None else IndexWriter(tokens_file, RowIndex, documents)
         for name in parts:
-            lengths, trained, tokens = files.read_part(name)
-            if writer is not None and trained is not None:
-                writer.add(trained.counts, trained.spans)
+            arrays = files.read(name)[1]
+            lengths = arrays["lengths"]
+            if writer is not None:
+                writer.add(arrays["span_counts"], arrays["spans"])
             if places is None:
-                tokens_file.write(tokens)
+                tokens_file.write(arrays["tokens"].data)
             else:
-                found = np.frombuffer(tokens, PLACE)
-                places.add({column: found[column] for column in RowIndex.COLUMNS})
+                places.add(arrays)
             ends = np.cumsum(lengths, dtype=np.int64) * header.dtype.itemsize
             starts = pointer + ends - lengths.astype(np.int64) * header.dtype.itemsize
             idx.seek(header.lengths_at + 4 * done)
@@ -209,7 +170,7 @@ def merge_parts(
             idx.write(starts.astype("<i8").data)
             done += len(lengths)
             pointer += int(ends[-1]) if len(ends) else 0
-            tick(len(tokens))
+            tick(len(lengths))
         if places is not None and raw is not None:
             places.finish({**raw, "files": _counted(raw["files"], parts)})
         idx.seek(header.boundaries_at)

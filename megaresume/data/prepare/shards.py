@@ -24,7 +24,6 @@ from megaresume.data.prepare.measure import (
     ShardTask,
     find_part,
     measure_shard,
-    read_part,
 )
 from megaresume.data.prepare.merge import merge_parts
 from megaresume.data.prepare.work import WorkDirectory, check_workers, disk_error, run
@@ -142,7 +141,7 @@ def prepare_shards(
                 _check_found(folder, heads, directory)
             _check_some_measured(heads, invalid, directory)
             # Not the head that the part has: its rows have no numbers yet.
-            parts = ((head, read_part(directory, task)[1]) for head, task in zip(heads, tasks, strict=True))
+            parts = ((head, directory.read(task.part)[1]) for head, task in zip(heads, tasks, strict=True))
             with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
                 header = merge_parts(index, spec, tasks, heads, parts, energon, bar.update)
             directory.remove()

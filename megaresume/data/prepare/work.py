@@ -4,7 +4,7 @@
 
     plan.json     the input and the settings; another plan is refused
     lock          held while a prepare runs
-    NAME          one finished part: a line of JSON that says what it holds, with a hash, then arrays
+    NAME          one finished part: a line of JSON that says what it holds, with a hash, then its arrays
 
 A part appears by rename, when it is complete. If several machines share the work, each has a directory in it with a
 plan, a lock and parts of its own, and shares the lock of the whole; what merges their parts has that lock alone. All
@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ from megaresume.stream.errors import CorpusError, SetupError, UsageError
 T = TypeVar("T")
 
 FORMAT = "megaresume.prepare"
-VERSION = 1
+VERSION = 2
 PLAN = "plan.json"
 #: settings of a plan that say what to do with bad input.
 POLICIES = ("invalid", "bad_lines", "too_long")
@@ -109,30 +110,26 @@ class WorkDirectory:
         """Where a part is when it is finished."""
         return self.directory / name
 
-    def write(self, name: str, head: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]) -> str:
+    def write(self, name: str, head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Write a part: all of it or nothing.
 
         Args:
             name: of the part.
             head: what it holds, plain JSON.
-            arrays: its body.
-
-        Returns:
-            xxh3_64 of the body, which goes into the head as ``hash``: 16 hex digits.
+            arrays: its body, by name.
 
         Raises:
             OSError: it cannot be written.
         """
-        bodies = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays if array.size]
-        hasher = xxhash.xxh3_64()
-        for body in bodies:
-            hasher.update(body)
+        bodies = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays.values() if array.size]
+        said = {**head, "arrays": {key: [array.dtype.str, *array.shape] for key, array in arrays.items()}}
+        said["hash"] = _hash(said, bodies)
         path = self.path(name)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
-                file.write(json.dumps({**head, "hash": hasher.hexdigest()}).encode() + b"\n")
+                file.write(json.dumps(said).encode() + b"\n")
                 for body in bodies:
                     file.write(body)
             os.replace(temporary, path)
@@ -140,15 +137,9 @@ class WorkDirectory:
             with suppress(OSError):
                 temporary.unlink()
             raise
-        return hasher.hexdigest()
 
-    def find(self, name: str, body_bytes: Callable[[Mapping[str, Any]], int]) -> dict[str, Any] | None:
-        """The head of a part if it is finished; a damaged one is removed.
-
-        Args:
-            name: of the part.
-            body_bytes: from the head, the bytes that follow it.
-        """
+    def find(self, name: str) -> dict[str, Any] | None:
+        """The head of a part if it is finished; a damaged one is removed."""
         path = self.path(name)
         try:
             with open(path, "rb") as file:
@@ -158,15 +149,15 @@ class WorkDirectory:
             return None
         try:
             head: dict[str, Any] = json.loads(line)
-            if size == len(line) + body_bytes(head):
+            if size == len(line) + sum(np.dtype(dtype).itemsize * prod(shape) for dtype, *shape in _arrays(head)):
                 return head
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             pass
         path.unlink()
         return None
 
-    def read(self, name: str) -> tuple[dict[str, Any], bytes]:
-        """Head and body of a finished part.
+    def read(self, name: str) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Head and arrays of a finished part.
 
         Raises:
             CorpusError: it is damaged; it is removed, so that a rerun makes it again.
@@ -175,22 +166,41 @@ class WorkDirectory:
         line, _, body = path.read_bytes().partition(b"\n")
         try:
             head: dict[str, Any] = json.loads(line)
-        except ValueError:
-            head = {"hash": "a line of JSON"}
-        if xxhash.xxh3_64_hexdigest(body) != head["hash"]:
+            expected = head.pop("hash")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            head, expected = {}, "a line of JSON"
+        if _hash(head, [body]) != expected:
             path.unlink()
             raise CorpusError(
                 f"{path} is damaged",
                 found="another hash than when it was written",
-                expected=head["hash"],
+                expected=expected,
                 cause="a damaged disk, or a machine that lost power",
                 action="run the same command again: this part is made again, the others are kept",
             )
-        return head, body
+        arrays, at = {}, 0
+        for key, (dtype, *shape) in zip(head["arrays"], _arrays(head), strict=True):
+            arrays[key] = np.frombuffer(body, dtype, prod(shape), at).reshape(shape)
+            at += arrays[key].nbytes
+        return head, arrays
 
     def remove(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self.directory)
+
+
+def _hash(head: Mapping[str, Any], bodies: Iterable[Any]) -> str:
+    """xxh3_64 of what a part says of itself, and of its arrays; 16 hex digits."""
+    hasher = xxhash.xxh3_64(json.dumps(head).encode())
+    for body in bodies:
+        hasher.update(body)
+    return hasher.hexdigest()
+
+
+def _arrays(head: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
+    """Dtype and shape of each array of a part."""
+    arrays: Iterable[Sequence[Any]] = head["arrays"].values()
+    return arrays
 
 
 def disk_error(path: Path, error: OSError) -> SetupError:

@@ -16,7 +16,7 @@ from megaresume.data.documents import TextOptions
 from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.parts import PartFiles, merge_parts
-from megaresume.data.record_index import PLACE
+from megaresume.data.record_index import RowIndex
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 from megaresume.text.tokenizers import load_tokenizer
 
@@ -153,7 +153,8 @@ def test_gaps_between_finished_blocks_are_filled(source, tmp_path, monkeypatch):
     assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
 
 
-def test_damaged_part_is_noticed_and_made_again(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["arrays", "head"])
+def test_damaged_part_is_noticed_and_made_again(source, tmp_path, monkeypatch, where):
     options = PrepareOptions(block_bytes=5000)
     prepare([source], tmp_path / "a", options)
     with monkeypatch.context() as patch:
@@ -162,7 +163,7 @@ def test_damaged_part_is_noticed_and_made_again(source, tmp_path, monkeypatch):
             prepare([source], tmp_path / "out", options)
     path = PartFiles(tmp_path / "out").path("part-00000003")
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[-1 if where == "arrays" else data.index(b'"documents": ') + 13] ^= 1  # another digit
     path.write_bytes(data)
     with pytest.raises(CorpusError, match="part-00000003 is damaged"):
         prepare([source], tmp_path / "out", options)
@@ -419,12 +420,9 @@ def test_a_document_of_more_bytes_than_int32_holds(tmp_path):
     parts = {
         name: files.write_part(
             name,
-            np.array([length], "<i4"),
-            np.zeros(1, PLACE),
-            None,
+            {"lengths": np.array([length], "<i4")} | {k: np.zeros(1, dtype) for k, dtype in RowIndex.COLUMNS.items()},
             end=Position(),
             places=[[0, 1]],
-            token_bytes=4,
             first_left_out=[],
             **counts,
         )
