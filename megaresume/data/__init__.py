@@ -18,7 +18,7 @@ scan.py                the fingerprint of any source, and what it sees of the to
 Documents of text: a Megatron .bin/.idx corpus, or an .idx and raw files
 indexed_documents.py   `IndexedDocuments`: documents whose lengths stand in an .idx
 corpus.py              `IndexedSource`: tokens in a .bin; `open_corpus`: either
-row_source.py          `RowSource`: rows of raw files, each compared with the index; raw_files.py: a row by its place
+row_source.py          `RowSource`: rows of raw files by their places, each compared with the index
 layout.py              the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
 spans.py               ``<prefix>.spans``: which tokens of a corpus are trained
 sidecar.py             ``<prefix>.megaresume.json`` and .pieces: what need not be computed twice

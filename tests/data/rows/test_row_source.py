@@ -15,9 +15,8 @@ from megaresume.data.layout import bin_path, idx_path
 from megaresume.data.overlap import check_no_overlap
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
-from megaresume.data.raw_files import RawFiles
 from megaresume.data.record_index import places_path
-from megaresume.data.row_source import RowSource
+from megaresume.data.row_source import RawFiles, RowSource
 from megaresume.data.split import range_of
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from megaresume.text.turns import Selection
