@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megaresume.checkpoint.manifest import Manifest
-from megaresume.checkpoint.saving.durable import (
+from megaresume.checkpoint.saving.durability import (
     GoneError,
     NotForcedError,
     distrust,

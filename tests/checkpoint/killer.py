@@ -19,7 +19,7 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.saving.durable import not_durable
+from megaresume.checkpoint.saving.durability import not_durable
 from megaresume.checkpoint.saving.retention import make_room, put_back
 from megaresume.checkpoint.start import record_start
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state

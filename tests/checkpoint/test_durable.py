@@ -12,9 +12,10 @@ from megaresume.checkpoint import system
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import Manifest, read_manifest
-from megaresume.checkpoint.saving import copying, durable
+from megaresume.checkpoint.saving import copying
+from megaresume.checkpoint.saving import durability as durable
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.durable import (
+from megaresume.checkpoint.saving.durability import (
     Part,
     finish,
     force,

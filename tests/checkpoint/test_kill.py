@@ -19,7 +19,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.durable import not_durable
+from megaresume.checkpoint.saving.durability import not_durable
 from megaresume.checkpoint.saving.retention import put_back
 from megaresume.checkpoint.start import record_start
 from megaresume.stream.state import StreamState

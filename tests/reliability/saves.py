@@ -59,7 +59,7 @@ def _end_threads() -> None:
 def _start(root: Path) -> None:
     from megaresume.checkpoint.choosing.choose import choose
     from megaresume.checkpoint.lock import take
-    from megaresume.checkpoint.saving.durable import not_durable
+    from megaresume.checkpoint.saving.durability import not_durable
     from megaresume.checkpoint.saving.retention import put_back
     from megaresume.checkpoint.start import record_start
     from tests.checkpoint.conftest import make_state

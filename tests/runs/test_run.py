@@ -9,7 +9,7 @@ import pytest
 from megaresume.checkpoint.paths import ledger_path, step_path
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError
-from tests.trace.conftest import ToyRun, config, toy  # noqa: F401  a fixture
+from tests.runs.trace.conftest import ToyRun, config, toy  # noqa: F401  a fixture
 
 DATA = config("web 3 code 1")
 

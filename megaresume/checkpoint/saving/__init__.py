@@ -2,7 +2,7 @@
 
     commit.py       from the marker to the pointers: the checkpoint is complete
     rank_files.py   the files of each rank
-    durable.py      from complete to durable
+    durability.py   from complete to durable; `session.durability` does it, in a thread of each machine
     retention.py    a step that is saved again: the save before stays until the new one is durable; and which of the
                     old checkpoints make room
     staging.py      copies to a second storage, in a thread; copying.py: one of them

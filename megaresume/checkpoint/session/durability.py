@@ -33,7 +33,7 @@ from pathlib import Path
 from megaresume.checkpoint import system
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.manifest import FileEntry, Manifest, verify_files
-from megaresume.checkpoint.saving.durable import (
+from megaresume.checkpoint.saving.durability import (
     GoneError,
     NotForcedError,
     Part,

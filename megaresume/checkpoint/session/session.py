@@ -35,7 +35,7 @@ from megaresume.checkpoint.lock import release, take
 from megaresume.checkpoint.manifest import FileEntry, Manifest
 from megaresume.checkpoint.paths import ledger_path, manifest_path, same_place, step_path
 from megaresume.checkpoint.saving.commit import PendingCheckpoint, abandon_save, begin_save, commit_save
-from megaresume.checkpoint.saving.durable import not_durable
+from megaresume.checkpoint.saving.durability import not_durable
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, has_older, make_room, put_back
 from megaresume.checkpoint.session.directory import Staged, check_clocks, claim_directory
 from megaresume.checkpoint.session.durability import Durability, find_damage

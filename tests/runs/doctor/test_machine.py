@@ -21,7 +21,7 @@ from megaresume.runs.doctor.machine import (
     version_check,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_tested_versions_are_those_of_the_tests() -> None:

@@ -16,7 +16,7 @@ from megaresume.runs.trace.formats import Writer, csv_rows, heading
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.ranges import absolute
 from megaresume.stream.state import StreamState
-from tests.trace.conftest import ToyRun, config
+from tests.runs.trace.conftest import ToyRun, config
 
 SKIP = {"samples": ["30:37", "60:62"], "documents": {"web": [7, 30, 55]}}
 

@@ -17,7 +17,7 @@ from megaresume.runs.run import Run
 from megaresume.runs.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, write_parquet
 from megaresume.runs.trace.trace import Piece, Trace, places
 from megaresume.stream.config import StreamConfig
-from tests.trace.conftest import ToyRun, config, segments_of
+from tests.runs.trace.conftest import ToyRun, config, segments_of
 
 NAMES = ['we"b, 1', "code", "Wörter"]
 

@@ -17,7 +17,7 @@ from megaresume.runs.trace.trace import Trace
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, CorpusError, StateError, StreamExhausted, UsageError
 from megaresume.testing import LengthList
-from tests.trace.conftest import ToyRun, config, segments_of
+from tests.runs.trace.conftest import ToyRun, config, segments_of
 
 BEFORE, AFTER = config(), config("web 1 code 1 wiki 2", seq_length=48, packing={"mode": "split"})
 

@@ -20,8 +20,8 @@ from megaresume.stream.documents.pieces import LongDocuments
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import Fingerprint, SourceCursor
 from megaresume.stream.stream import Stream
+from tests.runs.trace.conftest import ToyRun, config
 from tests.stream.orders import document_at, order_of
-from tests.trace.conftest import ToyRun, config
 
 Parts = dict[tuple[str, int, int], list[tuple[int, int, int, int]]]
 
