@@ -14,7 +14,8 @@ import pytest
 from megaresume.checkpoint import system
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.manifest import read_manifest
+from megaresume.checkpoint.manifest import checksum_files, read_manifest
+from megaresume.checkpoint.paths import manifest_path
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.start import distrust_tracker, record_start
 from megaresume.checkpoint.step_file import read_step_file
@@ -108,6 +109,18 @@ def test_without_expectations_something_must_be_there(tmp_path: Path, state: Mak
         commit_save(pending)
     (pending.tag_dir / "model.pt").write_bytes(b"weights")
     assert commit_save(pending).manifest.size == 7
+
+
+@pytest.mark.parametrize(("most", "summed"), [(0, 0), (2047, 1), (2048, 2)])
+def test_checksums_of_small_files_are_in_the_commit(
+    most: int, summed: int, tmp_path: Path, state: MakeState, model: Model
+) -> None:
+    pending = begin_save(tmp_path, tag="global_step10", iteration=10, state=state(80))
+    model(pending.tag_dir, state(80))
+    manifest = commit_save(pending, expected_files=FILES, sum_bytes=most).manifest
+    sums = {entry.path: entry.checksum for entry in manifest.files if entry.checksum is not None}
+    assert len(sums) == summed and sums.items() <= checksum_files(pending.tag_dir, FILES).items()
+    assert read_manifest(manifest_path(tmp_path, 10, "global_step10")).files == manifest.files
 
 
 def test_values_are_those_of_the_beginning(tmp_path: Path, state: MakeState, model: Model) -> None:

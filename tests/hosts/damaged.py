@@ -50,6 +50,25 @@ def case(name: str, *, verify: bool, where: int, data: bytes, stage: int = 1, ca
     stream.close()
 
 
+def stale(name: str) -> None:
+    """Rank 1's whole file of the optimizer is that of the save before, of the same size; no checksum was taken."""
+    root, checkpoints = toy.ROOT / name, megaresume.Checkpoints(save_dir=toy.ROOT / name, checksums=False)
+    engine = toy.engine_of(stage=1)
+    stream = megaresume.attach(engine, toy.DATA, checkpoints=checkpoints)
+    seen = toy.train(engine, stream, 6, root)
+    stream.close()
+    older, newest = (root / f"global_step{k}" / "zero_pp_rank_1_mp_rank_00_optim_states.pt" for k in (4, 6))
+    same_size = older.stat().st_size == newest.stat().st_size
+    damage(newest, where=0, data=older.read_bytes())
+    engine = toy.engine_of(stage=1)
+    stream = megaresume.attach(engine, toy.DATA, checkpoints=checkpoints)
+    engine.load_checkpoint(str(root))
+    again = toy.train(engine, stream, 6)
+    same = again == [one for one in seen if one[0] > 4]
+    toy.result(name, {"line": stream.resume.line(), "same": same, "same size": same_size})
+    stream.close()
+
+
 def copies_of_each_node() -> None:
     """Every rank loads from a disk of its own, and the newest copies of rank 1 are damaged."""
     root, copy = toy.ROOT / "saved", toy.ROOT / f"disk of rank {dist.get_rank()}"
@@ -97,5 +116,6 @@ case("torch cannot read it", verify=False, where=0, data=b"none")
 case("torch's older reader takes it for a number", verify=False, where=0, data=b"F")
 case("ZeRO 3", verify=False, where=0, data=b"none", stage=3)
 case("a zeroed page", verify=True, where=-1, data=bytes(512))
+stale("a file of the save before")
 case("a class that is not there", verify=False, where=0, data=b"cno_such\nname\n.", catch=True)
 toy.finish()

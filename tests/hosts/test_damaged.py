@@ -36,6 +36,14 @@ def test_all_ranks_go_back_together(damaged: tuple[str, dict[str, Any]], case: s
     assert "passed over global_step6" in output and "passed over global_step4" in output
 
 
+def test_a_whole_file_of_another_save_is_told_without_checksums(damaged: tuple[str, dict[str, Any]]) -> None:
+    output, found = damaged
+    for rank in found["a file of the save before"]:
+        assert rank["same size"] and rank["same"]
+        assert "repeated 0 skipped 0 | step 4 from global_step4" in rank["line"]
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt was written by save" in output
+
+
 def test_what_one_rank_alone_cannot_load_all_ranks_raise(damaged: tuple[str, dict[str, Any]]) -> None:
     """At once, and no older checkpoint: the files may be what was saved."""
     _, found = damaged

@@ -11,7 +11,7 @@
                     ledger line
                     marker removed            <- from here its commit is over
     in the background (`durable`)
-                    every file forced to the disk, and its checksum taken
+                    every file forced to the disk, and its checksum taken, if the commit did not
                     manifest, durable         step_0000010.manifest.json    <- from here a power cut does not take it
                     ledger line
                     the older save of the same step removed, old checkpoints pruned
@@ -27,7 +27,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,7 +36,7 @@ from megaresume.checkpoint.choosing.candidates import read_pointer, write_latest
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.ledger import append_ledger, with_attempt
 from megaresume.checkpoint.lock import check_owned, write_fenced
-from megaresume.checkpoint.manifest import FileEntry, Manifest, list_files, unlisted
+from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, unlisted
 from megaresume.checkpoint.paths import (
     TRACKER,
     check_tag,
@@ -160,6 +160,7 @@ def commit_save(
     expected_files: Iterable[str] | None = None,
     beside: Iterable[FileEntry] = (),
     origin: Mapping[str, Any] | None = None,
+    sum_bytes: int = 0,
 ) -> Commit:
     """Make a save count. On rank 0, after the barrier that follows the last model file (or in the finalizer).
 
@@ -170,6 +171,7 @@ def commit_save(
         expected_files: files that must be there, relative to the tag directory; None: at least one that is not empty.
         beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
         origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
+        sum_bytes: of so many bytes checksums are taken now, of the smallest files first; of the others later.
 
     Raises:
         CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
@@ -178,7 +180,7 @@ def commit_save(
     root, step = pending.save_dir, pending.step
     check_owned(root)
     _check_not_overtaken(pending)
-    files = _collect(pending.tag_dir, expected_files)
+    files = _with_checksums(pending.tag_dir, _collect(pending.tag_dir, expected_files), sum_bytes)
     others = tuple(beside)
     _check_beside(root, others)
     notes = keep_superseded(root, step)
@@ -292,6 +294,20 @@ def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, 
     if wrong:
         _refuse(tag_dir, wrong, f"{len(wanted)} files that are not empty")
     return files
+
+
+def _with_checksums(tag_dir: Path, files: tuple[FileEntry, ...], most: int) -> tuple[FileEntry, ...]:
+    """The same with the checksums of the smallest files, of at most so many bytes together."""
+    sums: dict[str, str] = {}
+    for entry in sorted(files, key=lambda entry: entry.size):
+        most -= entry.size
+        if most < 0:
+            break
+        try:
+            sums[entry.path] = checksum_file(tag_dir / entry.path)
+        except OSError:  # tried again later, and said then
+            continue
+    return tuple(replace(entry, checksum=sums.get(entry.path)) for entry in files)
 
 
 def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:

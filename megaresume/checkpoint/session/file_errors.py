@@ -85,6 +85,10 @@ def read_undamaged(read: Callable[[Mapping[Path, str]], T]) -> T:
             damaged[error.tag_dir] = f"{error.headline} ({error.found})"
 
 
+class OtherSaveError(Exception):
+    """A file of a checkpoint, of the right name and size, was written by another save."""
+
+
 #: what torch and the formats below it say of a file that is not what was written.
 _DAMAGE = re.compile(
     r"PytorchStreamReader|zip archive|unpickl|pickle data|invalid load key|Ran out of input|corrupt", re.I
@@ -126,7 +130,7 @@ def read_on_all_ranks(read: Callable[[], T], choice: Choice, meeting: Meeting | 
 
 def is_damage(error: BaseException, choice: Choice) -> bool:
     """Whether an error of a framework's load says that a file is not what was written."""
-    if isinstance(error, OSError) and error.errno == errno.EIO:
+    if isinstance(error, OtherSaveError) or (isinstance(error, OSError) and error.errno == errno.EIO):
         return True
     if choice.manifest is not None and choice.manifest.has_checksums:
         return False  # compared: it is the model that does not fit

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.session.session import Session
     from megaresume.stream.stream import Stream
 
+#: bytes of a checkpoint whose checksums its commit takes, from memory: some 20 ms. Those of larger files come later.
+SUMMED_AT_ONCE = 64 << 20
+
 
 class Host(Protocol):
     """What trains: DeepSpeed's engine, Megatron, a plain loop. On every rank. See docs/hosts.md."""
@@ -284,6 +287,7 @@ class Save:
             expected_files=self.expected,
             beside=self.rank_files,
             origin=origin,
+            sum_bytes=SUMMED_AT_ONCE if session.checksums else 0,
         )
         step = self.pending.step
         session.committed = step.iteration, step.state, step.topology

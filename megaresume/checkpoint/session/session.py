@@ -759,6 +759,11 @@ def _compared(tag: str, manifest: Manifest) -> str:
         return f"checksums compared: {num} files of {tag}"
     if manifest.durable:
         return f"checksums not compared: {tag} was saved without; sizes compared: {num} files"
+    if some := sum(entry.checksum is not None for entry in manifest.files):
+        return (
+            f"checksums compared: {some} of {num} files of {tag}; the run ended before those of the others were taken; "
+            "their sizes compared"
+        )
     return f"checksums not compared: the run ended before those of {tag} were taken; sizes compared: {num} files"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaresume.checkpoint.session.file_errors import OtherSaveError
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import replaced
 from megaresume.stream.errors import CheckpointError, UsageError
@@ -162,6 +163,39 @@ def forget_gradients(engine: Any) -> None:
     if zero_stage(engine) in (1, 2):  # as its constructor leaves them
         optimizer.micro_step_id = -1
         optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
+
+
+#: in a file of an optimizer's state: the save that wrote it. The file of the weights has the client state for that.
+_SAVE = "megaresume_save"
+
+
+def stamped(engine: Any, save_id: str) -> contextlib.AbstractContextManager[None]:
+    """Within it, ``save_checkpoint`` puts the id of the save into every file of an optimizer's state."""
+    write = engine.checkpoint_engine.save
+
+    @functools.wraps(write)
+    def save(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state_dict, dict) and "optimizer_state_dict" in state_dict:
+            state_dict = {**state_dict, _SAVE: save_id}
+        return write(state_dict, *args, **kwargs)
+
+    return replaced(engine.checkpoint_engine, save=save)
+
+
+def checked(engine: Any, save_id: str | None) -> contextlib.AbstractContextManager[None]:
+    """Within it, ``load_checkpoint`` raises an `OtherSaveError` for a file that another save has stamped: so a whole
+    file of another step is found without any checksum. None: nobody knows which save it is."""
+    read = engine.checkpoint_engine.load
+
+    @functools.wraps(read)
+    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+        found = read(path, *args, **kwargs)
+        of = found.get(_SAVE) if isinstance(found, dict) else None
+        if save_id is not None and of is not None and of != save_id:
+            raise OtherSaveError(f"{os.path.basename(path)} was written by save {of}, and the checkpoint by {save_id}")
+        return found
+
+    return replaced(engine.checkpoint_engine, load=load)
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ class EngineHost:
 
         def write_files(save: Save) -> Any:
             state = {**client_state, KEY: save.envelope.to_dict()}
-            with facts.failing_late(self.engine) as errors:
+            with facts.stamped(self.engine, save.save_id), facts.failing_late(self.engine) as errors:
                 result = write(tag=save.tag, client_state=state, save_latest=False)
             on_all_ranks(lambda: _check_written(errors, save))
             if facts.is_decoupled(self.engine):
@@ -246,7 +246,8 @@ class EngineHost:
         engine, tag, meeting = self.engine, None, Meeting()
 
         def read_tag(tag: str) -> Any:
-            with facts.loading(engine, meeting.gate):
+            save_id = None if beside is None else beside.save_id
+            with facts.loading(engine, meeting.gate), facts.checked(engine, save_id):
                 return read(choice.load_dir, tag=tag)
 
         if optimizer and not facts.loads_universal(engine):

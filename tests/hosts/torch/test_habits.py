@@ -255,10 +255,12 @@ def test_a_load_says_what_it_has_compared(directory: Path, tried: Tried, capfd: 
 
     num = len(whole.files)
     assert said() == f"checksums compared: {num} files of global_step1"
-    # As a process leaves it that is killed right after the save.
+    # As a process leaves large files that is killed right after the save; then with small ones beside them.
     without = tuple(replace(entry, checksum=None) for entry in whole.files)
     path.write_bytes(replace(whole, files=without, durable=False, boots=(boot_id(),)).to_bytes())
     assert said().startswith("checksums not compared: the run ended before those of global_step1 were taken; sizes")
+    path.write_bytes(replace(whole, files=(whole.files[0], *without[1:]), durable=False, boots=(boot_id(),)).to_bytes())
+    assert said().startswith(f"checksums compared: 1 of {num} files of global_step1; the run ended before")
 
 
 def test_what_is_fine(directory: Path, tried: Tried) -> None:
