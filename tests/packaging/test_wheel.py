@@ -102,7 +102,7 @@ def test_what_is_missing_is_named(installed: Run, words: str, extra: str) -> Non
         (
             "megaresume.cluster.training",
             "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
-            "--global-batch-size 1 --train-iters 1 --lr 0.1 --data-path web --max-position-embeddings 8",
+            "--global-batch-size 1 --train-iters 1 --lr 0.1 --megaresume-data data.yaml",
             1,
             "pip install 'megaresume[deepspeed,megatron]'",
         ),

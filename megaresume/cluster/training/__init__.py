@@ -1,4 +1,4 @@
-"""The reference pretraining program: a megatron-core GPT (with images, if the data has some) under DeepSpeed.
+"""The small trainer of demo, smoke and tests: a megatron-core GPT (with images, if the data has some) under DeepSpeed.
 
 torchrun --nproc-per-node 2 -m megaresume.cluster.training --num-layers 2 ... --save checkpoints --load checkpoints
 deepspeed --module megaresume.cluster.training ...

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from megaresume.checkpoint.session.ranks import on_rank_0
 from megaresume.checkpoint.session.refusals import run_program
 from megaresume.checkpoint.session.settings import DataOptions
-from megaresume.cluster.training.arguments import Arguments, check_layout, parse_arguments, retention
+from megaresume.cluster.training.arguments import Arguments, check_layout, parse_arguments
 from megaresume.cluster.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
 from megaresume.hosts.attach import attach
 from megaresume.stream.batches import end_of_run, is_over
-from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, missing_package
-
-#: Megatron's default for --data-path.
-DEFAULT_SPLIT = "969, 30, 1"
+from megaresume.stream.errors import MegaresumeError, UsageError, missing_package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +83,7 @@ def _run(args: Arguments) -> int:
     from megaresume.hosts.deepspeed.elastic.load import prepare_load
 
     dp, schedule = check_layout(args, dist.get_world_size())
-    if args.load is not None and not (args.finetune or args.universal_checkpoint):
+    if args.load is not None:
         # Before anything is on the GPU: it may take long, or be refused.
         prepare_load(
             args.load,
@@ -103,21 +99,19 @@ def _run(args: Arguments) -> int:
     seq_length = stream.config.seq_length
     vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
     encoder = on_all_ranks(lambda: image_encoder(args, stream.sources))
-    model, layers = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
+    model = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
     if encoder is not None:
         model = with_vision(args, model, encoder, device)
-        layers += f", after {args.vision_num_layers} layers of vision"
-    optimizer, why = build_optimizer(args, model, device)
-    announce(f"megaresume: optimizer is {why}; {layers} layers; device {device}; {dist.get_backend()}")
+    optimizer = build_optimizer(args, model, device)
+    announce(f"megaresume: device {device}; {dist.get_backend()}")
     size = sum(parameter.numel() for parameter in model.parameters())
-    config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size))
+    config = deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
-    checkpoints = replace(args.checkpoints, save_dir=args.save, **asdict(retention(args)))
     with on_data:
         data = attach(
             engine,
             stream,
-            checkpoints=checkpoints,
+            checkpoints=replace(args.checkpoints, save_dir=args.save),
             loader=replace(args.loader, num_workers=args.num_workers),
             data_options=DataOptions(skip=on_all_ranks(lambda: _skip(args))),
             schedule=schedule,
@@ -185,12 +179,11 @@ def _run(args: Arguments) -> int:
 
 def _skip(args: Arguments) -> Any:
     """What flags want left out."""
-    from megaresume.stream.ranges import parse_range, parse_steps, union
+    from megaresume.stream.ranges import parse_range, union
     from megaresume.stream.skips import SkipConfig
 
-    samples = [parse_range(word, "--megaresume-skip-samples") for word in args.data_options.skip or ()]
-    steps = [parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range or ()]
-    return SkipConfig(samples=union(samples), steps=tuple(steps))
+    words = args.data_options.skip or ()
+    return SkipConfig(samples=union([parse_range(word, "--megaresume-skip-samples") for word in words]))
 
 
 def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
@@ -204,10 +197,9 @@ def _data(args: Arguments) -> dict[str, Any]:
     """What `open_stream` and `open_validation` need; the data config is read here, once."""
     from megaresume.data.data_config import DataConfig
 
+    assert args.launch.data is not None
     common = {"seq_length": args.seq_length, "seed": args.seed}
-    if args.launch.data is not None:
-        return {"data": DataConfig.of(args.launch.data), "split": args.split} | common
-    return {"data": DataConfig.of(list(args.data_path or ())), "split": args.split or DEFAULT_SPLIT} | common
+    return {"data": DataConfig.of(args.launch.data), "split": args.split} | common
 
 
 def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
@@ -260,22 +252,11 @@ def _load(args: Arguments, engine: Any) -> None:
 
     path = None
     if args.load is not None:
-        tag = None
-        if args.ckpt_step is not None:
-            tag = f"global_step{args.ckpt_step}" + "_universal" * args.universal_checkpoint
-        options = {"load_optimizer_states": False, "load_lr_scheduler_states": False} if args.finetune else {}
-        path, _ = engine.load_checkpoint(args.load, tag=tag, load_module_only=args.finetune, **options)
-        if path is None and args.exit_on_missing_checkpoint:
-            raise CheckpointError(
-                "there is no checkpoint, and --exit-on-missing-checkpoint was given",
-                found=f"nothing in {os.path.abspath(args.load)}",
-                expected="a checkpoint",
-                action="check --load, or remove --exit-on-missing-checkpoint to start over",
-            )
+        tag = None if args.ckpt_step is None else f"global_step{args.ckpt_step}"
+        path, _ = engine.load_checkpoint(args.load, tag=tag)
     save = args.save
-    if (path is None or args.finetune) and save is not None:
-        cause = "--finetune was not removed for the restart" if args.finetune else "--load was forgotten"
-        on_rank_0(lambda: check_fresh_start(save, cause=cause, load=f"--load {save} without --finetune"))
+    if path is None and save is not None:
+        on_rank_0(lambda: check_fresh_start(save, cause="--load was forgotten", load=f"--load {save}"))
 
 
 if __name__ == "__main__":

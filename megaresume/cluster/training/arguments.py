@@ -1,4 +1,4 @@
-"""The flags of the reference pretraining program: Megatron-LM's own names if it has them, ours with a prefix."""
+"""The flags of the small trainer: Megatron-LM's own names if it has them, ours with a prefix."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
-from megaresume.checkpoint.saving.retention import Retention
 from megaresume.checkpoint.session.flags import flag, group, parse_flags
 from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, LaunchOptions, Loader
 from megaresume.checkpoint.session.stopping import SIGNALS, StopConditions
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import UsageError
 
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+DecayStyle = Literal["constant", "linear", "cosine"]
 _DECAY_STYLES = get_args(DecayStyle)
 
 
@@ -28,26 +26,10 @@ class Arguments:
     num_layers: int = flag(None, "transformer layers", required=True)
     hidden_size: int = flag(None, "width of the model", required=True)
     num_attention_heads: int = flag(None, "attention heads", required=True)
-    ffn_hidden_size: int | None = flag(None, "width of the MLP; default: 4 times hidden-size")
-    num_query_groups: int | None = flag(None, "groups of grouped-query attention; default: one a head")
-    max_position_embeddings: int | None = flag(None, "learned positions; default: seq-length")
-    position_embedding_type: Literal["learned_absolute", "rope"] = flag(
-        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope"]
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind", choices=["LayerNorm", "RMSNorm"])
     untie_embeddings_and_output_weights: bool = flag(False, "separate output weights")
-    attention_dropout: float = flag(0.0, "keyed by seed, step, micro-step and rank: exact after a resume")
-    hidden_dropout: float = flag(0.0, "likewise")
     vocab_size: int | None = flag(None, "token ids; default: what the corpora's tokenizer says")
-    make_vocab_size_divisible_by: int = flag(128, "padding of the embedding table")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag(
-        "auto",
-        "auto: Transformer Engine's layers on a GPU where it is installed",
-        choices=["auto", "local", "transformer_engine"],
-    )
     tensor_model_parallel_size: int = flag(1, "ranks that share a layer")
-    pipeline_model_parallel_size: int = flag(1, "only 1 here; megaresume.attach works with DeepSpeed's pipelines")
 
     # vision encoder, before the language model where the data has images
     vision_num_layers: int | None = flag(None, "transformer layers; with it the model sees images")
@@ -72,43 +54,23 @@ class Arguments:
     lr: float = flag(None, "highest learning rate", required=True)
     min_lr: float = flag(0.0, "lowest learning rate")
     lr_decay_style: DecayStyle = flag("linear", "shape", choices=_DECAY_STYLES)
-    lr_decay_iters: int | None = flag(None, "steps until min-lr; default: train-iters")
-    lr_decay_samples: int | None = flag(None, "samples until min-lr; default: train-samples")
     lr_warmup_iters: int = flag(0, "steps of linear warm-up")
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
     lr_warmup_fraction: float | None = flag(None, "fraction of the decay used for warm-up")
-    weight_decay: float = flag(0.01, "decay of matrices; vectors are not decayed")
-    adam_beta1: float = flag(0.9, "AdamW")
     adam_beta2: float = flag(0.999, "AdamW")
-    adam_eps: float = flag(1e-8, "AdamW")
-    clip_grad: float = flag(1.0, "largest norm of the gradient; 0: none")
     bf16: bool = flag(False, "train in bfloat16")
-    fp16: bool = flag(False, "train in float16 with a dynamic loss scale (GPU)")
     zero_stage: int = flag(0, "DeepSpeed's ZeRO", choices=[0, 1, 2, 3])
     seed: int = flag(1234, "seed of weights and data")
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels: the same loss bit for bit")
 
     # data
-    data_path: tuple[str, ...] | None = flag(None, "corpora, or weights and corpora in turn", nargs="+")
-    data_args_path: str | None = flag(None, "a file with the arguments of data-path")
-    skip_train_iteration_range: tuple[str, ...] | None = flag(
-        None, "steps whose samples to leave out, counted from 1", nargs="+", metavar="FIRST-LAST"
-    )
-    split: str | None = flag(None, "weights of train, valid, test; default: 969, 30, 1 with data-path")
-    dataloader_type: str = flag("single", "only single: one order for the whole run")
+    split: str | None = flag(None, "weights of train, valid, test")
     num_workers: int = flag(0, "worker processes that read; 0: a thread, which is faster for tokens")
 
     # checkpoints
     save: str | None = flag(None, "directory of checkpoints")
     load: str | None = flag(None, "directory to resume from; an empty one is a fresh start")
     save_interval: int | None = flag(None, "steps between checkpoints; the end is saved too")
-    save_retain_interval: int | None = flag(
-        None, "keep the newest checkpoint and those whose step is a multiple of this; delete the others"
-    )
     ckpt_step: int | None = flag(None, "load exactly this iteration")
-    finetune: bool = flag(False, "load weights only: step 0, sample 0")
-    exit_on_missing_checkpoint: bool = flag(False, "fail if --load finds no checkpoint")
-    universal_checkpoint: bool = flag(False, "load what deepspeed.checkpoint.ds_to_universal wrote")
 
     # validation and logs
     eval_interval: int = flag(1000, "steps between validations")
@@ -135,22 +97,12 @@ class Arguments:
     stop: StopConditions = group(StopConditions)
 
     # launching
-    distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        None, "default: nccl on a GPU, gloo without", choices=["nccl", "gloo"]
-    )
-    distributed_timeout_minutes: int = flag(10, "timeout of collectives")
     local_rank: int = flag(-1, "set by the deepspeed launcher")
-    deepspeed: bool = flag(False, "accepted, always on")
-    deepspeed_config: str | None = flag(None, "a DeepSpeed config to start from; the flags override it")
 
     @property
     def length(self) -> dict[str, int | None]:
         """Of the run, for `is_over` and `end_of_run`."""
         return {"train_iters": self.train_iters, "train_samples": self.train_samples}
-
-    def replace(self, **changes: object) -> Arguments:
-        """A copy with some flags changed."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -166,11 +118,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         description="Pretrain a GPT of megatron-core under DeepSpeed, with exact data resume.",
     )
     _check_run(args)
-    _check_data(args)
     _check_vision(args)
     stop_conditions(args)
-    retention(args)
-    return args.replace(data_path=_data_path(args))
+    return args
 
 
 def _check_run(args: Arguments) -> None:
@@ -181,15 +131,6 @@ def _check_run(args: Arguments) -> None:
             expected="one of the two",
             action="add or remove one of the flags",
         )
-    if args.pipeline_model_parallel_size != 1:
-        raise UsageError(
-            "this program has no pipeline parallelism",
-            found=f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}",
-            expected="1",
-            action="remove the flag; for a PipelineEngine of your own see docs/deepspeed.md",
-        )
-    if args.bf16 and args.fp16:
-        raise UsageError("two precisions", found="--bf16 and --fp16", expected="one of them")
     if args.zero_stage == 3 and not args.untie_embeddings_and_output_weights:
         raise UsageError(
             "ZeRO 3 cannot share the embedding with the output layer of megatron-core",
@@ -203,34 +144,10 @@ def _check_run(args: Arguments) -> None:
             found=f"--save-interval {args.save_interval} without --save",
             action="--save DIRECTORY, or remove --save-interval",
         )
-    for flag_name, needs in [("ckpt_step", args.ckpt_step), ("finetune", args.finetune or None)]:
-        if needs is not None and args.load is None:
-            name = flag_name.replace("_", "-")
-            raise UsageError(f"--{name} needs --load", action=f"--load DIRECTORY, or remove --{name}")
-
-
-def _check_data(args: Arguments) -> None:
-    given = {
-        "--megaresume-data": args.launch.data,
-        "--data-path": args.data_path,
-        "--data-args-path": args.data_args_path,
-    }
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        raise UsageError(
-            "the data must be given once",
-            found=" and ".join(named) or "none",
-            expected=f"one of {', '.join(given)}",
-            action="add or remove one of the flags",
-        )
-    if args.dataloader_type != "single":
-        raise UsageError(
-            "only one order of the data can be resumed exactly",
-            found=f"--dataloader-type {args.dataloader_type}",
-            expected="--dataloader-type single",
-            cause="the order of cyclic changes with the data-parallel size; shuffling is the stream's own business",
-            action="remove the flag: the stream shuffles documents anew in every epoch",
-        )
+    if args.ckpt_step is not None and args.load is None:
+        raise UsageError("--ckpt-step needs --load", action="--load DIRECTORY, or remove --ckpt-step")
+    if args.launch.data is None:
+        raise UsageError("the data is missing", found="no --megaresume-data", action="--megaresume-data data.yaml")
 
 
 def _check_vision(args: Arguments) -> None:
@@ -259,34 +176,6 @@ def _check_vision(args: Arguments) -> None:
             f"which is a multiple of 4 and of the heads",
             action="change --vision-hidden-size or --vision-num-attention-heads",
         )
-
-
-def _data_path(args: Arguments) -> tuple[str, ...] | None:
-    if args.data_args_path is None:
-        return args.data_path
-    try:
-        return tuple(Path(args.data_args_path).read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --data-args-path {args.data_args_path}", found=str(error)) from error
-
-
-def retention(args: Arguments) -> Retention:
-    """Which checkpoints stay.
-
-    Raises:
-        UsageError: numbers below 1, or two flags for the same thing.
-    """
-    if args.save_retain_interval is None:
-        return Retention(keep_last=args.checkpoints.keep_last, keep_every=args.checkpoints.keep_every)
-    if args.checkpoints.keep_every is not None:
-        raise UsageError(
-            "two flags say which steps to keep",
-            found=f"--save-retain-interval {args.save_retain_interval}, --megaresume-keep-every "
-            f"{args.checkpoints.keep_every}",
-            expected="one of them",
-            action="remove --save-retain-interval",
-        )
-    return Retention(keep_last=args.checkpoints.keep_last or 1, keep_every=args.save_retain_interval)
 
 
 def stop_conditions(args: Arguments) -> StopConditions | None:

@@ -66,8 +66,8 @@ def launch(args: Arguments) -> torch.device:
         # Otherwise DeepSpeed compiles a shared-memory collective at start, and a kill meanwhile leaves a lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
-        dist_backend=args.distributed_backend or ("gloo" if device.type == "cpu" else "nccl"),
-        timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+        dist_backend="gloo" if device.type == "cpu" else "nccl",
+        timeout=datetime.timedelta(minutes=10),
         verbose=False,
     )
     from megatron.core import parallel_state  # deferred: seconds to import

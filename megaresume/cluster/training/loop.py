@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from megatron.core import parallel_state
 
 from megaresume.batches.batch import Batch
 from megaresume.cluster.training.arguments import Arguments, stop_conditions
-from megaresume.cluster.training.launch import announce, seed_everything
+from megaresume.cluster.training.launch import announce
 from megaresume.cluster.training.logging import SampleLog, StepRecord, Stopwatch, Trained
 from megaresume.cluster.training.model import LossMeter, document_mask, loss_to_minimise
 from megaresume.cluster.training.multimodal import Images
@@ -129,7 +128,6 @@ class Trainer:
             with waiting:
                 batch = next(self.data)  # the first of a step also puts the batch size in force
             trained.add(batch, content=self.log.enabled)
-            self._seed_dropout(int(batch["samples"][0]))
             losses, mask = self._token_losses(batch)
             meter.add(losses, mask)
             last = engine.is_gradient_accumulation_boundary()
@@ -202,15 +200,9 @@ class Trainer:
     def _gradient_norm(self) -> torch.Tensor | None:
         """The norm before clipping where DeepSpeed does not keep it: plain float32 without ZeRO."""
         args = self.args
-        if args.zero_stage or args.bf16 or args.fp16 or args.tensor_model_parallel_size > 1:
+        if args.zero_stage or args.bf16 or args.tensor_model_parallel_size > 1:
             return None
         return torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
-
-    def _seed_dropout(self, sample: int) -> None:
-        """Key dropout by the micro-batch's first sample: no generator's state needs saving."""
-        if self.args.attention_dropout or self.args.hidden_dropout:
-            key = xxhash.xxh3_64_intdigest(f"dropout {self.args.seed} {sample}".encode())
-            seed_everything(key >> 33, self.device)  # 31 bits: megatron-core adds to it
 
     def _stops_here(self, step: int) -> bool:
         """Whether --exit-interval ends this process after the step."""

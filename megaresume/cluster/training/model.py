@@ -1,8 +1,7 @@
 """megatron-core's GPTModel, with attention that never crosses a document.
 
 The attention is put into the layer spec's ``core_attention``, a public extension point of megatron-core: torch's
-scaled dot product attention with an explicit mask. It runs on CPU and GPU (there in fused kernels), with the local
-layers and with Transformer Engine's.
+scaled dot product attention with an explicit mask. It runs on CPU and GPU (there in fused kernels).
 
 The loss, minimised and reported, is the same whatever the data-parallel and the micro-batch size.
 
@@ -16,23 +15,17 @@ Reported: the sum of the token losses of the global batch, divided by its number
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaresume.cluster.training.arguments import Arguments
-from megaresume.stream.errors import SetupError
 
 
 class ModelParallelUnit:
@@ -159,11 +152,11 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
 
 def padded_vocabulary(vocab_size: int, args: Arguments) -> int:
     """Rows of the embedding table: divisible, as Megatron pads it."""
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    multiple = 128 * args.tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
-def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: torch.device) -> tuple[GPTModel, str]:
+def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: torch.device) -> GPTModel:
     """Build the model of this rank; the weights follow from ``args.seed``, whatever the data-parallel size.
 
     Args:
@@ -171,37 +164,21 @@ def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: to
         vocab_size: token ids, not padded.
         seq_length: tokens a sample.
         device: where it will train; on a CPU it is initialised there as well.
-
-    Returns:
-        the model, and a word on which layers it has.
-
-    Raises:
-        SetupError: Transformer Engine was asked for and is not installed, or there is no GPU for it or for rope.
     """
     cpu = device.type == "cpu"
-    if cpu and args.position_embedding_type == "rope":
-        raise SetupError(
-            "megatron-core computes rotary positions on a GPU only",
-            found="--position-embedding-type rope on a CPU",
-            action="--position-embedding-type learned_absolute",
-        )
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        ffn_hidden_size=args.ffn_hidden_size,
-        normalization=args.normalization,
-        hidden_dropout=args.hidden_dropout,
-        attention_dropout=args.attention_dropout,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         init_method_std=args.init_method_std,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         use_cpu_initialization=cpu,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=args.bf16,
-        fp16=args.fp16,
         deterministic_mode=args.deterministic_mode,
         # These fusions need extensions that are not everywhere; DeepSpeed owns the gradients besides.
         gradient_accumulation_fusion=False,
@@ -210,31 +187,14 @@ def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: to
         bias_dropout_fusion=not cpu,
         persist_layer_norm=not cpu,
     )
-    spec, layers = _layer_spec(args, cpu=cpu)
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = DocumentAttention
     torch.manual_seed(args.seed)
-    model = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocabulary(vocab_size, args),
-        max_sequence_length=args.max_position_embeddings or seq_length,
-        position_embedding_type=args.position_embedding_type,
+        max_sequence_length=seq_length,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         parallel_output=True,
     )
-    return model, layers
-
-
-def _layer_spec(args: Arguments, *, cpu: bool) -> tuple[ModuleSpec, str]:
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if args.transformer_impl == "transformer_engine" and (cpu or not installed):
-        raise SetupError(
-            "Transformer Engine cannot be used here",
-            found="no GPU" if cpu else "transformer_engine is not installed",
-            action="--transformer-impl local" if cpu else "pip install transformer-engine, or --transformer-impl local",
-        )
-    if args.transformer_impl != "local" and installed and not cpu:
-        spec, layers = get_gpt_layer_with_transformer_engine_spec(), "Transformer Engine's"
-    else:
-        spec, layers = get_gpt_layer_local_spec(normalization=args.normalization), "megatron-core's local"
-    spec.submodules.self_attention.submodules.core_attention = DocumentAttention
-    return spec, layers

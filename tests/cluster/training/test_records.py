@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.cluster.jobs import LocalJob
 from megaresume.cluster.records import read_records
-from megaresume.cluster.training.arguments import Arguments, parse_arguments
+from megaresume.cluster.training.arguments import parse_arguments
 from megaresume.cluster.training.optimizer import deepspeed_config
 from megaresume.stream.errors import SetupError, UsageError
 from tests.cluster.training.compare import compare
@@ -63,38 +63,15 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
         read_records(tmp_path / "missing")
 
 
-def config_arguments(path: Path | None = None, more: str = "") -> Arguments:
-    extra = "" if path is None else f"--deepspeed-config {path}"
-    return parse_arguments(f"{BASE} --train-iters 1 {extra} {more}".split())
-
-
-def test_the_flags_go_on_top_of_a_deepspeed_config(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(
-        '{"train_batch_size": "auto", "wall_clock_breakdown": true, "zero_optimization": {"overlap_comm": true}}'
-    )
-    config = deepspeed_config(config_arguments(path, "--zero-stage 2 --bf16"), global_batch_size=16, num_parameters=5)
-    assert config["train_batch_size"] == 16 and config["train_micro_batch_size_per_gpu"] == 2
-    assert config["zero_optimization"]["stage"] == 2 and config["zero_optimization"]["overlap_comm"]
-    assert config["zero_optimization"]["reduce_bucket_size"] == 5
-    assert config["wall_clock_breakdown"] and config["bf16"] == {"enabled": True}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"train_batch_size": 32}', "train_batch_size is 32 in the file, 16 by the flags"),
-        ('{"zero_optimization": {"stage": 3}}', "zero_optimization.stage is 3"),
-        ('{"optimizer": {}}', "its own optimizer"),
-        ("[]", "not a DeepSpeed config"),
-        ("{", "cannot read"),
-    ],
-)
-def test_a_deepspeed_config_that_contradicts(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=words):
-        deepspeed_config(config_arguments(path), global_batch_size=16, num_parameters=5)
+def test_the_deepspeed_config() -> None:
+    args = parse_arguments(f"{BASE} --train-iters 1 --zero-stage 2 --bf16".split())
+    config = deepspeed_config(args, global_batch_size=8, num_parameters=100)
+    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (8, 2)
+    assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 100, "allgather_bucket_size": 100}
+    assert config["bf16"] == {"enabled": True}
+    # DeepSpeed's own default where the model is larger.
+    config = deepspeed_config(args, global_batch_size=8, num_parameters=10**9)
+    assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
 
 
 @pytest.mark.process

@@ -29,17 +29,12 @@ def test_dashes_and_underscores_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size", "words"),
     [
-        (f"{NEEDED} --train-iters 4", 1, ["the data must be given once", "--megaresume-data"]),
-        (f"{GOOD} --data-path a", 1, ["the data must be given once", "--megaresume-data and --data-path"]),
+        (f"{NEEDED} --train-iters 4", 1, ["the data is missing", "--megaresume-data"]),
         (f"{NEEDED} --megaresume-data d.yaml", 1, ["length of the run"]),
         (f"{GOOD} --train-samples 8", 1, ["length of the run"]),
-        (f"{GOOD} --dataloader-type cyclic", 1, ["--dataloader-type single"]),
-        (f"{GOOD} --pipeline-model-parallel-size 2", 1, ["no pipeline parallelism"]),
-        (f"{GOOD} --bf16 --fp16", 1, ["two precisions"]),
         (f"{GOOD} --zero-stage 3", 1, ["--untie-embeddings-and-output-weights or --zero-stage 2"]),
         (f"{GOOD} --save-interval 2", 1, ["--save DIRECTORY"]),
         (f"{GOOD} --ckpt-step 2", 1, ["--ckpt-step needs --load"]),
-        (f"{GOOD} --finetune", 1, ["--finetune needs --load"]),
         (f"{GOOD} --no-such-flag", 1, ["--no-such-flag"]),
         (f"{GOOD} --global-batch-size 10", 2, ["--global-batch-size 8 or 12 or --micro-batch-size 1"]),
         (f"{GOOD} --global-batch-size 8 --rampup-batch-size 2 2 8", 2, ["global batch size 2"]),
@@ -48,7 +43,6 @@ def test_dashes_and_underscores_are_the_same() -> None:
         (f"{GOOD} --tensor-model-parallel-size 3", 3, ["attention heads"]),
         (f"{GOOD} --hidden-size 30", 1, ["--hidden-size 28 or 32"]),
         (f"{GOOD} --micro-batch-size 0", 1, ["at least one sample"]),
-        (f"{NEEDED} --train-iters 4 --data-args-path nowhere.txt", 1, ["nowhere.txt"]),
     ],
 )
 def test_bad_flags(flags: str, world_size: int, words: list[str]) -> None:
@@ -56,12 +50,6 @@ def test_bad_flags(flags: str, world_size: int, words: list[str]) -> None:
         check_layout(parse_arguments(flags.split()), world_size)
     for word in words:
         assert word in str(refused.value)
-
-
-def test_data_args_path(tmp_path: Path) -> None:
-    (tmp_path / "data.txt").write_text("0.7 corpora/web\n0.3 corpora/code\n")
-    args = parse_arguments(f"{NEEDED} --train-iters 4 --data-args-path {tmp_path / 'data.txt'}".split())
-    assert args.data_path == ("0.7", "corpora/web", "0.3", "corpora/code")
 
 
 def test_bad_batch_ends_both_ranks_with_status_2(runs: Any) -> None:
@@ -92,13 +80,6 @@ def test_checkpoints_are_never_overwritten_or_passed_over(runs: Any, data_yaml: 
     assert "this start did not load a checkpoint of this directory" in over.text and "--load was forgotten" in over.text
     assert files(directory) == before
 
-    # Weights only, into a new directory: step 0, sample 0, other weights than a fresh start's.
-    tuned = runs("tuned", f"{SHORT} --load {{dir}}/first --finetune --save {{dir}}/tuned", num_processes=1)
-    assert tuned.status == 0, tuned.text[-4000:]
-    assert tuned.records.steps[1]["samples"] == [0, 4]
-    assert tuned.records.steps[1]["content"] == first.records.steps[1]["content"]
-    assert tuned.records.steps[1]["loss_hex"] != first.records.steps[1]["loss_hex"]
-
     # Weights without a data state.
     shutil.copytree(directory, runs.directory / "bare")
     shutil.rmtree(runs.directory / "bare" / "megaresume")
@@ -106,12 +87,6 @@ def test_checkpoints_are_never_overwritten_or_passed_over(runs: Any, data_yaml: 
     assert bare.status == 1
     assert bare.text.count("the checkpoint has no data state") == 1
     assert not bare.records.steps if bare.log.exists() else True
-
-
-def test_missing_checkpoint_may_be_an_error(runs: Any) -> None:
-    done = runs("missing", f"{SHORT} --load {{dir}}/nowhere --exit-on-missing-checkpoint", num_processes=1)
-    assert done.status == 1
-    assert "--exit-on-missing-checkpoint" in done.text
 
 
 def test_a_token_beyond_the_vocabulary(runs: Any) -> None:

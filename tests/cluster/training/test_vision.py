@@ -51,7 +51,7 @@ class Encoder:
 
 
 def model_for(options: Any, more: str = VISION) -> VisionLanguageModel:
-    language, _ = build_model(arguments(more), vocab_size=50, seq_length=16, device=CPU)
+    language = build_model(arguments(more), vocab_size=50, seq_length=16, device=CPU)
     return with_vision(arguments(more), language, Encoder(options), CPU)
 
 
