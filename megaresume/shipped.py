@@ -1,4 +1,4 @@
-"""Folders of a source checkout that an installed package brings along as copies (see setup.py)."""
+"""Folders that are no code and lie in the package: in a checkout, links to those at its top."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from megaresume.stream.errors import SetupError
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def shipped_dir(copy: str, checkout: str, *, holds: str, what: str, install: str) -> Path:
+def shipped_dir(place: str, *, holds: str, what: str, install: str) -> Path:
     """Where such a folder is.
 
     Args:
-        copy: inside the package, as the build makes it.
-        checkout: at the top of a checkout, also of one installed with -e, which has only this one.
+        place: inside the package.
         holds: a pattern of files that lie in it.
         what: the files, in words.
         install: what pip has to install for them.
@@ -22,12 +21,12 @@ def shipped_dir(copy: str, checkout: str, *, holds: str, what: str, install: str
     Raises:
         SetupError: the installation has lost it.
     """
-    for folder in (_PACKAGE / copy, _PACKAGE.parent / checkout):
-        if any(folder.glob(holds)):
-            return folder
+    folder = (_PACKAGE / place).resolve()
+    if any(folder.glob(holds)):
+        return folder
     raise SetupError(
         f"the {what} are missing",
-        found=f"no {holds} in {_PACKAGE / copy}",
+        found=f"no {holds} in {folder}",
         expected=f"the {what} that the package brings",
         cause="an incomplete installation",
         action=f"pip install --force-reinstall {install}",

@@ -1,4 +1,4 @@
-"""Where the launch scripts are: ``launch/`` of a source checkout, or the copy inside an installed package.
+"""Where the launch scripts are: ``launch/`` of a source checkout, or the folder of an installed package.
 
 python -m megaresume.cluster.scripts      ->  the folder, to copy a script from
 """
@@ -12,7 +12,7 @@ from megaresume.shipped import shipped_dir
 
 def launch_dir() -> Path:
     """The folder of the launch scripts. Raises SetupError if the installation has lost it."""
-    return shipped_dir("cluster/launch", "launch", holds="torchrun.sh", what="launch scripts", install="megaresume")
+    return shipped_dir("cluster/launch", holds="torchrun.sh", what="launch scripts", install="megaresume")
 
 
 def launch_script(name: str) -> Path:

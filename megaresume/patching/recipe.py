@@ -186,7 +186,7 @@ def _line(path: Path, error: BaseException | None) -> int:
 
 def recipe_dir() -> Path:
     """The folder of the shipped recipes. Raises SetupError if the installation has lost it."""
-    return shipped_dir("patching/recipes", "patches", holds="*.yaml", what="recipes", install="'megaresume[patch]'")
+    return shipped_dir("patching/recipes", holds="*.yaml", what="recipes", install="'megaresume[patch]'")
 
 
 def shipped_recipes() -> list[Recipe]:

@@ -40,8 +40,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
     for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            (source / name).symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_file():
             (source / name).write_bytes((ROOT / name).read_bytes())
 
     def build(at: Path) -> list[str]:
