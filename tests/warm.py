@@ -29,7 +29,7 @@ from typing import IO, Any
 if __name__ == "__main__":
     LocalJob: Any = object  # nothing of megaresume is imported before the fork
 else:
-    from megaresume.cluster.jobs import LocalJob
+    from megaresume.cluster.local import LocalJob
 
 #: what torch, DeepSpeed and megatron-core need, and import or make megatron-core import.
 MODULES = (

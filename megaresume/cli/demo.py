@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.cluster.demo.run import run_demo
 
     if args.trainer:
-        from megaresume.cluster.demo.items import TRAINER as scenario
+        from megaresume.cluster.demo.hugging_face import TRAINER as scenario
     elif args.sft:
         from megaresume.cluster.demo.sft import SFT as scenario
     elif args.vlm:

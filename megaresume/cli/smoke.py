@@ -8,10 +8,9 @@ import math
 import shlex
 from pathlib import Path
 
-from megaresume.cluster.jobs import own_directory
+from megaresume.cluster.job import Launcher, cleaned_up, own_directory
+from megaresume.cluster.local import LocalLauncher
 from megaresume.cluster.scripts import launch_script
-from megaresume.cluster.smoke.job import Launcher, cleaned_up
-from megaresume.cluster.smoke.local import LocalLauncher
 from megaresume.cluster.smoke.plan import Options, Plan, make_plan
 from megaresume.cluster.smoke.report import summary, table, write_report
 from megaresume.cluster.smoke.run import run_smoke

@@ -1,17 +1,25 @@
-"""Reads the JSON lines that ``--megaresume-log-samples`` wrote, and compares two runs step by step.
+"""What a training recorded of its steps, read; and a run compared with an undisturbed one, step by step. Without torch.
 
-A step that was trained, lost to a kill and trained again has a line of each attempt; the last one counts.
-What `megaresume.cluster.training.validation` measured is read as well. All of it without torch.
+    records                    one line a step, of all ranks (`megaresume.cluster.training.logging`)
+    records/rank_00000.jsonl   a file a rank (`megaresume.checkpoint.session.rank_log`): Megatron-LM, megaresume.attach
+
+Both become a `RunRecords`. A step that was trained, lost to a kill and trained again has a line of each attempt; the
+last one counts. What a directory does not have is None there: hashes over all ranks, losses. Its losses are those that
+the training printed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megaresume.runs.losses import read_losses
+from megaresume.runs.rank_steps import lines_of
 from megaresume.stream.errors import UsageError
 
 
@@ -127,3 +135,275 @@ def compare_all(twin: RunRecords, run: RunRecords) -> Comparison:
         equal_losses=sum(a["loss_hex"] == b["loss_hex"] for a, b in both),
         largest_difference=max((abs(a["loss"] - b["loss"]) for a, b in both), default=0.0),
     )
+
+
+def read_any(path: Path) -> RunRecords | None:
+    """The records of a run; None: there are none yet.
+
+    Raises:
+        UsageError: a file of something else.
+    """
+    if path.is_dir():
+        return _read_directory(path)
+    return read_records(path) if path.exists() else None
+
+
+def with_losses(records: RunRecords, log: Path) -> RunRecords:
+    """Add the losses of a printed log to steps that have none."""
+    if all(record.get("loss") is not None for record in records.steps.values()):
+        return records
+    try:
+        losses = read_losses(log).steps
+    except UsageError:
+        return records  # it prints none that is known
+    for step, record in records.steps.items():
+        if record.get("loss") is None and step in losses:
+            record["loss"] = losses[step].value
+    return records
+
+
+def _read_directory(path: Path) -> RunRecords | None:
+    launches: dict[tuple[int, int], dict[str, Any]] = {}
+    for file in sorted(path.glob("rank_*.jsonl")):
+        # A line that was cut short by a kill is passed over: its step is missing then.
+        for key, start, fields in lines_of(file, []):
+            layout = {name: int(start[name]) for name in ("dp", "micro_batch_size")}
+            common = {name: start[name] for name in ("event", "step", "samples", "digest", "time")}
+            launch = launches.setdefault(key, {"start": common | {"topology": layout}, "steps": {}})
+            if fields is not None:
+                line = {**fields, **layout, "dp_rank": int(start["dp_rank"])}
+                launch["steps"].setdefault(int(fields["step"]), []).append(line)
+    events: list[dict[str, Any]] = []
+    for number, (_, launch) in enumerate(sorted(launches.items()), start=1):
+        events.append(launch["start"] | {"attempt": number})
+        for step, lines in sorted(launch["steps"].items()):
+            ranks = {line["dp_rank"]: line for line in lines}
+            if len(ranks) == launch["start"]["topology"]["dp"]:  # otherwise a kill came first
+                events.append(_step(step, ranks) | {"attempt": number})
+    return assemble(events) if events else None
+
+
+def _step(step: int, ranks: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    lines = [ranks[rank] for rank in sorted(ranks)]
+    ranges: list[list[int]] = []
+    for first, stop in sorted((int(a), int(b)) for line in lines for a, b in line["samples"]):
+        if ranges and ranges[-1][1] == first:
+            ranges[-1][1] = stop
+        else:
+            ranges.append([first, stop])
+    return {
+        "event": "step",
+        "step": step,
+        "samples": ranges[0] if len(ranges) == 1 else ranges,  # with a gap or an overlap: not one range
+        "order": None,
+        "content": None,
+        "digest": None,
+        "ranks": [[line["order"], line["content"]] for line in lines],
+        "dp": lines[0]["dp"],
+        "micro_batch_size": lines[0]["micro_batch_size"],
+        "time": max(str(line["time"]) for line in lines),
+    }
+
+
+#: in words, for the first difference.
+_FIELDS = {
+    "samples": "samples",
+    "order": "identities of the samples",
+    "ranks": "what a rank was handed",
+    "content": "what the model got of the samples",
+    "digest": "digest of all samples so far",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """Of the steps that both runs have a loss of."""
+
+    compared: int
+    #: steps that must be equal bit for bit: none before them, and not they, had another layout. And those that are.
+    exact: int
+    exact_equal: int
+    #: all that are equal bit for bit.
+    equal: int
+    #: largest difference relative to the reference, and its step; what is allowed.
+    largest: float
+    largest_step: int | None
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The comparison."""
+
+    all: Comparison
+    losses: Losses
+    #: steps that both runs have; steps whose hashes can be compared directly.
+    compared: int
+    hashed: int
+    #: the first difference, in words; None: there is none.
+    first: str | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing differs."""
+        return self.first is None and self.all.steps > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "holds": self.holds,
+            "first_difference": self.first,
+            "steps": self.all.steps,
+            "compared": self.compared,
+            "hashed": self.hashed,
+            "trained_again": self.all.redone,
+            "different_samples": list(self.all.different_samples),
+            "different_content": list(self.all.different_content),
+            "missing": list(self.all.missing),
+            "losses": asdict(self.losses),
+        }
+
+
+def compare_runs(
+    reference: RunRecords,
+    run: RunRecords,
+    *,
+    steps: int,
+    done: int,
+    tolerance: float,
+    exact: bool,
+    nodes: Sequence[int],
+) -> Outcome:
+    """Compare every step that the run did, also those that it did again.
+
+    Args:
+        reference, run: their records.
+        steps: of the reference.
+        done: steps that the run must have; fewer where the test was given up.
+        tolerance: relative difference of losses that another order of sums may make.
+        exact: losses must be equal bit for bit as long as the layout is that of the reference.
+        nodes: by start of the run; the first is that of the reference, too.
+    """
+    both = compare_all(reference, run)
+    losses, wrong = _losses(reference, run, tolerance, exact, nodes)
+    found = [
+        *_incomplete("the reference", reference, steps),
+        *_incomplete("the run", run, done),
+        *_starts(reference, run),
+        *_differences(reference, run),
+        *wrong,
+    ]
+    return Outcome(
+        all=both,
+        losses=losses,
+        compared=len(reference.steps.keys() & run.steps.keys()),
+        hashed=sum(_comparable(run.steps[s], r) for s, r in reference.steps.items() if s in run.steps),
+        first=min(found, key=lambda difference: difference[0])[1] if found else None,
+    )
+
+
+def _incomplete(who: str, records: RunRecords, steps: int) -> Iterator[tuple[int, str]]:
+    missing = [step for step in range(1, steps + 1) if step not in records.steps]
+    if missing:
+        more = "" if len(missing) == 1 else f", and {len(missing) - 1} more"
+        yield missing[0], f"step {missing[0]}{more} is missing in the records of {who}"
+    if records.steps and max(records.steps) > steps:
+        yield steps + 1, f"{who} went on to step {max(records.steps)}, beyond the end at step {steps}"
+    for (step, one), (after, other) in pairwise(sorted(records.steps.items())):
+        if after == step + 1 and one["samples"][-1] != other["samples"][0]:
+            yield (
+                after,
+                f"step {after} of {who} trained samples {_range(other['samples'])} after {_range(one['samples'])} of "
+                f"step {step}: samples were {_what(one['samples'], other['samples'])}",
+            )
+
+
+def _what(one: Sequence[Any], other: Sequence[Any]) -> str:
+    last, first = (value if isinstance(value, int) else -1 for value in (one[-1], other[0]))
+    return "repeated" if first < last else "skipped"
+
+
+def _starts(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:
+    """A start must stand where the reference stood."""
+    for start in run.starts:
+        step = start["step"]
+        if (before := reference.steps.get(step)) is None:
+            continue
+        went_on = f"the start from step {step} went on"
+        samples, digests = before["samples"][-1], (before["digest"], start["digest"])
+        if start["samples"] != samples:
+            yield step + 1, f"{went_on} at sample {start['samples']}, and not at {samples}"
+        elif None not in digests and digests[0] != digests[1]:
+            yield step + 1, f"{went_on} with digest {digests[1]}, and not {digests[0]}"
+
+
+def _differences(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:
+    done = [*run.steps.items(), *((record["step"], record) for record in run.lost)]
+    for step, record in done:
+        expected = reference.steps.get(step)
+        if expected is None:
+            continue
+        again = "" if run.steps.get(step) is record else ", when it was trained for the first time"
+        for field, words in _FIELDS.items():
+            if field == "ranks" and not (_same_layout(record, expected) and record.get("ranks")):
+                continue
+            if record.get(field) != expected.get(field):
+                one, other = (_range(r[field]) if field == "samples" else _short(r[field]) for r in (expected, record))
+                yield step, f"step {step}{again}: {words}: reference {one}, run {other}"
+                break
+
+
+def _losses(
+    reference: RunRecords, run: RunRecords, tolerance: float, exact: bool, nodes: Sequence[int]
+) -> tuple[Losses, list[tuple[int, str]]]:
+    # step, loss of the reference, of the run, whether they must be equal
+    rows: list[tuple[int, float, float, bool]] = []
+    unchanged = exact
+    for step, expected in sorted(reference.steps.items()):
+        record = run.steps.get(step)
+        if record is None or record.get("loss") is None or expected.get("loss") is None:
+            continue
+        # The attempt that did it: the last one that began before it.
+        attempt = max((k for k, start in enumerate(run.starts) if start["step"] < step), default=0)
+        same_nodes = not nodes or nodes[min(attempt, len(nodes) - 1)] == nodes[0]
+        unchanged = unchanged and _same_layout(record, expected) and same_nodes
+        rows.append((step, expected["loss"], record["loss"], unchanged))
+    apart = {step: abs(other - one) / max(abs(one), 1e-30) for step, one, other, _ in rows}
+    wrong = []
+    for step, one, other, must_be_equal in rows:
+        words = f"step {step}: loss: reference {one!r}, run {other!r}"
+        if must_be_equal and one != other:
+            wrong.append((step, words))
+        if not apart[step] <= tolerance:  # a NaN, too
+            wrong.append((step, f"{words}: {apart[step]:.1e} apart, allowed {tolerance:.0e}"))
+    worst = max(apart, key=lambda step: (math.isnan(apart[step]), apart[step]), default=None)
+    largest = 0.0 if worst is None else apart[worst]
+    losses = Losses(
+        compared=len(rows),
+        exact=sum(must_be_equal for *_, must_be_equal in rows),
+        exact_equal=sum(must_be_equal and one == other for _, one, other, must_be_equal in rows),
+        equal=sum(one == other for _, one, other, _ in rows),
+        largest=largest,
+        largest_step=None if largest == 0 else worst,
+        tolerance=tolerance,
+    )
+    return losses, wrong
+
+
+def _same_layout(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("dp", "tp", "micro_batch_size"))
+
+
+def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.get("order") is not None or _same_layout(one, other)
+
+
+def _range(samples: Sequence[Any]) -> str:
+    if samples and isinstance(samples[0], int):
+        return f"{samples[0]} to {samples[1] - 1}"
+    return " and ".join(_range(part) for part in samples)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."

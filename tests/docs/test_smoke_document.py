@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.cli import smoke
-from megaresume.cluster.smoke.job import KINDS
+from megaresume.cluster.job import KINDS
 from megaresume.cluster.smoke.plan import make_plan
 
 TEXT = (Path(__file__).parents[2] / "docs" / "smoke.md").read_text()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.jobs import Launcher
+from megaresume.cluster.local import Launcher
 from tests.corpora import progressions
 from tests.warm import WarmJob
 

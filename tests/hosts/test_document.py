@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.cli.main import main
-from megaresume.cluster.jobs import LocalJob
+from megaresume.cluster.local import LocalJob
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 

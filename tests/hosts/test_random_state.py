@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaresume.cli.main import main
-from megaresume.cluster.jobs import LocalJob
+from megaresume.cluster.local import LocalJob
 
 HERE = Path(__file__).parent
 CASES = ("zero0", "zero1", "zero2", "zero3", "fp16", "pipeline")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.cluster.demo.scenario import Extra, Scenario
+from megaresume.cluster.demo.demo import Demo, Extra
 from megaresume.cluster.records import Comparison, RunRecords
 from megaresume.render import COLOURS, html_table, page, svg
 
@@ -34,7 +34,7 @@ class Start:
 class Facts:
     """What the report tells."""
 
-    scenario: Scenario
+    demo: Demo
     extra: Extra
     holds: bool
     comparison: Comparison
@@ -62,7 +62,7 @@ def _page(facts: Facts, stream: Stream) -> str:
         else "The run did not train on what the uninterrupted run trained on."
     )
     parts = [
-        f"<h1>{facts.scenario.title}</h1><p>{html.escape(facts.versions)}; {facts.seconds:.0f} seconds in all</p>",
+        f"<h1>{facts.demo.title}</h1><p>{html.escape(facts.versions)}; {facts.seconds:.0f} seconds in all</p>",
         f"<p class='verdict {'holds' if facts.holds else 'fails'}'>{verdict}</p>",
         "<h2>What was checked</h2>",
         html_table(("", "result"), checks(facts)),
@@ -76,17 +76,17 @@ def _page(facts: Facts, stream: Stream) -> str:
         "<pre>" + html.escape("\n".join(s.resumed for s in facts.starts if s.resumed)) + "</pre>",
         "<h2>What each source contributed</h2>",
         html_table(
-            ("source", "weight", f"share of {facts.scenario.unit}", facts.scenario.unit, "segments"),
+            ("source", "weight", f"share of {facts.demo.unit}", facts.demo.unit, "segments"),
             _sources(facts),
             numbers=True,
         ),
         _shares(facts, stream),
-        *(_packing(facts, stream) if facts.scenario.packing else ()),
+        *(_packing(facts, stream) if facts.demo.packing else ()),
         "<details><summary>Every step</summary><div class=scroll>",
         html_table(("step", "start", "", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
         "</div></details>",
     ]
-    return page(facts.scenario.title, parts)
+    return page(facts.demo.title, parts)
 
 
 def _packing(facts: Facts, stream: Stream) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def _packing(facts: Facts, stream: Stream) -> tuple[str, ...]:
         "<h2>Packing</h2>",
         f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
         f"({html.escape(facts.summary['packing'])}, samples of {facts.summary['seq_length']} tokens). "
-        f"{facts.scenario.packing}</p>",
+        f"{facts.demo.packing}</p>",
         _fill(facts, stream),
     )
 
@@ -111,7 +111,7 @@ def checks(facts: Facts) -> list[tuple[str, str]]:
         ("steps compared", f"{c.steps}"),
         ("steps lost to a kill, and done again", _ranges([record["step"] for record in facts.run.lost])),
         ("samples of every step", identical(c.different_samples)),
-        (facts.scenario.content, identical(c.different_content)),
+        (facts.demo.content, identical(c.different_content)),
         ("steps missing", ", ".join(map(str, c.missing)) or "none"),
         ("losses, bit for bit", f"{c.equal_losses} of {c.steps}, the others within {c.largest_difference:.1e}"),
         ("megaresume verify", "proved" if facts.verified["holds"] else "NOT PROVED"),
@@ -218,7 +218,7 @@ def _shares(facts: Facts, stream: Stream) -> str:
             axes.plot(sample, mine / total, color=colour, lw=1.6, label=name)
             axes.axhline(s["weight"], color=colour, lw=0.8, ls=":")
         axes.set_xlabel("sample")
-        axes.set_ylabel(f"share of {facts.scenario.unit} so far")
+        axes.set_ylabel(f"share of {facts.demo.unit} so far")
         axes.legend(frameon=False, fontsize=9, loc="upper right")
 
     return svg(draw, height=3)

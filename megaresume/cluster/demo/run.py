@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
@@ -15,40 +12,22 @@ from typing import Any
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
+from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, Layout
 from megaresume.cluster.demo.report import Facts, Start, checks, write_report
-from megaresume.cluster.demo.scenario import GLOBAL_BATCH_SIZE, Attempt, Say, Scenario
-from megaresume.cluster.jobs import LocalJob, Watch, own_directory
+from megaresume.cluster.job import Kind, Launch, own_directory
+from megaresume.cluster.local import LocalPrograms, ask
 from megaresume.cluster.records import compare_all, read_records
-from megaresume.stream.errors import SetupError
-
-
-def ask(*words: str) -> dict[str, Any]:
-    """What a command of the program prints with --json; its exit status is in there too.
-
-    Raises:
-        SetupError: it printed nothing.
-    """
-    done = subprocess.run([sys.executable, "-m", "megaresume", *words, "--json"], stdout=subprocess.PIPE, text=True)
-    if not done.stdout.strip():
-        raise SetupError(
-            f"megaresume {words[0]} failed",
-            found=f"exit status {done.returncode}",
-            expected="a result",
-            action=f"run it by hand: megaresume {' '.join(words)}",
-        )
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
+from megaresume.cluster.scenario import Attempt, Found, Say, Scenario, Stop
 
 #: Written into the directory of a demo, so that --overwrite removes nothing else.
 MARK = ".megaresume-demo"
 
 
-def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str, Any]:
+def run_demo(demo: Demo, out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str, Any]:
     """Prepare, train, kill, resume, compare, report.
 
     Args:
-        scenario: which demo.
+        demo: which.
         out: directory for everything.
         steps: of the run.
         overwrite: remove an earlier demo in ``out``.
@@ -60,41 +39,42 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     say: Say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     start = time.monotonic()
     own_directory(out, mark=MARK, what="demo", overwrite=overwrite)
-    say(f"1. Preparing {scenario.data}")
-    data = scenario.prepare(out, say)
-    flags = [*scenario.flags(out, steps), "--megaresume-data", str(data)]
+    say(f"1. Preparing {demo.data}")
+    data = demo.prepare(out, say)
+    flags = [*demo.flags(out, steps), "--megaresume-data", str(data)]
 
-    say(f"2. Training the uninterrupted twin: {scenario.twin.layout}, {steps} steps")
-    _train(out, "twin", scenario, scenario.twin, flags, steps)
-    twin = read_records(out / "twin.jsonl")
-
-    say("3. Training the run, and killing it")
-    starts: list[Start] = []
-    for number, attempt in enumerate(scenario.attempts, start=1):
-        say(f"   start {number}: {attempt.layout}")
-        starts.append(_train(out, "run", scenario, attempt, flags, steps))
-        if starts[-1].resumed:
-            say(f"     {starts[-1].resumed}")
-        say(f"     {starts[-1].end}")
-    run = read_records(out / "run.jsonl")
+    say(f"2. Training the uninterrupted twin: {demo.twin}, {steps} steps")
+    run = _Run(demo, out, flags, steps, say)
+    try:
+        run.run_undisturbed()
+        say("3. Training the run, and killing it")
+        run.run()
+    finally:
+        run.close()
+    starts, problems = run.starts, run.found.problems
+    twin, trained = read_records(out / "twin.jsonl"), read_records(out / "run.jsonl")
 
     say("4. Comparing every step, and planning the whole stream again: megaresume verify")
-    comparison = compare_all(twin, run)
+    comparison = compare_all(twin, trained)
     verified = ask("verify", str(out / "run"))
-    samples, config = steps * GLOBAL_BATCH_SIZE, scenario.config(out, data)
-    extra = scenario.extra(out)
+    samples, config = steps * GLOBAL_BATCH_SIZE, demo.config(out, data)
+    extra = demo.extra(out)
     facts = Facts(
-        scenario=scenario,
+        demo=demo,
         extra=extra,
-        holds=comparison.holds and bool(verified["holds"]) and all(s.resumed for s in starts[1:]) and extra.holds,
+        holds=not problems
+        and comparison.holds
+        and bool(verified["holds"])
+        and all(s.resumed for s in starts[1:])
+        and extra.holds,
         comparison=comparison,
         twin=twin,
-        run=run,
+        run=trained,
         starts=starts,
         verified=verified,
         summary=ask("stream", str(config), "--samples", f"0:{samples}", "--summary"),
         seconds=time.monotonic() - start,
-        versions=", ".join(f"{name} {version(name)}" for name in scenario.packages),
+        versions=", ".join(f"{name} {version(name)}" for name in demo.packages),
     )
     report = out / "report.html"
     write_report(report, facts, open_stream(config))
@@ -105,44 +85,76 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     return {"holds": facts.holds, **asdict(comparison), **numbers, **facts.extra.result}
 
 
-def _train(out: Path, name: str, scenario: Scenario, attempt: Attempt, common: list[str], steps: int) -> Start:
-    """One start of the twin or the run, to its end or its kill."""
-    records, output = out / f"{name}.jsonl", out / f"{name}.log"
-    flags = [
-        *common,
-        *("--save", str(out / name), "--load", str(out / name)),
-        *("--micro-batch-size", str(attempt.micro_batch_size), "--num-workers", str(attempt.workers)),
-        *("--megaresume-log-samples", str(records)),
-        *(("--megaresume-start-method", attempt.start_method) if attempt.start_method else ()),
-    ]
-    watch = Watch(records, steps, f"     {name}")
-    first = watch.step
-    with LocalJob(scenario.program, flags, num_processes=attempt.processes, output=output) as job:
-        fatal_step = None if attempt.killed_after is None else int(attempt.killed_after * steps)
-        # Not before a save of this start is committed: there would be nothing to resume from.
-        killed = job.wait_until(lambda: watch.reached(fatal_step) and committed_since(out / name, first))
-        if killed:
-            # In the middle of the next step: its samples are read, its gradients half computed.
-            time.sleep(0.4 * watch.step_seconds)
-            job.kill()
-        status = job.wait()
-        text = job.text()
-    watch.close()
-    if status and not killed:
-        raise SetupError(
-            "a training job of the demo failed",
-            found=f"exit status {status}; the end of {output}:\n{text[-2000:]}",
-            expected="a job that trains to its end",
-            action=f"read {output}",
+class _Run(Scenario):
+    """The twin, and the run that is killed."""
+
+    undisturbed_name = "twin"
+
+    def __init__(self, demo: Demo, out: Path, flags: list[str], steps: int, say: Say) -> None:
+        kills = [layout.killed_after for layout in demo.attempts if layout.killed_after is not None]
+        super().__init__(
+            LocalPrograms(demo.program),
+            Found(),
+            layouts=demo.attempts,
+            undisturbed=demo.twin,
+            stops=[Stop(kind="node-down", step=int(share * steps)) for share in kills],
+            steps=steps,
+            save_interval=int(flags[flags.index("--save-interval") + 1]),
+            patience=600,
         )
-    resumed = re.search(r"megaresume: resumed at sample .*", text)
-    return Start(
-        layout=attempt.layout,
-        steps=(first + 1, watch.step),
-        killed=killed,
-        end=f"killed in step {watch.step + 1}, with SIGKILL" if killed else "finished",
-        resumed=resumed[0] if resumed else None,
-    )
+        self.out, self.say, self._flags = out, say, flags
+        self.starts: list[Start] = []
+
+    def launch(self, name: str, layout: Layout) -> Launch:
+        """See `Scenario`."""
+        flags = [
+            *self._flags,
+            *("--save", str(self.out / name), "--load", str(self.out / name)),
+            *("--micro-batch-size", str(layout.micro_batch_size), "--num-workers", str(layout.workers)),
+            *("--megaresume-log-samples", str(self.records(name))),
+            *(("--megaresume-start-method", layout.start_method) if layout.start_method else ()),
+        ]
+        return Launch(nodes=1, ranks_per_node=layout.processes, flags=tuple(flags), env=(), run_dir=self.out, name=name)
+
+    def records(self, name: str) -> Path:
+        """See `Scenario`."""
+        return self.out / f"{name}.jsonl"
+
+    def log(self, name: str, number: int) -> Path:
+        """See `Scenario`: all starts of a run write to one."""
+        return self.out / f"{name}.log"
+
+    def keep_log(self, name: str, number: int, text: str) -> None:
+        """It is there."""
+
+    def may_stop(self, attempt: Attempt, step: int) -> bool:
+        """Not before a save of this start is committed: there would be nothing to resume from."""
+        return committed_since(self.out / "run", self._before())
+
+    def began(self, number: int, layout: Layout) -> None:
+        """See `Scenario`."""
+        self.say(f"   start {number}: {layout}")
+
+    def was_stopped(self, attempt: Attempt, kind: Kind, text: str) -> None:
+        """See `Scenario`."""
+        self._note(attempt, text, f"killed in step {attempt.last + 1}, with SIGKILL", killed=True)
+
+    def ended(self, attempt: Attempt, text: str) -> None:
+        """See `Scenario`."""
+        self._note(attempt, text, "finished", killed=False)
+
+    def _before(self) -> int:
+        """The last step of the starts before this one."""
+        return self.starts[-1].steps[1] if self.starts else 0
+
+    def _note(self, attempt: Attempt, text: str, end: str, *, killed: bool) -> None:
+        found = re.search(r"megaresume: resumed at sample .*", text)
+        resumed = found[0] if found else None
+        steps = (self._before() + 1, attempt.last)
+        self.starts.append(Start(layout=str(attempt.layout), steps=steps, killed=killed, end=end, resumed=resumed))
+        if resumed:
+            self.say(f"     {resumed}")
+        self.say(f"     {end}")
 
 
 def committed_since(root: Path, step: int) -> bool:
@@ -153,7 +165,7 @@ def committed_since(root: Path, step: int) -> bool:
 def _table(facts: Facts) -> str:
     rows = [
         *checks(facts),
-        *([("packing efficiency", f"{100 * facts.summary['fill']:.2f} %")] if facts.scenario.packing else []),
+        *([("packing efficiency", f"{100 * facts.summary['fill']:.2f} %")] if facts.demo.packing else []),
         ("time", f"{facts.seconds:.0f} s"),
     ]
     lines = [f"   {what:<44} {result}" for what, result in rows]

@@ -13,15 +13,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megaresume.cluster.demo.run import ask
-from megaresume.cluster.demo.scenario import (
-    GLOBAL_BATCH_SIZE,
-    Say,
-    Scenario,
-    as_words,
-    small_gpt,
-    write_config,
-)
+from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, as_words, small_gpt, write_config
+from megaresume.cluster.local import ask
+from megaresume.cluster.scenario import Say
 
 #: Source files and docstrings taken: enough for a good hundred steps, prepared in seconds.
 NUM_FILES = 240
@@ -112,7 +106,7 @@ def _flags(out: Path, steps: int) -> list[str]:
     return as_words(small_gpt(steps) | {"global-batch-size": GLOBAL_BATCH_SIZE, "save-interval": 8})
 
 
-TEXT = Scenario(
+TEXT = Demo(
     title="megaresume demo",
     steps=100,
     data="three corpora from the texts of this machine's Python",

@@ -26,20 +26,20 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from megaresume.cluster.demo.run import ask
-from megaresume.cluster.demo.scenario import (
+from megaresume.cluster.demo.demo import (
     GLOBAL_BATCH_SIZE,
     VISION,
-    Attempt,
+    Demo,
     Extra,
-    Say,
-    Scenario,
+    Layout,
     as_words,
     small_gpt,
     write_config,
 )
 from megaresume.cluster.demo.text import write_texts
+from megaresume.cluster.local import ask
 from megaresume.cluster.records import read_records
+from megaresume.cluster.scenario import Say
 from megaresume.render import COLOURS, escape, svg
 
 #: For ``megaresume prepare``: bytes as tokens; squares of 16 pixels, 4 patches of 8, become one token.
@@ -266,14 +266,14 @@ def _decoded(tokens: list[int]) -> str:
     return bytes(token for token in tokens if token < 256).decode("utf-8", "replace").strip()
 
 
-VLM = Scenario(
+VLM = Demo(
     title="megaresume demo --vlm",
     steps=300,
-    twin=Attempt(processes=2, workers=0, micro_batch_size=8),
+    twin=Layout(processes=2, workers=0, micro_batch_size=8),
     attempts=(
-        Attempt(processes=2, workers=1, micro_batch_size=8, start_method="fork", killed_after=0.29),
-        Attempt(processes=1, workers=2, micro_batch_size=4, start_method="spawn", killed_after=0.5),
-        Attempt(processes=2, workers=0, micro_batch_size=2),
+        Layout(processes=2, workers=1, micro_batch_size=8, start_method="fork", killed_after=0.29),
+        Layout(processes=1, workers=2, micro_batch_size=4, start_method="spawn", killed_after=0.5),
+        Layout(processes=2, workers=0, micro_batch_size=2),
     ),
     data="handwritten digits as tar shards of image-text records, and the texts of this machine's Python",
     content="tokens, labels, masks, positions, pixels",

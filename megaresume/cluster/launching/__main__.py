@@ -15,7 +15,7 @@ from dataclasses import MISSING, fields
 
 from megaresume.cluster.launching import local, slurm
 from megaresume.cluster.launching.local import LocalSettings
-from megaresume.cluster.launching.slurm_settings import SlurmSettings
+from megaresume.cluster.launching.slurm_job import SlurmSettings
 
 #: between the lists of words after ``--``.
 _SEPARATOR = ":::"

@@ -21,9 +21,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.cluster.launching.attempts import Ledgers, checkpoint_roots, without_pins
 from megaresume.cluster.launching.decide import Progress
-from megaresume.cluster.launching.driver import Driver, Settings, count_gpus
+from megaresume.cluster.launching.driver import Driver, Ledgers, Settings, checkpoint_roots, count_gpus, without_pins
 from megaresume.runs.first_error import shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 

@@ -24,14 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.cluster.launching.attempts import (
-    Attempts,
-    Ledgers,
-    checkpoint_roots,
-    read_attempts,
-    without_pins,
-    write_attempts,
-)
 from megaresume.cluster.launching.decide import (
     BadNode,
     Decision,
@@ -44,10 +36,19 @@ from megaresume.cluster.launching.decide import (
     decide,
     decide_start,
 )
-from megaresume.cluster.launching.driver import Driver, modules_of, script_of
+from megaresume.cluster.launching.driver import (
+    Attempts,
+    Driver,
+    Ledgers,
+    checkpoint_roots,
+    modules_of,
+    read_attempts,
+    script_of,
+    without_pins,
+    write_attempts,
+)
 from megaresume.cluster.launching.node_check import Verdict, answer_of, judge
-from megaresume.cluster.launching.slurm_job import SlurmJob, listen
-from megaresume.cluster.launching.slurm_settings import Layout, SlurmSettings, check, tasks
+from megaresume.cluster.launching.slurm_job import Layout, SlurmJob, SlurmSettings, check, listen, tasks
 from megaresume.runs.first_error import find_first_error, last_lines, shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 

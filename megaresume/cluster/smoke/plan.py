@@ -7,18 +7,25 @@
 
 Entry k of each list, cyclically, is that of attempt k. A stop comes after a checkpoint and off its step, so that a
 stop without warning really costs steps.
+
+Our own small models, and their data, are made from what this machine has: nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from megaresume.cluster.smoke.job import KINDS, Kind, Launch
+from megaresume.cluster.demo.demo import VISION, as_words, small_gpt, write_config
+from megaresume.cluster.job import KINDS, Kind, Launch
+from megaresume.cluster.local import ask
+from megaresume.cluster.scenario import Stop
 from megaresume.stream.errors import UsageError
 
 #: steps between checkpoints of our own small models.
@@ -80,15 +87,6 @@ class Layout:
         micro = "" if self.micro_batch_size is None else f" m{self.micro_batch_size}"
         workers = "" if self.workers is None else f" w{self.workers}"
         return f"{self.nodes}x{self.ranks_per_node}{micro}{workers}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """A stop of the run."""
-
-    kind: Kind
-    #: it comes when this step is done, in the middle of the next one.
-    step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,3 +314,51 @@ def _stops(steps: int | None, interval: int, number: int) -> tuple[int, list[int
 def _gpus() -> int:
     """Of this machine, without asking torch."""
     return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))
+
+
+SEQ_LENGTH = 128
+#: documents of text.
+NUM_TEXTS = 1500
+
+
+def prepare_data(model: Literal["gpt", "vlm"], directory: Path) -> Path:
+    """Make a small corpus.
+
+    Returns:
+        its data config.
+    """
+    directory.mkdir(parents=True)
+    sources = {"text": _text(directory)}
+    if model == "vlm":
+        sources["text"]["weight"] = 0.3
+        from megaresume.cluster.demo.vlm import Pictures, prepare_pictures
+
+        _, digits = prepare_pictures(directory, Pictures(name="digits", records=900, shards=3, held_out=False))
+        sources["digits"] = digits | {"weight": 0.7}
+    return write_config(directory / "data.yaml", sources, seq_length=SEQ_LENGTH)
+
+
+def _text(directory: Path) -> dict[str, Any]:
+    from megaresume.cluster.demo.text import SOURCES
+
+    texts, _ = SOURCES["docstrings"]
+    path = directory / "text.jsonl"
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in itertools.islice(texts(), NUM_TEXTS))
+    ask("prepare", str(path), "--output", str(directory / "text"))
+    return {"path": "text"}
+
+
+def model_flags(model: Literal["gpt", "vlm"], steps: int) -> list[str]:
+    """Flags of a model that trains anywhere.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    flags = small_gpt(steps)
+    if model == "vlm":
+        flags |= VISION
+    elif model != "gpt":
+        raise UsageError("there is no such model", found=f"--model {model}", expected="gpt or vlm")
+    # ZeRO 3 cannot share them, and a launch script may ask for it.
+    return [*as_words(flags), "--untie-embeddings-and-output-weights"]

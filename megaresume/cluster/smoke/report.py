@@ -6,67 +6,25 @@ As a table for the terminal, plain JSON, one HTML page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.records import RunRecords
-from megaresume.cluster.smoke.compare import Outcome
-from megaresume.cluster.smoke.plan import Layout, Plan
+from megaresume.cluster.records import Outcome, RunRecords
+from megaresume.cluster.scenario import Found, Stopped
+from megaresume.cluster.smoke.plan import Plan
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.stream.errors import SetupError
 
 
 @dataclass(kw_only=True, slots=True)
-class Attempt:
-    """One start of the run."""
-
-    number: int
-    layout: Layout
-    #: the step that it went on from, and the last one that it did.
-    first: int
-    last: int
-    #: seconds of `time.time` at which its first step was done.
-    first_step_at: float
-    #: seconds that its first step was late because of the data; None: not recorded.
-    data_seconds: float | None
-
-
-@dataclass(kw_only=True, slots=True)
-class Stopped:
-    """One stop, and how the run came back; None: it did not."""
-
-    kind: str
-    before: Layout
-    after: Layout
-    #: the last step that was done.
-    step: int
-    #: seconds of `time.time`.
-    at: float
-    resumed_from: int | None = None
-    #: from the stop to the first new step; of these due to the data.
-    seconds: float | None = None
-    data_seconds: float | None = None
-
-    @property
-    def lost(self) -> int | None:
-        """Steps that had to be trained again."""
-        return None if self.resumed_from is None else self.step - self.resumed_from
-
-
-@dataclass(kw_only=True, slots=True)
-class Result:
+class Result(Found):
     """Everything that was found."""
 
     plan: Plan
     #: see `Launcher.description`.
     where: str
-    attempts: list[Attempt] = field(default_factory=list)
-    stops: list[Stopped] = field(default_factory=list)
-    #: what proves that the test failed, or proved nothing; what is worth knowing besides.
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     reference: RunRecords | None = None
     run: RunRecords | None = None
     outcome: Outcome | None = None

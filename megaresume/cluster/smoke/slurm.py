@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from megaresume.cluster.job import Job, Kind, Launch
 from megaresume.cluster.launching.slurm_commands import (
     Partition,
     ask,
@@ -29,10 +30,8 @@ from megaresume.cluster.launching.slurm_commands import (
 )
 from megaresume.cluster.scripts import launch_script
 from megaresume.cluster.smoke import slurm_check as checks
-from megaresume.cluster.smoke.job import Job, Kind, Launch
 from megaresume.cluster.smoke.slurm_check import check_nodes
-from megaresume.cluster.smoke.slurm_job import SlurmJob, end
-from megaresume.cluster.smoke.slurm_stops import undo
+from megaresume.cluster.smoke.slurm_job import SlurmJob, end, undo
 
 #: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
 GRACE = 300.0

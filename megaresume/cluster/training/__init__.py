@@ -6,11 +6,9 @@ python -m megaresume.cluster.training ...                     (one process)
 
 arguments.py    the flags, Megatron's own names, and which combinations are refused
 launch.py       process group, device, parallel groups; the end of a process
-model.py        GPTModel; attention that never crosses a document; the loss; megatron-core's parallel groups
-optimizer.py    AdamW, the learning rate as a function of trained samples, the DeepSpeed config that the flags mean
-multimodal.py   vision transformer and projector, images before the GPTModel
-loop.py         the loop
-validation.py   the same samples of the validation stream every time; held-out accuracy
+model.py        GPTModel; attention that never crosses a document; the loss; AdamW, its rate, the DeepSpeed config
+vision.py       vision transformer and projector, images before the GPTModel
+loop.py         the loop; validation on the same samples every time, held-out accuracy
 logging.py      lines for people, JSON lines for programs; seconds spent on the data, hashes of what the model gets
 __main__.py     from flags to a trained model
 """

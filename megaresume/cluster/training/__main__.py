@@ -75,11 +75,15 @@ def _run(args: Arguments) -> int:
     from megaresume.checkpoint.session.ranks import on_all_ranks
     from megaresume.checkpoint.session.stopping import Stopped
     from megaresume.cluster.training.logging import SampleLog, Stopwatch
-    from megaresume.cluster.training.loop import Trainer
-    from megaresume.cluster.training.model import ModelParallelUnit, build_model
-    from megaresume.cluster.training.multimodal import image_encoder, with_vision
-    from megaresume.cluster.training.optimizer import LearningRate, build_optimizer, deepspeed_config
-    from megaresume.cluster.training.validation import Validation
+    from megaresume.cluster.training.loop import Trainer, Validation
+    from megaresume.cluster.training.model import (
+        LearningRate,
+        ModelParallelUnit,
+        build_model,
+        build_optimizer,
+        deepspeed_config,
+    )
+    from megaresume.cluster.training.vision import image_encoder, with_vision
     from megaresume.hosts.deepspeed.elastic.load import prepare_load
 
     dp, schedule = check_layout(args, dist.get_world_size())
@@ -209,7 +213,7 @@ def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
         UsageError: its images are not encoded as those that the model is trained on.
     """
     from megaresume.batches.open import open_stream
-    from megaresume.cluster.training.multimodal import encoders_of
+    from megaresume.cluster.training.vision import encoders_of
 
     assert args.megaresume_held_out is not None
     stream = open_stream(args.megaresume_held_out, seq_length=seq_length, seed=args.seed)

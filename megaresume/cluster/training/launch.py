@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from megaresume.cluster.jobs import free_port
+from megaresume.cluster.local import free_port
 from megaresume.cluster.training.arguments import Arguments
 from megaresume.stream.errors import SetupError
 

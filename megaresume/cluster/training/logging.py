@@ -208,13 +208,13 @@ class SampleLog:
         self._write({"event": "step", **asdict(record), "loss_hex": record.loss.hex(), **layout})
 
     def validation(self, *, step: int, name: str, **fields: Any) -> None:
-        """Note what `megaresume.cluster.training.validation` measured on a validation set, and say it."""
+        """Note what `megaresume.cluster.training.loop` measured on a validation set, and say it."""
         loss, tokens = fields["loss"], fields["tokens"]
         announce(f" validation loss at iteration {step} on {name} | lm loss value: {loss:.6E} | tokens: {tokens} |")
         self._write({"event": "validation", "step": step, "set": name, **fields})
 
     def held_out(self, *, step: int, **fields: Any) -> None:
-        """Note a measurement of `megaresume.cluster.training.validation`, and say it."""
+        """Note a measurement of `megaresume.cluster.training.loop`, and say it."""
         share = fields["right"] / max(fields["tokens"], 1)
         announce(f" held-out accuracy at iteration {step} | {100 * share:.2f} % of {fields['tokens']} tokens |")
         self._write({"event": "held_out", "step": step, **fields})

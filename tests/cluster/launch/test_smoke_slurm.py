@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from megaresume.cluster.job import Kind, Launch
 from megaresume.cluster.launching.slurm_commands import find_job
 from megaresume.cluster.smoke import slurm_check
-from megaresume.cluster.smoke.job import Kind, Launch
 from megaresume.cluster.smoke.slurm import SlurmLauncher
 from megaresume.cluster.smoke.slurm_job import SlurmJob
 from megaresume.stream.errors import SetupError, UsageError

@@ -11,7 +11,8 @@ from megaresume.checkpoint.ledger import ATTEMPT, LedgerEntry, append_ledger, wi
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.checkpoint.topology import Topology
-from megaresume.cluster.launching.attempts import (
+from megaresume.cluster.launching.decide import Progress
+from megaresume.cluster.launching.driver import (
     Attempts,
     Ledgers,
     checkpoint_roots,
@@ -19,7 +20,6 @@ from megaresume.cluster.launching.attempts import (
     without_pins,
     write_attempts,
 )
-from megaresume.cluster.launching.decide import Progress
 from megaresume.stream.errors import SetupError
 
 

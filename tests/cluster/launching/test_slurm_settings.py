@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launching.attempts import Attempts, read_attempts, write_attempts
+from megaresume.cluster.launching.driver import Attempts, read_attempts, write_attempts
 from megaresume.cluster.launching.node_check import Verdict
 from megaresume.cluster.launching.slurm import SlurmDriver
 from megaresume.cluster.launching.slurm_commands import usable
-from megaresume.cluster.launching.slurm_job import SlurmJob
-from megaresume.cluster.launching.slurm_settings import Layout, SlurmSettings, tasks
+from megaresume.cluster.launching.slurm_job import Layout, SlurmJob, SlurmSettings, tasks
 from megaresume.stream.errors import UsageError
 
 

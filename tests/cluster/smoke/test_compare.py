@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.records import assemble
-from megaresume.cluster.smoke.compare import Outcome, compare_runs
+from megaresume.cluster.records import Outcome, assemble, compare_runs
 
 STEPS, SIZE, SAVED, STOPPED = 8, 4, 4, 6
 Events = list[dict[str, Any]]

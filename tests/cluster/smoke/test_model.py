@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from megaresume.cluster.smoke.model import model_flags
+from megaresume.cluster.smoke.plan import model_flags
 from megaresume.cluster.training.arguments import parse_arguments
 
 

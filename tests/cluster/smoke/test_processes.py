@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.smoke.job import Launch
-from megaresume.cluster.smoke.local import LocalScript
+from megaresume.cluster.job import Launch
+from megaresume.cluster.local import LocalScript
 from megaresume.stream.errors import SetupError
 
 pytestmark = pytest.mark.process

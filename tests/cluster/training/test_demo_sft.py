@@ -12,17 +12,21 @@ import pytest
 import torch
 
 from megaresume.cli.main import main
-from megaresume.cluster.demo.masks import (
+from megaresume.cluster.demo.sft import (
     END_OF_TEXT,
     IM_END,
     IM_START,
+    SFT,
+    SPECIAL,
     Given,
+    _marked,
     compare_masks,
+    conversations,
     read_given,
     what_is_trained,
     write_given,
+    write_tokenizer,
 )
-from megaresume.cluster.demo.sft import SFT, SPECIAL, _marked, conversations, write_tokenizer
 from megaresume.cluster.records import read_records
 from tests.cli.conftest import megaresume_process
 

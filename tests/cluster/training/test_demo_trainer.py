@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.demo.items import LENGTH, PADDING, TRAINER, Texts, collate
+from megaresume.cluster.demo.hugging_face import LENGTH, PADDING, TRAINER, Texts, collate
 from megaresume.cluster.demo.run import run_demo
 from megaresume.cluster.records import read_records
 from tests.cluster.training.compare import compare
@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(monkeypatch: pytest.MonkeyPatch, data: Path, out: Path, micro_batch: int, steps: int = 6) -> Any:
     """One process, to its end; its records."""
-    from megaresume.cluster.demo.trainer import main
+    from megaresume.cluster.demo.hugging_face import main
 
     flags = [*TRAINER.flags(out, steps), "--megaresume-data", data, "--save", out, "--load", out]
     flags += ["--micro-batch-size", micro_batch, "--num-workers", 0, "--megaresume-log-samples", f"{out}.jsonl"]

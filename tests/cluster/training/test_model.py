@@ -12,8 +12,15 @@ from megatron.core import parallel_state
 from megaresume.batches.batch import document_mask as reference_mask
 from megaresume.cluster.training.arguments import Arguments, parse_arguments
 from megaresume.cluster.training.launch import seed_everything
-from megaresume.cluster.training.model import LossMeter, build_model, document_mask, loss_to_minimise, padded_vocabulary
-from megaresume.cluster.training.optimizer import WEIGHT_DECAY, build_optimizer
+from megaresume.cluster.training.model import (
+    WEIGHT_DECAY,
+    LossMeter,
+    build_model,
+    build_optimizer,
+    document_mask,
+    loss_to_minimise,
+    padded_vocabulary,
+)
 
 CPU = torch.device("cpu")
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --megaresume-data d.yaml --lr 0.01"

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from megaresume.cluster.jobs import LocalJob
+from megaresume.cluster.local import LocalJob
 from megaresume.cluster.records import read_records
 from megaresume.cluster.training.arguments import parse_arguments
-from megaresume.cluster.training.optimizer import deepspeed_config
+from megaresume.cluster.training.model import deepspeed_config
 from megaresume.stream.errors import SetupError, UsageError
 from tests.cluster.training.compare import compare
 

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megaresume.cluster.jobs import free_port
+from megaresume.cluster.local import free_port
 from megaresume.cluster.records import RunRecords, read_records
 from tests.cluster.training.compare import compare
 

@@ -12,7 +12,7 @@ import pytest
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
-from megaresume.cluster.jobs import LocalJob
+from megaresume.cluster.local import LocalJob
 from tests.cluster.training.compare import compare
 
 BITS = ("samples", "order", "content", "digest", "loss_hex")

@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megaresume.cluster.training.arguments import parse_arguments
-from megaresume.cluster.training.optimizer import LearningRate
+from megaresume.cluster.training.model import LearningRate
 from megaresume.stream.batches import BatchSchedule
 
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --megaresume-data d.yaml --lr 0.01"

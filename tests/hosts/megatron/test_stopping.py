@@ -11,8 +11,8 @@ import pytest
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
-from megaresume.cluster.launching.attempts import Ledgers
 from megaresume.cluster.launching.decide import Progress
+from megaresume.cluster.launching.driver import Ledgers
 from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project

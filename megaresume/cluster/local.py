@@ -1,11 +1,17 @@
-"""Runs of a training program on this machine: started, watched, killed without warning. For demo, smoke tests, tests.
+"""Jobs of this machine: a program under a launcher, or a launch script for every node, as groups of processes.
 
-Killing is SIGKILL to every process of the run at once: no handler runs, no file is closed, as when a node dies.
+    LocalJob      torchrun, deepspeed, or the ranks themselves              all is killed at once, as when a node dies
+    LocalScript   bash SCRIPT FLAGS   NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=...  ->  logs/1.node0.log
+                  bash SCRIPT FLAGS   NNODES=2 NODE_RANK=1 ...                                    ->  logs/1.node1.log
+
+Killing is SIGKILL: no handler runs, no file is closed. The mark of `Processes` tells the node of each process, whoever
+has started it: so one rank, or one node, can be killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -18,10 +24,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, Self
+from typing import IO, Any, Literal, Self
 
-from megaresume.cluster.records import RunRecords, read_records
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.checkpoint.system import stat_fields
+from megaresume.cluster.job import Job, Kind, Launch
+from megaresume.stream.errors import SetupError
 
 _FIRST = 10_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -50,50 +57,6 @@ def free_port() -> int:
         found=f"200 ports between {_FIRST} and {last} are in use",
         action="end other jobs on this machine, or set MASTER_ADDR and MASTER_PORT yourself",
     )
-
-
-def own_directory(out: Path, *, mark: str, what: str, overwrite: bool) -> None:
-    """Make it, empty but for the mark.
-
-    Args:
-        out: the directory.
-        mark: name of the file that says whose it is.
-        what: what fills it, in a word.
-        overwrite: remove what an earlier one has left.
-
-    Raises:
-        UsageError: it is not empty, and not to be removed; it is no directory, or cannot be made.
-    """
-    try:
-        _make(out, mark, what, overwrite)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make --out {out}",
-            found=f"{error.filename or out}: {error.strerror or error}",
-            expected="a directory, or a place to make one",
-            action="--out ANOTHER",
-        ) from error
-
-
-def _make(out: Path, mark: str, what: str, overwrite: bool) -> None:
-    if out.exists() and any(out.iterdir()):
-        if not (out / mark).exists():
-            raise UsageError(
-                "the directory holds something else",
-                found=f"{out}, not empty",
-                expected=f"an empty directory, or one of an earlier {what}",
-                action="--out ANOTHER",
-            )
-        if not overwrite:
-            raise UsageError(
-                f"an earlier {what} is there",
-                found=f"{out}",
-                expected="an empty directory",
-                action=f"--overwrite, or --out ANOTHER; its report: {out / 'report.html'}",
-            )
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / mark).touch()
 
 
 #: begins the name of the variable that marks the processes of a job.
@@ -268,6 +231,16 @@ class LocalJob(Processes):
             file.seek(self._seen_from)
             return file.read().decode("utf-8", "replace")
 
+    def stop(self, kind: Kind) -> float:
+        """See `Job`: whatever the kind, all of it is killed at once."""
+        at = time.time()
+        self.kill()
+        return at
+
+    def close(self) -> None:
+        """See `Job`."""
+        self.kill()
+
     def __enter__(self) -> Self:
         return self
 
@@ -282,71 +255,159 @@ def _identity(rank: int, size: int, port: str) -> dict[str, str]:
     return {name: str(value) for name, value in who.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-class Watch:
-    """Looks at the records again and again.
+def ask(*words: str) -> dict[str, Any]:
+    """What a command of the program prints with --json; its exit status is in there too.
+
+    Raises:
+        SetupError: it printed nothing.
+    """
+    done = subprocess.run([sys.executable, "-m", "megaresume", *words, "--json"], stdout=subprocess.PIPE, text=True)
+    if not done.stdout.strip():
+        raise SetupError(
+            f"megaresume {words[0]} failed",
+            found=f"exit status {done.returncode}",
+            expected="a result",
+            action=f"run it by hand: megaresume {' '.join(words)}",
+        )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+class LocalPrograms:
+    """Starts a training program on this machine, under torchrun.
 
     Args:
-        records: file or directory.
-        steps: of the whole run.
-        what: in front of the bar.
-        read: what is there -> its records.
+        program: see `LocalJob`.
     """
 
-    def __init__(
-        self, records: Path, steps: int, what: str, *, read: Callable[[Path], RunRecords | None] = read_records
-    ) -> None:
-        from tqdm import tqdm
+    description = "processes of one machine"
 
-        self._path, self._read = records, read
-        self._size = -1
-        self._times: list[float] = []
-        #: the last step done, and where the last start began.
-        self.step = 0
-        #: as read last; None: nothing yet.
-        self.records: RunRecords | None = None
-        #: seconds of `time.monotonic` when there was something new.
-        self.changed = time.monotonic()
-        self._bar = tqdm(total=steps, desc=what, unit="step", disable=None, leave=False, file=sys.stderr)
-        self.reached(None)
+    def __init__(self, program: str) -> None:
+        self._program = program
 
-    @property
-    def starts(self) -> int:
-        """How many there have been."""
-        return 0 if self.records is None else len(self.records.starts)
+    def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
+        """See `Launcher`."""
 
-    @property
-    def start(self) -> int:
-        """The step that the last one began with; 0: there is none."""
-        return int(self.records.starts[-1]["step"]) if self.records is not None and self.records.starts else 0
+    def start(self, launch: Launch, *, after: Job | None = None) -> Job:
+        """See `Launcher`."""
+        output = launch.run_dir / f"{launch.name}.log"
+        return LocalJob(self._program, launch.flags, num_processes=launch.ranks_per_node, output=output)
 
-    @property
-    def step_seconds(self) -> float:
-        """Of the last steps, on average."""
-        last = self._times[-4:]
-        return (last[-1] - last[0]) / max(len(last) - 1, 1) if last else 0.0
 
-    def reached(self, step: int | None) -> bool:
-        """Look again; say whether this step is done (None: no)."""
-        size = _size(self._path)
-        if size != self._size:
-            self._size = size
-            self.changed = time.monotonic()
-            self.records = self._read(self._path) if size else None
-            done = 0 if self.records is None else max([self.start, *self.records.steps])
-            if done > self.step:
-                self._times.append(time.monotonic())
-            self.step = done
-            self._bar.update(done - self._bar.n)
-        return step is not None and self.step >= step
+#: seconds between a signal, or the loss of a rank, and SIGKILL for all that is left, as schedulers have it.
+GRACE = 60.0
+#: what Slurm would send to the script.
+_SENT = {"sigterm": signal.SIGTERM, "requeue": signal.SIGTERM, "preempt": signal.SIGTERM, "walltime": signal.SIGUSR1}
+
+
+class LocalLauncher:
+    """Starts a launch script on this machine.
+
+    Args:
+        script: of one node, as ``launch/torchrun.sh`` is.
+        grace: seconds, see `GRACE`.
+    """
+
+    description = "processes of one machine"
+
+    def __init__(self, script: Path, *, grace: float = GRACE) -> None:
+        self._script, self._grace = script, grace
+
+    def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
+        """See `Launcher`."""
+        if not Path("/proc/self/environ").exists() or shutil.which("bash") is None:
+            raise SetupError(
+                "processes of this machine cannot be started and found",
+                found="no bash" if shutil.which("bash") is None else "no /proc/self/environ",
+                expected="Linux, and bash",
+                action="run the test on a node of the cluster",
+            )
+
+    def start(self, launch: Launch, *, after: Job | None = None) -> Job:
+        """See `Launcher`."""
+        return LocalScript(self._script, launch, grace=self._grace)
+
+
+class LocalScript(Processes):
+    """A launch script that was started, once for every node."""
+
+    own_session = True
+
+    def __init__(self, script: Path, launch: Launch, *, grace: float = GRACE) -> None:
+        self._grace = grace
+        logs = launch.run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        number = 1 + len(list(logs.glob("*.node0.log")))
+        self._logs = [logs / f"{number}.node{node}.log" for node in range(launch.nodes)]
+        super().__init__(self._logs[0])
+        base = os.environ | {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"} | dict(launch.env)
+        base |= {"NNODES": str(launch.nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for node, log in enumerate(self._logs):
+            env = base | {"NODE_RANK": str(node), self._mark: str(node)}
+            with open(log, "wb") as file:
+                self._processes.append(self._start(["bash", str(script), *launch.flags], env, file))
+
+    def stop(self, kind: Kind) -> float:
+        """See `Job`."""
+        at = time.time()
+        if kind in _SENT:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(_SENT[kind])
+        else:
+            # Of the last node; the first one hosts the place where the ranks meet, and would be missed at once.
+            node = len(self._processes) - 1
+            members = self._members(str(node))
+            victims = _ranks(members)[-1:] if kind == "sigkill" else list(members)
+            if not victims:
+                raise SetupError(
+                    f"there was nothing to stop with {kind}",
+                    found=f"no {'process' if kind == 'node-down' else 'rank'} of the launch on node {node}",
+                    expected="processes with RANK in their environment" if self.running() else "a job that runs",
+                    action=f"look at {self._logs[-1]}",
+                )
+            at = time.time()
+            while victims:
+                for pid in victims:
+                    send_kill(pid)
+                # Of a lost node also those that were started while the others were killed.
+                victims = list(self._members(str(node))) if kind == "node-down" else []
+        ended = self._gone_within(self._grace)
+        self.close()
+        if not ended and kind in _SENT:
+            raise SetupError(
+                f"the job went on after {_SENT[kind].name}",
+                found=f"processes {self._grace:.0f} seconds later; they were killed",
+                expected="a script that lets all ranks save, and ends",
+                cause="a shell that waits for the training in the foreground runs its trap when the training is over",
+                action="trap the signal as launch/torchrun.sh does, with the training in the background and `wait`",
+            )
+        return at
+
+    def text(self) -> str:
+        """See `Job`."""
+        return "".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs)
 
     def close(self) -> None:
-        """Remove the bar."""
-        self.reached(None)
-        self._bar.close()
+        """See `Job`."""
+        self.kill()
+
+    def _gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.running() or self._members():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
 
-def _size(path: Path) -> int:
-    """Bytes, in all files."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.iterdir())
-    return path.stat().st_size if path.exists() else 0
+def _ranks(processes: dict[int, bytes]) -> list[int]:
+    """Those that are ranks: a launcher has told them so, and not a rank whose workers they are."""
+    told = {pid for pid, environment in processes.items() if b"\0RANK=" in environment}
+    ranks = []
+    for pid in told:
+        with contextlib.suppress(OSError):
+            parent = int(stat_fields(pid)[1])
+            if parent not in told:
+                ranks.append(pid)
+    return sorted(ranks)

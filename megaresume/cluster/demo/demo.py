@@ -9,12 +9,14 @@ from typing import Any
 
 import yaml
 
+from megaresume.cluster.scenario import Say
+
 #: tokens of a sample; samples of a step.
 SEQ_LENGTH, GLOBAL_BATCH_SIZE = 256, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class Layout:
     """One start of the training program."""
 
     processes: int
@@ -25,9 +27,16 @@ class Attempt:
     #: fraction of the run's steps after which everything is killed, in the middle of the next step; None: it ends.
     killed_after: float | None = None
 
+    nodes = 1
+
     @property
-    def layout(self) -> str:
-        """In words."""
+    def ranks_per_node(self) -> int:
+        """As `megaresume.cluster.scenario` asks for it."""
+        return self.processes
+
+    ranks = ranks_per_node
+
+    def __str__(self) -> str:
         processes = f"{self.processes} process" + ("es" if self.processes > 1 else "")
         workers = f"{self.workers} worker" + ("s" if self.workers != 1 else "")
         how = f" ({self.start_method})" if self.start_method else ""
@@ -66,10 +75,6 @@ def as_words(flags: Mapping[str, object]) -> list[str]:
     return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
 
 
-#: Prints a line for people.
-Say = Callable[[str], None]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extra:
     """What a scenario tells beyond the comparison."""
@@ -85,7 +90,7 @@ class Extra:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
+class Demo:
     """One demo."""
 
     #: command, as the report's heading has it.
@@ -93,11 +98,11 @@ class Scenario:
     #: of the run, by default.
     steps: int
     #: the run that nobody disturbs, and the starts of the one that is killed.
-    twin: Attempt = Attempt(processes=2, workers=0, micro_batch_size=4)
-    attempts: tuple[Attempt, ...] = (
-        Attempt(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
-        Attempt(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
-        Attempt(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
+    twin: Layout = Layout(processes=2, workers=0, micro_batch_size=4)
+    attempts: tuple[Layout, ...] = (
+        Layout(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
+        Layout(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
+        Layout(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
     )
     #: what the data is, in words, and what the model gets of it besides which samples.
     data: str
