@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any
@@ -39,6 +40,8 @@ KEPT = 64 << 20
 OPEN = 64
 #: bytes fetched at once of a table, at least.
 BLOCK = 64 << 10
+#: for memory of which little is used; Python has no name for it before 3.13.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class RowSource(IndexedDocuments):
@@ -305,9 +308,20 @@ class RawFiles:
                 ) from error
 
     def _row_group(self, file: int, group: int) -> Any:
+        from pyarrow import BufferReader, py_buffer
+        from pyarrow.parquet import ParquetFile
+
         table = self._table(file)
         columns = self._columns(table.schema_arrow)
-        return table.read_row_group(group, columns=columns, use_threads=False)
+        # Arrow would read through Python's file in a thread of its own, even with use_threads=False: a store may need a
+        # minute for an answer, and a thread that comes back into a Python which has ended aborts the process.
+        # So it is given memory: as large as the file, of which only what is put there takes room.
+        size = self._index.files[file].size
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        for start, stop in _column_ranges(table.metadata.row_group(group), columns, size):
+            memory[start:stop] = self.files.read(self.path(file), start, stop - start)
+        opened = ParquetFile(BufferReader(py_buffer(memory)), metadata=table.metadata, page_checksum_verification=True)
+        return opened.read_row_group(group, columns=columns, use_threads=False)
 
     def _record_batch(self, file: int, at: int) -> Any:
         from pyarrow import ipc
@@ -351,3 +365,22 @@ class RawFiles:
         fetch = functools.partial(self.files.read, self.path(file))
         source = BlockFile(fetch, self._index.files[file].size, BLOCK)
         return load_pyarrow().PythonFile(source, mode="r")
+
+
+def _column_ranges(group: Any, columns: Sequence[str], size: int) -> list[tuple[int, int]]:
+    """Where the columns of a row group lie in its file of so many bytes, as few ranges, in order."""
+    ranges: list[tuple[int, int]] = []
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if not any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
+            continue
+        first = column.data_page_offset
+        if column.has_dictionary_page and column.dictionary_page_offset is not None:
+            first = min(first, column.dictionary_page_offset)
+        # Old writers leave the header of the dictionary out of the length; Arrow reads on so far.
+        start, stop = max(first, 0), min(first + column.total_compressed_size + 100, size)
+        if ranges and start - ranges[-1][1] <= BLOCK and start >= ranges[-1][0]:
+            ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
+        elif start < stop:
+            ranges.append((start, stop))
+    return ranges

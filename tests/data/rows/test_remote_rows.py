@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import fsspec
 import pytest
@@ -55,6 +56,20 @@ def test_files_of_a_store_give_the_documents_of_the_bin(store, tmp_path):
     prepared(tmp_path, str(tmp_path / "raw"), output="here")
     moved = open_sources({"web": {"path": "here", "inputs": "memory://raw/"}}, base_dir=tmp_path)["web"]
     assert moved.get(3).tolist() == full.get(3).tolist()
+
+
+def test_no_thread_of_arrow_reads_from_a_store(store, tmp_path, monkeypatch):
+    """It would come back into a Python that has ended, and abort the process: as its answer may take a minute."""
+    rows = prepared(tmp_path, "memory://raw/b.parquet")
+    real, threads = type(store).cat_file, []
+
+    def read(self, path, **more):
+        threads.append(threading.get_ident())
+        return real(self, path, **more)
+
+    monkeypatch.setattr(type(store), "cat_file", read)
+    assert len({len(rows.get(k)) for k in range(len(rows))}) > 10
+    assert len(threads) >= 2 and set(threads) == {threading.get_ident()}
 
 
 def test_a_file_that_changed_in_the_store(store, tmp_path):
