@@ -12,8 +12,8 @@ from benchmarks.corpora import SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
-from megaresume.batches.arrays import Arrays
 from megaresume.batches.assemble import Assembler
+from megaresume.batches.batch import BatchArrays
 from megaresume.stream.stream import Stream
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -55,7 +55,7 @@ def _rows(setup: Setup, what: str, seconds: dict[str, list[float]]) -> Iterator[
 def _ours(setup: Setup, packing: str, batch: int) -> Callable[[int], object]:
     sources = setup.sources(setup.corpora)
     stream = Stream(config(packing), sources)
-    assembler, out = Assembler(sources, seq_length=SEQ_LENGTH), Arrays.empty(batch, SEQ_LENGTH)
+    assembler, out = Assembler(sources, seq_length=SEQ_LENGTH), BatchArrays.empty(batch, SEQ_LENGTH)
     num = setup.sizes.read_samples
     plans = [
         [stream.plan(sample, sample + batch) for sample in range(r * num, (r + 1) * num, batch)]
@@ -71,11 +71,11 @@ def _ours(setup: Setup, packing: str, batch: int) -> Callable[[int], object]:
 
 def _copy(setup: Setup, batch: int) -> Callable[[int], object]:
     num = min(READY_MADE_SAMPLES, setup.sizes.read_samples) // batch
-    ready = [Arrays.empty(batch, SEQ_LENGTH) for _ in range(num)]
+    ready = [BatchArrays.empty(batch, SEQ_LENGTH) for _ in range(num)]
     for arrays in ready:
         for field in FIELDS:
             getattr(arrays, field)[:] = 1
-    out = Arrays.empty(batch, SEQ_LENGTH)
+    out = BatchArrays.empty(batch, SEQ_LENGTH)
     turns = cycle(ready)
 
     def copy(repetition: int) -> None:

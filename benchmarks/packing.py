@@ -19,8 +19,7 @@ from benchmarks.lengths import LengthsOnDisk, open_lengths
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import median, wall
-from megaresume.batches.assemble import Assembler
-from megaresume.batches.batch import make_batch
+from megaresume.batches.assemble import Assembler, make_batch
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan

@@ -15,8 +15,8 @@ from benchmarks.lengths import LengthsOnDisk, open_lengths
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, wall
-from megaresume.batches.assemble import Assembler
-from megaresume.batches.batch import Batch, make_batch
+from megaresume.batches.assemble import Assembler, make_batch
+from megaresume.batches.batch import Batch
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 

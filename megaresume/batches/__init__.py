@@ -1,18 +1,28 @@
 """Samples to batches.
 
-    open.py       a data.yaml -> Stream; and the validation sets in it, which stay put
-    assemble.py   planned samples -> arrays of tokens, labels, loss mask, position ids; preference pairs kept apart
-    arrays.py     these arrays, and the compiled loops that write them
-    documents.py  image-text documents into the arrays of a batch
-    batch.py      arrays -> torch tensors, cu_seqlens, document-diagonal attention mask
-    memory.py     a batch from a worker process in one piece of shared memory; where pixels lie
-    dataset.py    the stream as a map-style torch dataset; small micro-batches, several read at once
-    loader.py     the micro-batches of one rank, read ahead by a thread or by worker processes
-    main_guard.py whether the script may start workers that are not forked
-    ahead.py      the records of the next micro-batches, read before they are needed
-    cold.py       tokens that are not in memory, asked for before they are read
-    data_loader.py batches of any map-style dataset, in the place of torch's DataLoader; items/ has its parts
-    models/       batches as the arguments of other people's models
+The core of both loaders, `RankLoader`, knows which samples a rank is given next, and who reads them:
+
+    open.py         a data.yaml -> Stream; and the validation sets in it, which stay put
+    loader.py       `RankLoader`: steps, this rank's share, who reads; `StreamLoader`: packed samples as tensors
+    workers.py      who reads ahead: worker processes, whose batches come in one piece of shared memory; a thread
+    main_guard.py   whether the script may start workers that are not forked
+
+Samples of a stream as tensors, `StreamLoader`:
+
+    dataset.py      the stream as a map-style torch dataset; small micro-batches, several read at once
+    ahead.py        records of shards, and tokens that are not in memory, read or asked for before they are needed
+    assemble.py     planned samples -> a batch; preference pairs kept apart
+    image_text.py   image-text documents in a batch; where their pixels lie
+    batch.py        what a batch is: arrays, the compiled loops that write them, tensors, masks
+    models.py       batches as the arguments of other people's models
+
+Items of any map-style dataset, collated, `DataLoader`:
+
+    data_loader.py  in the place of torch's DataLoader: epochs, states
+    item_options.py what it is given, as sources and the data config of a stream; lengths of items
+    item_batches.py planned samples -> the places of the items of each batch; where an epoch ends
+    items.py        items as documents of a stream, and read by their places
+    map_style.py    whether a dataset has items by number; what to write instead of a streaming one
 
 A token's label is the next token of its document, also where the document goes on in another sample; the last token
 of a document has none. So labels never cross a document.

@@ -1,4 +1,6 @@
-"""`Assembler`: from what samples hold to arrays of tokens. Stateless: the same plan gives the same bytes anywhere.
+"""From what samples hold to a batch: `Assembler` writes its arrays, `make_batch` makes tensors of them.
+
+Stateless: the same plan gives the same bytes anywhere.
 
 A preference pair is one document, so that it is never packed but whole; its `Spans` say where the rejected half begins.
 Both halves are kept apart as two documents are.
@@ -6,29 +8,45 @@ Both halves are kept apart as two documents are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from megaresume.batches.arrays import (
-    Arrays,
+from megaresume.batches.ahead import ColdPages
+from megaresume.batches.batch import (
+    FIELDS,
+    PAIRS,
+    Batch,
+    BatchArrays,
+    Field,
     Int64Array,
-    Layout,
+    SegmentLayout,
     copy_segments,
+    document_mask,
     finish_rows,
     lay_out,
     mask_segments,
+    separated,
 )
-from megaresume.batches.cold import ColdPages
-from megaresume.batches.documents import DocumentReader, Images
+from megaresume.batches.image_text import BatchImages, DocumentReader, pixels_of, room_of
 from megaresume.data.source import Source, TokenSource, is_document_source
 from megaresume.data.spans import Spans, has_pairs, has_spans, spans_of
+from megaresume.images.processors.pixels import Room
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET
 from megaresume.stream.planning.plan import Plan
+
+_DTYPES = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "loss_mask": torch.float32,
+    "position_ids": torch.int64,
+}
+_NOTHING = {name: torch.empty(0, 0, dtype=dtype).numpy() for name, dtype in _DTYPES.items()}
 
 
 class Assembler:
@@ -80,7 +98,7 @@ class Assembler:
         """Of a source, for people."""
         return f"'{self._names[i]}'" if self._names else f"source {i}"
 
-    def lay_out(self, plan: Plan) -> Layout:
+    def lay_out(self, plan: Plan) -> SegmentLayout:
         """Where the segments of a plan go."""
         num_segments, num_samples = len(plan.table), len(plan)
         rows, columns, order = np.empty((3, num_segments), np.int64)
@@ -98,7 +116,7 @@ class Assembler:
             order,
             num_of_source,
         )
-        return Layout(
+        return SegmentLayout(
             rows=rows,
             columns=columns,
             bounds=bounds[:written],
@@ -110,11 +128,11 @@ class Assembler:
     def fill(
         self,
         plan: Plan,
-        out: Arrays,
-        images: Images | None = None,
+        out: BatchArrays,
+        images: BatchImages | None = None,
         pairs: list[Int64Array] | None = None,
         samples: Sequence[int] | None = None,
-    ) -> Layout:
+    ) -> SegmentLayout:
         """Write the samples of a plan into arrays of as many rows.
 
         Args:
@@ -178,7 +196,7 @@ class Assembler:
             pairs.append(all_pairs[np.lexsort((all_pairs[:, 1], all_pairs[:, 0]))])
         return layout
 
-    def _fill_from(self, i: int, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
+    def _fill_from(self, i: int, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
         source = self.sources[i]
         if i not in self._in_one_array:  # the check is slow, and opens the file of tokens
             self._in_one_array[i] = isinstance(source, TokenSource)
@@ -200,14 +218,14 @@ class Assembler:
             out.loss_mask,
         )
 
-    def _mask(self, i: int, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> Int64Array:
+    def _mask(self, i: int, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> Int64Array:
         """Take the loss away where it does not count; returns the preference pairs."""
         trained = spans_of(self.sources[i], plan.table[:, DOCUMENT][mine])
         assert trained is not None, f"{self.name_of(i)} had spans when it was opened"
         mask_segments(trained.starts, trained.spans, mine, plan.table, layout.rows, layout.columns, out.loss_mask)
         return find_pairs(trained, mine, plan, layout, self.sources[i], self.name_of(i))
 
-    def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
+    def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
         """A source without one array of tokens: a call for each segment, with the token after it where there is one."""
         totals = source.lengths(plan.table[mine, DOCUMENT]).tolist()
         for k, total in zip(mine.tolist(), totals, strict=True):
@@ -224,7 +242,9 @@ class Assembler:
                 out.loss_mask[row, end - 1] = len(read) > length
 
 
-def find_pairs(spans: Spans, mine: Int64Array, plan: Plan, layout: Layout, source: Source, name: str) -> Int64Array:
+def find_pairs(
+    spans: Spans, mine: Int64Array, plan: Plan, layout: SegmentLayout, source: Source, name: str
+) -> Int64Array:
     """The pairs among the segments of one source.
 
     Args:
@@ -277,40 +297,123 @@ def refuse_pairs(names: Sequence[str]) -> UsageError:
     )
 
 
-def separated(pairs: Int64Array, layout: Layout, out: Arrays, align: int) -> Layout:
-    """Keep the halves of each pair apart: no label, no position and no attention leads from one to the other.
+def make_batch(
+    plan: Plan,
+    assembler: Assembler,
+    *,
+    samples: Sequence[int] | None = None,
+    fields: Collection[Field] = FIELDS,
+    attention_mask: bool = False,
+    pin_memory: bool = False,
+    levels: bool = False,
+) -> Batch:
+    """Read the samples of a plan.
 
     Args:
-        pairs: as `find_pairs` gives them.
-        layout: of the batch.
-        out: its arrays, written.
-        align: tokens that a segment's place is a multiple of.
-
-    Returns:
-        the layout with the rejected halves as segments of their own in its bounds.
+        plan: the samples.
+        assembler: reads them.
+        samples: their numbers, where they are not consecutive.
+        fields: which of those that a loop can do without.
+        attention_mask: add the document-diagonal mask.
+        pin_memory: put tensors into page-locked memory.
+        levels: of images, 8-bit levels instead of pixels where they have such; `megaresume.batches.memory.shown` makes
+            pixels of them.
 
     Raises:
-        UsageError: places must be multiples, which those of rejected halves are not.
+        CorpusError: a document is damaged, or not as long as the index says.
+        UsageError: a loop without a loss mask, and sources that say which tokens are trained; one that did not ask
+            for preference pairs, and sources that have them.
     """
-    if align > 1:
+    if "loss_mask" not in fields:
+        _check_all_trained(assembler)
+    shape = (len(plan), assembler.seq_length)
+    # A copy to a GPU watches memory that torch locked, under the tensor that it was locked for: never from_numpy.
+    names = ("tokens", *(name for name in fields if name != PAIRS))
+    tensors = {name: torch.empty(shape, dtype=_DTYPES[name], pin_memory=pin_memory) for name in names}
+    arrays = BatchArrays(**_NOTHING | {name: tensor.numpy() for name, tensor in tensors.items()})
+    images = values = None
+    if assembler.documents is not None:
+        values = room_of(plan, assembler.documents, pin_memory=pin_memory, levels=levels)
+        images = BatchImages(room=None if values is None else Room(values.numpy()))
+    pairs: list[npt.NDArray[np.int64]] | None = [] if PAIRS in fields else None
+    layout = assembler.fill(plan, arrays, images, pairs, samples)
+    bounds = torch.from_numpy(layout.bounds)
+    batch: Batch = {
+        **tensors,  # type: ignore[typeddict-item]
+        "cu_seqlens": list(bounds.split(layout.num_bounds.tolist())),
+        "samples": torch.from_numpy(np.array(range(plan.first, plan.stop) if samples is None else samples)),
+        "hashes": torch.from_numpy(plan.hashes.view(np.int64).copy()),
+    }
+    if pairs is not None:
+        batch["pairs"] = torch.from_numpy(pairs[0])
+    if assembler.documents is not None and images is not None:
+        batch["pixel_values"] = pixels_of(images, values, assembler.documents, pin_memory=pin_memory)
+        if batch["pixel_values"].dtype == torch.uint8:
+            batch["levels"] = assembler.documents.levels
+        _add_places(batch, images)
+    if attention_mask:
+        batch["attention_mask"] = document_mask(batch["cu_seqlens"], assembler.seq_length)
+    return batch
+
+
+def make_batches(
+    plan: Plan,
+    assembler: Assembler,
+    samples: Sequence[int],
+    *,
+    sizes: Sequence[int],
+    fields: Collection[Field] = FIELDS,
+) -> list[Batch]:
+    """Read the samples of several micro-batches of text at once.
+
+    Tensors share memory and nothing else: a storage ends where its tensor does, and each counts its changes by itself,
+    as autograd needs it.
+
+    Args:
+        plan: of all samples.
+        assembler: reads them.
+        samples: their numbers.
+        sizes: samples of each micro-batch.
+        fields: as for `make_batch`, without ``pairs``.
+
+    Raises:
+        CorpusError, UsageError: as `make_batch`.
+    """
+    if "loss_mask" not in fields:
+        _check_all_trained(assembler)
+    arrays = BatchArrays.empty(len(plan), assembler.seq_length, fields)
+    layout = assembler.fill(plan, arrays, samples=samples)
+    rows = {name: getattr(arrays, name) for name in ("tokens", *fields)}
+    numbers, hashes = np.array(samples, np.int64), plan.hashes.view(np.int64).copy()
+    ends = list(accumulate(layout.num_bounds.tolist(), initial=0))
+    bounds = [torch.from_numpy(layout.bounds[a:b]) for a, b in pairwise(ends)]
+    return [
+        {
+            **{name: torch.from_numpy(array[a:b]) for name, array in rows.items()},  # type: ignore[typeddict-item]
+            "cu_seqlens": bounds[a:b],
+            "samples": torch.from_numpy(numbers[a:b]),
+            "hashes": torch.from_numpy(hashes[a:b]),
+        }
+        for a, b in pairwise(accumulate(sizes, initial=0))
+    ]
+
+
+def _check_all_trained(assembler: Assembler) -> None:
+    masked = [assembler.name_of(i) for i in assembler.masked]
+    if assembler.documents is not None:
+        masked += [assembler.name_of(i) for i in assembler.documents.sources]
+    if masked:
         raise UsageError(
-            "preference pairs cannot be aligned",
-            found=f"packing.align: {align}",
-            expected="align: 1: a rejected conversation begins right after the chosen one",
-            action="leave packing.align out, or the source with the pairs",
+            "this loop does without a loss mask, and the blend has sources that say which tokens are trained",
+            found=f"{', '.join(masked)}; fields without 'loss_mask'",
+            expected="loss_mask among the fields, and a loop that trains by it",
+            action="add 'loss_mask' to fields, or leave these sources out",
         )
-    for row, _, rejected, stop in pairs.tolist():
-        if out.labels.size:
-            out.labels[row, rejected - 1] = 0
-        if out.loss_mask.size:
-            out.loss_mask[row, rejected - 1] = 0
-        if out.position_ids.size:
-            out.position_ids[row, rejected:stop] = np.arange(stop - rejected)
-    num_bounds = layout.num_bounds
-    rows = np.concatenate([np.repeat(np.arange(len(num_bounds)), num_bounds), pairs[:, 0]])
-    bounds = np.concatenate([layout.bounds, pairs[:, 2].astype(np.int32)])
-    return replace(
-        layout,
-        bounds=bounds[np.lexsort((bounds, rows))],
-        num_bounds=num_bounds + np.bincount(pairs[:, 0], minlength=len(num_bounds)),
-    )
+
+
+def _add_places(batch: Batch, images: BatchImages) -> None:
+    batch["image_grid_thw"] = torch.tensor(images.grids, dtype=torch.int64).reshape(-1, 3)
+    batch["image_positions"] = torch.tensor(images.positions, dtype=torch.int64).reshape(-1, 3)
+    batch["num_tiles"] = torch.tensor([len(pixels) for pixels in images.pixels], dtype=torch.int32)
+    samples = batch["samples"].tolist()
+    batch["faults"] = [fault._replace(sample=samples[fault.sample]) for fault in images.faults]

@@ -1,26 +1,55 @@
-"""From a plan to torch tensors: what a training step receives.
+"""What a batch is: arrays, which compiled loops lay out and write as a whole, and then torch tensors.
 
-A blend with image sources has the keys of images in every batch, also in one without an image: with 0 rows, so that
-all ranks run the same graph.
+The loops do not hold the GIL. A blend with image sources has the keys of images in every batch, also in one without an
+image: with 0 rows, so that all ranks run the same graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
-from typing import TypedDict
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megaresume.batches.arrays import FIELDS, PAIRS, Arrays, Field
-from megaresume.batches.assemble import Assembler
-from megaresume.batches.documents import FaultEntry, Images
-from megaresume.batches.memory import pixels_of, room_of
-from megaresume.images.processors.pixels import Levels, Room
+from megaresume.images.processors.pixels import Levels
+from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import UsageError
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.planning.kernel import LENGTH, OFFSET, SOURCE
+
+Int64Array = npt.NDArray[np.int64]
+
+#: Fields of a batch that a loop can do without.
+Field = Literal["labels", "loss_mask", "position_ids", "pairs"]
+FIELDS: tuple[Field, ...] = ("labels", "loss_mask", "position_ids")
+#: and one that a loop has to ask for.
+PAIRS: Field = "pairs"
+
+
+def check_fields(fields: Collection[str]) -> None:
+    """Raise a UsageError for a field that there is none of."""
+    if isinstance(fields, str) or not {*fields} <= {*FIELDS, PAIRS}:
+        raise UsageError(
+            "no such field of a batch",
+            found=f"fields={fields!r}",
+            expected=f"some of {', '.join((*FIELDS, PAIRS))}, or none: () gives tokens and cu_seqlens alone",
+        )
+
+
+class FaultEntry(NamedTuple):
+    """A record that was not as its index announced it: the fields of `megaresume.stream.faults.FaultRecord`."""
+
+    #: number in the stream.
+    sample: int
+    #: name of the source.
+    source: str
+    document: int
+    epoch: int
+    #: what was done.
+    policy: str
+    reason: str
 
 
 class _Always(TypedDict):
@@ -68,15 +97,6 @@ class Batch(_Always, total=False):
     levels: Levels | None
 
 
-_DTYPES = {
-    "tokens": torch.int64,
-    "labels": torch.int64,
-    "loss_mask": torch.float32,
-    "position_ids": torch.int64,
-}
-_NOTHING = {name: torch.empty(0, 0, dtype=dtype).numpy() for name, dtype in _DTYPES.items()}
-
-
 def document_mask(cu_seqlens: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
     """The causal mask in which no document sees another, for models without packed attention.
 
@@ -117,123 +137,229 @@ def image_places(batch: Batch) -> torch.Tensor:
     return places
 
 
-def make_batch(
-    plan: Plan,
-    assembler: Assembler,
-    *,
-    samples: Sequence[int] | None = None,
-    fields: Collection[Field] = FIELDS,
-    attention_mask: bool = False,
-    pin_memory: bool = False,
-    levels: bool = False,
-) -> Batch:
-    """Read the samples of a plan.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArrays:
+    """A batch of m samples of S tokens, before torch. Those that nobody asked for are empty: [0, 0]."""
 
-    Args:
-        plan: the samples.
-        assembler: reads them.
-        samples: their numbers, where they are not consecutive.
-        fields: which of those that a loop can do without.
-        attention_mask: add the document-diagonal mask.
-        pin_memory: put tensors into page-locked memory.
-        levels: of images, 8-bit levels instead of pixels where they have such; `megaresume.batches.memory.shown` makes
-            pixels of them.
+    #: int64[m, S].
+    tokens: Int64Array
+    #: int64[m, S]: the next token of the same document; 0 where there is none.
+    labels: Int64Array
+    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; only where the
+    #: spans of a corpus, or the template of image-text documents, say so.
+    loss_mask: npt.NDArray[np.float32]
+    #: int64[m, S]: from 0 in every segment.
+    position_ids: Int64Array
 
-    Raises:
-        CorpusError: a document is damaged, or not as long as the index says.
-        UsageError: a loop without a loss mask, and sources that say which tokens are trained; one that did not ask
-            for preference pairs, and sources that have them.
-    """
-    if "loss_mask" not in fields:
-        _check_all_trained(assembler)
-    shape = (len(plan), assembler.seq_length)
-    # A copy to a GPU watches memory that torch locked, under the tensor that it was locked for: never from_numpy.
-    names = ("tokens", *(name for name in fields if name != PAIRS))
-    tensors = {name: torch.empty(shape, dtype=_DTYPES[name], pin_memory=pin_memory) for name in names}
-    arrays = Arrays(**_NOTHING | {name: tensor.numpy() for name, tensor in tensors.items()})
-    images = values = None
-    if assembler.documents is not None:
-        values = room_of(plan, assembler.documents, pin_memory=pin_memory, levels=levels)
-        images = Images(room=None if values is None else Room(values.numpy()))
-    pairs: list[npt.NDArray[np.int64]] | None = [] if PAIRS in fields else None
-    layout = assembler.fill(plan, arrays, images, pairs, samples)
-    bounds = torch.from_numpy(layout.bounds)
-    batch: Batch = {
-        **tensors,  # type: ignore[typeddict-item]
-        "cu_seqlens": list(bounds.split(layout.num_bounds.tolist())),
-        "samples": torch.from_numpy(np.array(range(plan.first, plan.stop) if samples is None else samples)),
-        "hashes": torch.from_numpy(plan.hashes.view(np.int64).copy()),
-    }
-    if pairs is not None:
-        batch["pairs"] = torch.from_numpy(pairs[0])
-    if assembler.documents is not None and images is not None:
-        batch["pixel_values"] = pixels_of(images, values, assembler.documents, pin_memory=pin_memory)
-        if batch["pixel_values"].dtype == torch.uint8:
-            batch["levels"] = assembler.documents.levels
-        _add_places(batch, images)
-    if attention_mask:
-        batch["attention_mask"] = document_mask(batch["cu_seqlens"], assembler.seq_length)
-    return batch
-
-
-def make_batches(
-    plan: Plan,
-    assembler: Assembler,
-    samples: Sequence[int],
-    *,
-    sizes: Sequence[int],
-    fields: Collection[Field] = FIELDS,
-) -> list[Batch]:
-    """Read the samples of several micro-batches of text at once.
-
-    Tensors share memory and nothing else: a storage ends where its tensor does, and each counts its changes by itself,
-    as autograd needs it.
-
-    Args:
-        plan: of all samples.
-        assembler: reads them.
-        samples: their numbers.
-        sizes: samples of each micro-batch.
-        fields: as for `make_batch`, without ``pairs``.
-
-    Raises:
-        CorpusError, UsageError: as `make_batch`.
-    """
-    if "loss_mask" not in fields:
-        _check_all_trained(assembler)
-    arrays = Arrays.empty(len(plan), assembler.seq_length, fields)
-    layout = assembler.fill(plan, arrays, samples=samples)
-    rows = {name: getattr(arrays, name) for name in ("tokens", *fields)}
-    numbers, hashes = np.array(samples, np.int64), plan.hashes.view(np.int64).copy()
-    ends = list(accumulate(layout.num_bounds.tolist(), initial=0))
-    bounds = [torch.from_numpy(layout.bounds[a:b]) for a, b in pairwise(ends)]
-    return [
-        {
-            **{name: torch.from_numpy(array[a:b]) for name, array in rows.items()},  # type: ignore[typeddict-item]
-            "cu_seqlens": bounds[a:b],
-            "samples": torch.from_numpy(numbers[a:b]),
-            "hashes": torch.from_numpy(hashes[a:b]),
-        }
-        for a, b in pairwise(accumulate(sizes, initial=0))
-    ]
-
-
-def _check_all_trained(assembler: Assembler) -> None:
-    masked = [assembler.name_of(i) for i in assembler.masked]
-    if assembler.documents is not None:
-        masked += [assembler.name_of(i) for i in assembler.documents.sources]
-    if masked:
-        raise UsageError(
-            "this loop does without a loss mask, and the blend has sources that say which tokens are trained",
-            found=f"{', '.join(masked)}; fields without 'loss_mask'",
-            expected="loss_mask among the fields, and a loop that trains by it",
-            action="add 'loss_mask' to fields, or leave these sources out",
+    @classmethod
+    def empty(cls, num_samples: int, seq_length: int, fields: Collection[Field] = FIELDS) -> BatchArrays:
+        """Not initialised: the tokens, and these fields."""
+        shape = (num_samples, seq_length)
+        return cls(
+            tokens=np.empty(shape, np.int64),
+            labels=np.empty(shape if "labels" in fields else (0, 0), np.int64),
+            loss_mask=np.empty(shape if "loss_mask" in fields else (0, 0), np.float32),
+            position_ids=np.empty(shape if "position_ids" in fields else (0, 0), np.int64),
         )
 
 
-def _add_places(batch: Batch, images: Images) -> None:
-    batch["image_grid_thw"] = torch.tensor(images.grids, dtype=torch.int64).reshape(-1, 3)
-    batch["image_positions"] = torch.tensor(images.positions, dtype=torch.int64).reshape(-1, 3)
-    batch["num_tiles"] = torch.tensor([len(pixels) for pixels in images.pixels], dtype=torch.int32)
-    samples = batch["samples"].tolist()
-    batch["faults"] = [fault._replace(sample=samples[fault.sample]) for fault in images.faults]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentLayout:
+    """Where the n segments of m samples go."""
+
+    #: int64[n], in samples from the first of the batch.
+    rows: Int64Array
+    #: int64[n], in tokens.
+    columns: Int64Array
+    #: int32[sum of num_bounds]: of each sample the starts of its segments, of the padding after them if any, and S.
+    bounds: npt.NDArray[np.int32]
+    #: int64[m].
+    num_bounds: Int64Array
+    #: int64[n]: the segments grouped by source.
+    order: Int64Array
+    #: int64[sources]: segments of each source.
+    num_of_source: Int64Array
+
+
+@compiled
+def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds, order, num_of_source):  # type: ignore[no-untyped-def]
+    """Where each segment of a plan goes, and where attention must not look across.
+
+    Args:
+        table, starts: of the `Plan`: int64[n, SEGMENT_WIDTH], int64[m + 1].
+        align: tokens that a segment's place is a multiple of.
+        seq_length: S.
+        rows, columns: int64[n], written.
+        bounds: int32[n + 2 * m], written: for each sample the starts of its segments, that of the padding after
+            them if any, and S.
+        num_bounds: int64[m], written: how many of ``bounds`` are each sample's.
+        order: int64[n], written: the segments grouped by source.
+        num_of_source: int64[sources], zeros; written: segments of each source.
+
+    Returns:
+        How many of ``bounds`` were written.
+    """
+    written = 0
+    for row in range(starts.size - 1):
+        column = 0
+        before = written
+        for k in range(starts[row], starts[row + 1]):
+            rows[k], columns[k] = row, column
+            bounds[written] = column
+            written += 1
+            end = column + table[k, LENGTH]
+            column = -(-end // align) * align
+        if column < seq_length:  # also the padding begins at a multiple: kernels for packed attention count on it
+            bounds[written] = column
+            written += 1
+        bounds[written] = seq_length
+        written += 1
+        num_bounds[row] = written - before
+    for k in range(table.shape[0]):
+        num_of_source[table[k, SOURCE]] += 1
+    place = np.cumsum(num_of_source) - num_of_source
+    for k in range(table.shape[0]):
+        source = table[k, SOURCE]
+        order[place[source]] = k
+        place[source] += 1
+    return written
+
+
+@compiled
+def copy_segments(  # type: ignore[no-untyped-def]
+    stored, document_starts, document_lengths, which, table, rows, columns, tokens, labels, loss_mask
+):
+    """Copy the segments of one source into their places.
+
+    The label of a token is the next token of its document; the last token of a document has none.
+
+    Args:
+        stored: [tokens of the corpus], any integer dtype.
+        document_starts, document_lengths: int64[k], where each segment's document lies in ``stored``, in tokens.
+        which: int64[k], rows of ``table`` that are of this source.
+        table: int64[n, SEGMENT_WIDTH], all segments of the batch. rows, columns: int64[n], where they go.
+        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Labels and loss mask may be empty: they are left out.
+    """
+    for j in range(which.size):
+        k = which[j]
+        offset, length = table[k, OFFSET], table[k, LENGTH]
+        first = document_starts[j] + offset
+        source = stored[first : first + length]
+        row, column = rows[k], columns[k]
+        goes_on = offset + length < document_lengths[j]
+        to_tokens = tokens[row, column : column + length]
+        for i in range(length):
+            to_tokens[i] = source[i]
+        if labels.size:
+            to_labels = labels[row, column : column + length]
+            for i in range(length - 1):
+                to_labels[i] = source[i + 1]
+            to_labels[length - 1] = stored[first + length] if goes_on else 0
+        if loss_mask.size:
+            to_mask = loss_mask[row, column : column + length]
+            for i in range(length):
+                to_mask[i] = 1
+            if not goes_on:
+                to_mask[length - 1] = 0
+
+
+@compiled
+def mask_segments(starts, spans, which, table, rows, columns, loss_mask):  # type: ignore[no-untyped-def]
+    """Take the loss away where the label is not trained.
+
+    Args:
+        starts, spans: int64[k + 1], int32[s, 2]: of each segment's document, as in `Spans`.
+        which, table, rows, columns: as for `copy_segments`.
+        loss_mask: float32[m, S], written: at place i of a segment stands the loss of its token i + 1.
+    """
+    for j in range(which.size):
+        k = which[j]
+        first, length = table[k, OFFSET] + 1, table[k, LENGTH]
+        to_mask = loss_mask[rows[k], columns[k] : columns[k] + length]
+        done = np.int64(0)
+        for s in range(starts[j], starts[j + 1]):
+            for i in range(done, min(np.int64(spans[s, 0]) - first, length)):
+                to_mask[i] = 0
+            done = max(done, np.int64(spans[s, 1]) - first)
+        for i in range(done, length):
+            to_mask[i] = 0
+
+
+@compiled
+def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask, position_ids):  # type: ignore[no-untyped-def]
+    """Write padding and position ids; positions start again at every segment, and at the padding at the end.
+
+    Args:
+        starts: int64[m + 1], the segments of each row. columns: int64[n], where each lies. table: of the `Plan`.
+        align: tokens that a segment's place is a multiple of.
+        pad_id: token written where there is no document.
+        tokens, labels, position_ids: int64[m, S]. loss_mask: float32[m, S]. All but the tokens may be empty.
+    """
+    seq_length = tokens.shape[1]
+    for row in range(tokens.shape[0]):
+        written = end = 0
+        for k in range(starts[row], starts[row + 1]):
+            # Padding up to an aligned column belongs to the segment before it.
+            _pad(row, written, columns[k], pad_id, tokens, labels, loss_mask)
+            written = columns[k] + table[k, LENGTH]
+            end = columns[k] + -(-table[k, LENGTH] // align) * align
+            if position_ids.size:
+                _count(position_ids[row, columns[k] : end])
+        _pad(row, written, seq_length, pad_id, tokens, labels, loss_mask)
+        if position_ids.size:
+            _count(position_ids[row, end:])
+
+
+@compiled
+def _count(out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = i
+
+
+@compiled
+def _pad(row, start, stop, pad_id, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
+    for i in range(start, stop):
+        tokens[row, i] = pad_id
+    if labels.size:
+        labels[row, start:stop] = 0
+    if loss_mask.size:
+        loss_mask[row, start:stop] = 0
+
+
+def separated(pairs: Int64Array, layout: SegmentLayout, out: BatchArrays, align: int) -> SegmentLayout:
+    """Keep the halves of each pair apart: no label, no position and no attention leads from one to the other.
+
+    Args:
+        pairs: int64[p, 4], as `megaresume.batches.assemble.find_pairs` gives them.
+        layout: of the batch.
+        out: its arrays, written.
+        align: tokens that a segment's place is a multiple of.
+
+    Returns:
+        the layout with the rejected halves as segments of their own in its bounds.
+
+    Raises:
+        UsageError: places must be multiples, which those of rejected halves are not.
+    """
+    if align > 1:
+        raise UsageError(
+            "preference pairs cannot be aligned",
+            found=f"packing.align: {align}",
+            expected="align: 1: a rejected conversation begins right after the chosen one",
+            action="leave packing.align out, or the source with the pairs",
+        )
+    for row, _, rejected, stop in pairs.tolist():
+        if out.labels.size:
+            out.labels[row, rejected - 1] = 0
+        if out.loss_mask.size:
+            out.loss_mask[row, rejected - 1] = 0
+        if out.position_ids.size:
+            out.position_ids[row, rejected:stop] = np.arange(stop - rejected)
+    num_bounds = layout.num_bounds
+    rows = np.concatenate([np.repeat(np.arange(len(num_bounds)), num_bounds), pairs[:, 0]])
+    bounds = np.concatenate([layout.bounds, pairs[:, 2].astype(np.int32)])
+    return replace(
+        layout,
+        bounds=bounds[np.lexsort((bounds, rows))],
+        num_bounds=num_bounds + np.bincount(pairs[:, 0], minlength=len(num_bounds)),
+    )

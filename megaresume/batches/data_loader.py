@@ -7,21 +7,15 @@
             checkpoint["data"] = loader.state_dict()
 
 Batches are planned in the training process, for all ranks alike; torch's own ``DataLoader`` reads the items of this
-rank. A micro-batch of all ranks is a run of consecutive samples:
-
-    samples  0 ............... W ............... 2W        W = batch_size * ranks
-             rank 0 | rank 1 | rank 0 | rank 1 |
-
-so the order knows nothing of ranks, workers or batch sizes, and a state is a number of samples. A sample is an item;
-with ``seq_length`` it is as many items as that holds.
+rank. A sample is an item; with ``seq_length`` it is as many items as that holds. A state is a number of samples.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,17 +24,15 @@ import torch
 import torch.utils.data
 import xxhash
 
-from megaresume.batches.items import options
-from megaresume.batches.items.planned import Epochs, Places, Share
-from megaresume.batches.items.reader import Collated, flatten, reader
-from megaresume.batches.items.source import token_count
-from megaresume.batches.loader import data_parallel, outlive_signals
-from megaresume.batches.main_guard import check_main_guard
-from megaresume.batches.memory import Inbox, Outbox
+from megaresume.batches import item_options
+from megaresume.batches.item_batches import Collated, ItemEpochs, Places
+from megaresume.batches.items import flatten, reader, token_count
+from megaresume.batches.loader import RankLoader, data_parallel
+from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.data_yaml import Append, BlendUnit
-from megaresume.stream.errors import StateError, StreamExhausted, UsageError
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -48,7 +40,7 @@ from megaresume.stream.stream import Stream
 log = logging.getLogger(__name__)
 
 
-class DataLoader:
+class DataLoader(RankLoader):
     """Batches of one rank, and the state of all ranks.
 
     Every epoch of a dataset is a new permutation of its items. Batches go on across the end of an epoch, so that none
@@ -94,6 +86,8 @@ class DataLoader:
         CorpusError: an item of which the tokens cannot be counted.
     """
 
+    _unit = "items"
+
     def __init__(
         self,
         dataset: Any,
@@ -124,26 +118,24 @@ class DataLoader:
         dp_size: int | None = None,
         **torch_options: Any,
     ) -> None:
-        options.check_torch_options(torch_options, shuffle=shuffle)
-        named = options.named(dataset)
-        self.dataset, self.num_workers = dataset, num_workers
-        self._ranks = data_parallel(dp_rank, dp_size)
-        self._share = Share(
-            batch_size=options.count("batch_size", batch_size),
-            accumulation=options.count("accumulation", accumulation),
-            dp_rank=self._ranks.rank,
-            dp_size=self._ranks.size,
-            drop_last=drop_last,
-            balance=balance,
-        )
-        self._packing = options.Packing(seq_length=seq_length, how=packing, groups=group_by_length)
-        options.check_packing(self._packing, lengths, list(named))
-        options.check_balance(balance, self._packing)
+        item_options.check_torch_options(torch_options, shuffle=shuffle)
+        named = item_options.named(dataset)
+        self.dataset = dataset
+        self.accumulation = item_options.count("accumulation", accumulation)
+        ranks = data_parallel(dp_rank, dp_size)
+        step = item_options.count("batch_size", batch_size) * ranks.size * accumulation
+        schedule = BatchSchedule.constant(step)
+        self._packing = item_options.Packing(seq_length=seq_length, how=packing, groups=group_by_length)
+        item_options.check_packing(self._packing, lengths, list(named))
+        item_options.check_balance(balance, self._packing)
         of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
         directory = None if lengths_dir is None else Path(lengths_dir)
-        sources = options.sources_of(named, of_each, self._packing, directory=directory, num_workers=num_workers)
-        self._sources, self._items = sources, options.samples_of(sources, self._packing, self._share)
-        config = options.config_of(
+        sources = item_options.sources_of(named, of_each, self._packing, directory=directory, num_workers=num_workers)
+        #: samples that one epoch of all datasets makes: its items; if they are packed, about so many.
+        self.items = item_options.samples_of(
+            sources, self._packing, batch_size=batch_size, dp_size=ranks.size, accumulation=accumulation
+        )
+        config = item_options.config_of(
             named,
             self._packing,
             seed=seed,
@@ -152,17 +144,22 @@ class DataLoader:
             append=append,
             stages=stages,
             keyed=keyed,
-            group=options.windows_of(self._items, self.step_samples) if group_by_length else None,
+            group=item_options.windows_of(self.items, step) if group_by_length else None,
         )
-        #: the order, for `Stream.plan` and the like.
-        self.stream = Stream(StreamConfig.from_dict(config), list(sources.values()), on_change=on_change)
+        super().__init__(
+            Stream(StreamConfig.from_dict(config), list(sources.values()), on_change=on_change),
+            schedule,
+            micro_batch_size=batch_size,
+            ranks=ranks,
+            balance=balance,
+            num_workers=num_workers,
+            at_end="drop" if drop_last else "deal",
+        )
+        self._sources = sources
         self.stream.fingerprints  # noqa: B018  reads items: now, not in the middle of the first save
-        self.stream.schedule = BatchSchedule.constant(self.step_samples)
+        self.stream.schedule = schedule
         if asked := SkipConfig.from_dict(skip, list(named), "skip="):
             self.stream.skip(asked)
-        self._epochs = Epochs(self.stream, self._items, item_by_item=seq_length is None)
-        #: sample with which the run ends, at most; None: no end but those of the datasets.
-        self.stop: int | None = None
         self._position = 0
         #: whether a trainer says when the run ends, and not the loop over this.
         self.ends_elsewhere = False
@@ -170,27 +167,20 @@ class DataLoader:
         self._resumed_epoch, self._was_asked, self._is_passed = 0, False, False
         #: of the ``for`` that runs: only the last one may.
         self._turn: object = None
-        self._generator = torch.Generator()
+        #: where each batch that is on its way ends, in samples, and how many items it has.
+        self._ahead: deque[tuple[int, int]] = deque()
         packed = seq_length is not None
-        self._places = Places(self.stream, self._epochs, sources, self._share, whole_rows=packed or keyed)
+        self._epochs = ItemEpochs(self.stream, self.items, item_by_item=not packed)
+        self._places = Places(self, self._epochs, sources, whole_rows=packed or keyed)
+        self._collated = Collated(row_by_item=not packed)
         measures = {name: one if callable(one) else token_count for name, one in of_each.items()}
-        worker_init_fn = torch_options.pop("worker_init_fn", None)
-        collate_fn = collate_fn or (flatten if packed else torch.utils.data.default_collate)
-        if num_workers:
-            # What torch itself puts into page-locked memory is no room any more.
-            ahead = None if pin_memory else torch_options.get("prefetch_factor") or 2
-            collate_fn = Outbox(collate_fn, ahead=ahead)
-        self._inbox, self._collated = Inbox(), Collated(row_by_item=not packed)
-        self._torch = torch.utils.data.DataLoader(
+        self._workers = Workers(
             reader({name: one for name, (one, _) in named.items()}, measures if packed else None, keyed=keyed),
-            batch_sampler=self._places,
-            collate_fn=collate_fn,
+            self._asked,
+            collate_fn or (flatten if packed else torch.utils.data.default_collate),
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
-            worker_init_fn=functools.partial(_begin_worker, worker_init_fn) if num_workers else None,
-            # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
-            generator=self._generator,
             **torch_options,
         )
 
@@ -221,37 +211,17 @@ class DataLoader:
     @property
     def batch_size(self) -> int:
         """Samples of a micro-batch of this rank."""
-        return self._share.batch_size
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of a step."""
-        return self._share.accumulation
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank among the data-parallel ranks."""
-        return self._share.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        """How many data-parallel ranks there are."""
-        return self._share.dp_size
+        return self.micro_batch_size
 
     @property
     def drop_last(self) -> bool:
         """Whether a short last step is dropped."""
-        return self._share.drop_last
-
-    @property
-    def balance(self) -> Balance | None:
-        """How the samples of a step are dealt to the ranks; None: as they come."""
-        return self._share.balance
+        return self.at_end == "drop"
 
     @property
     def step_samples(self) -> int:
         """Samples of one step, all ranks and micro-batches together."""
-        return self._share.step
+        return self.schedule.size_at(0)
 
     @property
     def samples(self) -> int:
@@ -272,11 +242,6 @@ class DataLoader:
     def epoch_ends(self) -> Iterator[int]:
         """The same sample, and where each epoch after it ends; with the end of the data the last one."""
         return self._epochs.ends(self._position)
-
-    @property
-    def items(self) -> int:
-        """Samples that one epoch of all datasets makes: its items; if they are packed, about so many."""
-        return self._items
 
     @property
     def sampler(self) -> DataLoader:
@@ -311,11 +276,11 @@ class DataLoader:
 
     def __copy__(self) -> DataLoader:
         """Another loader, of the same datasets, which goes on by itself from the same sample."""
-        return copy.deepcopy(self, {id(one): one for one, _ in options.named(self.dataset).values()})
+        return copy.deepcopy(self, {id(one): one for one, _ in item_options.named(self.dataset).values()})
 
     def __len__(self) -> int:
         """Batches of an epoch, rounded up to whole steps; one epoch may have a step fewer."""
-        return -(-self._items // self.step_samples) * self.accumulation
+        return -(-self.items // self.step_samples) * self.accumulation
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the batches handed out so far: plain JSON, a few kilobytes, the same on every rank."""
@@ -344,17 +309,6 @@ class DataLoader:
             batches = (*schedule.until(sample - short), (sample - short, short))
         return self.stream.state_at(sample, batches=batches)
 
-    def goes_on(self, sample: int) -> bool:
-        """Whether the run has a micro-batch for every rank there; with ``drop_last``, a step that begins there."""
-        end = sample + (self.step_samples if self.drop_last else self.dp_size)
-        if self.stop is not None and end > self.stop:
-            return False
-        try:
-            self.stream.check_reaches(end)
-        except StreamExhausted:
-            return False
-        return True
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any number of ranks, workers, and items a batch.
 
@@ -365,7 +319,7 @@ class DataLoader:
 
     def restore(self, state: StreamState) -> None:
         """The same, of a state that is read already."""
-        options.check_packed_before(self._packing, int(state.config["seq_length"]))
+        item_options.check_packed_before(self._packing, int(state.config["seq_length"]))
         self.stream.restore(state)
         schedule = BatchSchedule.constant(self.step_samples)
         self.stream.schedule = schedule.resumed(state.batches, state.samples)
@@ -390,16 +344,9 @@ class DataLoader:
             return
         self._warn_of_epochs()
         turn = self._turn = object()
-        self._places.start = self._places.step_start = self._position
-        if self.balance is not None:
-            self._places.step_start -= (self._position - self.stream.start) % self.step_samples
-        self._places.stop = self.stop
         text = f"{self.stream.config.seed} {self._position}"
-        self._generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
-        if not self._torch.persistent_workers:
-            self._inbox = Inbox()
-        self._inbox.begin()
-        for batch in self._batches():
+        self._workers.generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
+        for batch in self._read():
             if self._turn is not turn:
                 raise StateError(
                     "the loader was moved while it was being read",
@@ -407,7 +354,7 @@ class DataLoader:
                     expected="one for at a time",
                     action="make a second loader for the other loop",
                 )
-            end, items = self._places.ahead.popleft()
+            end, items = self._ahead.popleft()
             self._collated.check(batch, items)
             self._position = end
             yield batch
@@ -424,22 +371,28 @@ class DataLoader:
                 self._resumed_epoch,
             )
 
-    def _batches(self) -> Iterator[Any]:
-        if self.num_workers:
-            context = self._torch.multiprocessing_context
-            check_main_guard(None if context is None else context.get_start_method())
-            return map(self._inbox.unpack, self._torch)
-        return iter(self._torch) if self._torch.pin_memory else self._in_process()
+    def _asked(self) -> Iterator[list[Any]]:
+        """The places of each batch of a ``for``."""
+        step_start = self._position
+        if self.balance is not None:
+            step_start -= (self._position - self.stream.start) % self.step_samples
+        self._ahead = deque()
+        return self._places.to_epoch_end(self._position, step_start, self._ahead)
+
+    def _from_workers(self) -> Iterator[Any]:
+        return iter(self._workers)
 
     def _in_process(self) -> Iterator[Any]:
-        """What torch does without workers, but for its marks for a profiler, which take 5 us a batch."""
-        dataset, collate_fn = self._torch.dataset, self._torch.collate_fn
+        if self._workers.torch.pin_memory:
+            yield from self._workers
+            return
+        # What torch does without workers, but for its marks for a profiler, which take 5 us a batch.
+        dataset, collate_fn = self._workers.torch.dataset, self._workers.torch.collate_fn
         many = getattr(dataset, "__getitems__", None)
-        for places in self._places:
+        for places in self._asked():
             yield collate_fn(many(places) if many else [dataset[place] for place in places])
 
-
-def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
-    outlive_signals()
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
+    def _say_left_over(self, left: int, step: int) -> None:
+        # Where the run says beforehand with which sample it ends, it has said this as well.
+        if self.stop is None and not self.drop_last:
+            super()._say_left_over(left, step)

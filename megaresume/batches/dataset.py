@@ -26,11 +26,9 @@ from typing import Any, cast
 import torch.utils.data
 from numba.core.compiler_lock import global_compiler_lock
 
-from megaresume.batches.ahead import ReadAhead
-from megaresume.batches.arrays import FIELDS, PAIRS, Field, check_fields
-from megaresume.batches.assemble import Assembler
-from megaresume.batches.batch import Batch, make_batch, make_batches
-from megaresume.batches.cold import ColdPages
+from megaresume.batches.ahead import ColdPages, ReadAhead
+from megaresume.batches.assemble import Assembler, make_batch, make_batches
+from megaresume.batches.batch import FIELDS, PAIRS, Batch, Field, check_fields
 from megaresume.data.source import Source
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.planning.plan import Plan, concatenate

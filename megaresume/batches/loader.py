@@ -1,78 +1,47 @@
-"""`StreamLoader`: the micro-batches of one rank, in order, for ever.
+"""`RankLoader`: one rank's micro-batches of a stream, the core of both loaders; and `StreamLoader`: packed samples.
 
-Sample numbers are computed here, in the consumer's process; what reads the samples is one of
+    which samples   `runs_of_steps`   are there samples for another step? all of it, a part, or none
+                    `deal`            those of each micro-batch of this rank
+    who reads them  `_read`           a thread, worker processes, or whoever takes the batch
 
-    prefetch thread (the default)   compiled loops that do not hold the GIL: for corpora of tokens nothing is faster
-    worker processes                for sources whose ``get`` is slow Python; fork or spawn, any number
-    nobody (``prefetch=0``)         on demand, in the consumer's thread
+A micro-batch of all ranks is a run of consecutive samples:
 
-and none of them can change what comes next. Batches that were read ahead are no part of any state. Small micro-batches
-of text are read several at once, but for those of workers and in page-locked memory: `Together` in dataset.py.
+    samples  0 ............... W ............... 2W        W = micro_batch_size * ranks
+             rank 0 | rank 1 | rank 0 | rank 1 |
 
-Worker processes outlive the signals that ask the run to stop.
-
-Slurm sends a job's signals to all of its processes. torch's worker dies of a SIGTERM that is not its parent's, and
-the parent of it in the middle of the very save that the signal asked for.
+so the order knows nothing of ranks, workers or batch sizes. Sample numbers are computed in the consumer's process: what
+reads the samples cannot change what comes next, and batches that were read ahead are no part of any state.
 """
 
 from __future__ import annotations
 
-import atexit
 import copy
 import logging
 import os
-import queue
-import signal
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch.distributed as dist
 import torch.utils.data
 
 from megaresume.batches.ahead import MEMORY, REQUESTS, ReadAhead, use_cache
-from megaresume.batches.arrays import FIELDS, Field
-from megaresume.batches.batch import Batch
+from megaresume.batches.batch import FIELDS, Batch, Field
 from megaresume.batches.dataset import StreamDataset, Together, whole
-from megaresume.batches.items.planned import available
-from megaresume.batches.main_guard import check_main_guard
-from megaresume.batches.memory import Inbox, Outbox, shown
+from megaresume.batches.image_text import shown
+from megaresume.batches.workers import Workers, in_thread
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
-from megaresume.stream.dealing import deal, deal_in_part, in_parts
-from megaresume.stream.errors import MegaresumeError, StateError, StreamExhausted, UsageError
+from megaresume.stream.dealing import dealt_order, in_parts, part_of
+from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-_listening = False
-
-#: seconds that the end of a program waits for a batch that is being read.
-_PATIENCE_AT_EXIT = 30.0
-
-
-def outlive_signals(_worker: int = 0) -> None:
-    """In a worker process: only the parent's own SIGTERM, by which torch clears workers away, ends it.
-
-    May be given to a ``DataLoader`` as ``worker_init_fn``. A second call in one process changes nothing.
-    """
-    global _listening
-    if _listening:
-        return
-    _listening = True
-    parent = os.getppid()
-    # Blocked in every thread that begins from here on; delivered to the one that waits for them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    threading.Thread(target=_wait, args=(parent,), name="megaresume-signals", daemon=True).start()
-
-
-def _wait(parent: int) -> None:
-    while True:
-        found = signal.sigwaitinfo(_SIGNALS)
-        if found.si_signo == signal.SIGTERM and found.si_pid == parent:
-            os._exit(0)  # as torch's own handler does
+#: refuse: raise StreamExhausted; deal: deal out what every rank can be given some of; drop: leave it out.
+AtEnd = Literal["refuse", "deal", "drop"]
+StartMethod = Literal["fork", "spawn", "forkserver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +122,160 @@ def _of_torch() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if _has_group() else (0, 1)
 
 
-#: refuse: raise StreamExhausted; deal: deal out what every rank can be given some of; drop: leave it out.
-AtEnd = Literal["refuse", "deal", "drop"]
-StartMethod = Literal["fork", "spawn", "forkserver"]
+def available(stream: Stream, first: int, wanted: int) -> int:
+    """How many of the samples from ``first`` on the stream has, at most ``wanted``."""
+    low, high = 0, wanted + 1  # there are low; there are not high
+    while high - low > 1:
+        middle = wanted if high > wanted else (low + high) // 2
+        try:
+            stream.check_reaches(first + middle)
+            low = middle
+        except StreamExhausted:
+            high = middle
+    return low
 
 
-class StreamLoader:
-    """Iterates over the micro-batches of one data-parallel rank.
+class RankLoader:
+    """The micro-batches of one data-parallel rank.
+
+    Args:
+        stream: the order.
+        schedule: samples of a step, by the sample with which it begins.
+        micro_batch_size: samples.
+        ranks: this one among the data-parallel ranks.
+        balance: how the samples of a step are dealt to the ranks; None: as they come.
+        num_workers: processes that read; 0: none.
+        at_end: what becomes of the last step if the stream ends within it.
+    """
+
+    #: micro-batches that are read ahead; without workers by a thread, or by nobody if it is 0.
+    prefetch = 0
+    #: what a sample is called, for people.
+    _unit = "samples"
+
+    def __init__(
+        self,
+        stream: Stream,
+        schedule: BatchSchedule,
+        *,
+        micro_batch_size: int,
+        ranks: DataParallel,
+        balance: Balance | None,
+        num_workers: int,
+        at_end: AtEnd,
+    ) -> None:
+        self.stream, self.schedule, self.micro_batch_size = stream, schedule, micro_batch_size
+        self._ranks, self.dp_rank, self.dp_size = ranks, ranks.rank, ranks.size
+        self.balance, self.num_workers, self.at_end = balance, num_workers, at_end
+        #: sample at which the run ends; None: no end but that of the stream.
+        self.stop: int | None = None
+        # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
+        for _, size in schedule.segments:
+            self._check_size(size)
+
+    def _check_size(self, size: int) -> None:
+        """Raise a UsageError if a step of so many samples does not divide over the ranks."""
+        if size % (self.micro_batch_size * self.dp_size):
+            layout = {"micro_batch_size": self.micro_batch_size, "dp_rank": self.dp_rank, "dp_size": self.dp_size}
+            micro_batches(0, size, **layout)
+
+    def goes_on(self, sample: int) -> bool:
+        """Whether the run has a micro-batch for every rank there; if short steps are dropped, a step."""
+        wanted = self.dp_size if self.at_end == "deal" else self.schedule.size_at(sample)
+        if self.stop is not None and sample + wanted > self.stop:
+            return False
+        return available(self.stream, sample, wanted) == wanted
+
+    def runs_of_steps(self, first: int, *, end: int | None = None, most: int = 1) -> Iterator[tuple[range, int]]:
+        """The steps from a sample on: of all ranks, and as many at a time as `most` samples make, but at least one.
+
+        Args:
+            first: where a step begins.
+            end: where the last one is cut off; None: it begins before `stop`, and is whole.
+            most: samples.
+
+        Yields:
+            the samples of these steps, and how many a whole step has. The last step may be short: see `at_end`.
+
+        Raises:
+            StreamExhausted: the stream ends within a step, and ``at_end`` is ``refuse``. At its start, on every rank:
+                one that was handed batches while another one ran dry would wait for it for ever.
+        """
+        while first < end if end is not None else self.stop is None or first < self.stop:
+            size = self.schedule.size_at(first)
+            self._check_size(size)
+            wanted = max(most // size, 1) * size
+            wanted = wanted if end is None else min(wanted, end - first)
+            there = available(self.stream, first, wanted)
+            if there < wanted and self.at_end == "refuse":
+                self.stream.check_reaches(first + wanted)
+            dealt = there - there % size if self.at_end == "drop" else sum(self.parts(there, size))
+            if dealt:
+                yield range(first, first + dealt), size
+            if dealt < wanted:
+                self._say_left_over(there - dealt, size)
+                return
+            first += dealt
+
+    def _say_left_over(self, left: int, step: int) -> None:
+        if left and not self.dp_rank:
+            why = f"a step has {step}" if self.at_end == "drop" else f"there are {self.dp_size} ranks"
+            log.warning("megaresume: the last %d %s of the stream are not trained: %s", left, self._unit, why)
+
+    def parts(self, samples: int, step: int) -> list[int]:
+        """The micro-batches of as many samples from the beginning of a step on: how many of all ranks each has."""
+        everybody, short = self.micro_batch_size * self.dp_size, samples % step
+        last = in_parts(short, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size) if short else []
+        return [everybody] * ((samples - short) // everybody) + last
+
+    def deal(self, samples: range, step: int) -> Iterator[tuple[int, Sequence[int]]]:
+        """The micro-batches of this rank of some steps, of which the last may be short.
+
+        Args:
+            samples: of these steps: see `runs_of_steps`.
+            step: samples of a whole one.
+
+        Yields:
+            the sample with which the micro-batch of all ranks ends, and those of this rank.
+        """
+        order: Sequence[int] = samples if self.balance is None else self._balanced(samples, step)
+        everybody, first = self.micro_batch_size * self.dp_size, 0
+        mine = part_of(everybody, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        for size in self.parts(len(samples), step):
+            # As many of a whole one as of any other; else dealt out evenly.
+            begin, stop = mine if size == everybody else part_of(size, dp_rank=self.dp_rank, dp_size=self.dp_size)
+            yield samples.start + first + size, order[first + begin : first + stop]
+            first += size
+
+    def _balanced(self, samples: range, step: int) -> list[int]:
+        """The samples in the order in which they are dealt out, step by step."""
+        layout = {"micro_batch_size": self.micro_batch_size, "dp_size": self.dp_size}
+        plan = self.stream.plan(samples.start, samples.stop)
+        steps = [plan.slice(first, min(first + step, plan.stop)) for first in samples[::step]]
+        return list(np.concatenate([dealt_order(one, self.balance, **layout) for one in steps]).tolist())
+
+    def _read(self) -> Iterator[Any]:
+        """The batches, by whoever reads them."""
+        if self.num_workers:
+            return self._from_workers()
+        return in_thread(self._in_process, self.prefetch) if self.prefetch else self._in_process()
+
+    def _from_workers(self) -> Iterator[Any]:
+        """What worker processes read."""
+        raise NotImplementedError
+
+    def _in_process(self) -> Iterator[Any]:
+        """What is read as it is taken."""
+        raise NotImplementedError
+
+
+class StreamLoader(RankLoader):
+    """Iterates over the micro-batches of one data-parallel rank, in order, for ever.
+
+    Without workers, a prefetch thread reads: compiled loops that do not hold the GIL; for corpora of tokens nothing is
+    faster. Worker processes are for sources whose ``get`` is slow Python; fork or spawn, any number. With
+    ``prefetch=0`` it is done on demand, in the consumer's thread. Small micro-batches of text are read several at once,
+    but for those of workers and in page-locked memory: `Together` in dataset.py.
 
     Args:
         stream: the global stream.
@@ -209,18 +325,17 @@ class StreamLoader:
         cache_dir: str | os.PathLike[str] | None = None,
         cache_gib: float = 100.0,
     ) -> None:
-        self.stream = stream
-        self.schedule = schedule
-        self.micro_batch_size = micro_batch_size
-        self._ranks = data_parallel(dp_rank, dp_size)
-        self.dp_rank, self.dp_size = self._ranks.rank, self._ranks.size
+        super().__init__(
+            stream,
+            schedule,
+            micro_batch_size=micro_batch_size,
+            ranks=data_parallel(dp_rank, dp_size),
+            balance=balance,
+            num_workers=num_workers,
+            at_end="refuse",
+        )
         self.start = stream.start if start is None else start
-        self.stop = stop
-        self.num_workers = num_workers
-        self.prefetch = prefetch
-        self.start_method = start_method
-        self.pin_memory = pin_memory
-        self.balance = balance
+        self.stop, self.prefetch, self.start_method, self.pin_memory = stop, prefetch, start_method, pin_memory
         if read_ahead < 0 or requests < 1:
             raise UsageError(
                 "nothing can be read ahead like this",
@@ -230,59 +345,21 @@ class StreamLoader:
         self.read_ahead, self.requests = read_ahead, requests
         if cache_dir is not None:
             use_cache(stream.sources, cache_dir, gib=cache_gib)
-        #: what becomes of the last step if the stream ends within it, which is then said: see `indices`.
-        self.at_end: AtEnd = "refuse"
         self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)
-        # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
-        for _, size in schedule.segments:
-            micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
 
     def indices(self) -> Iterator[Sequence[int]]:
-        """The sample numbers of every micro-batch of this rank, in order.
-
-        Raises:
-            StreamExhausted: the stream ends within a global batch, and ``at_end`` is ``refuse``. At its start, on every
-                rank: one that was handed batches while another one ran dry would wait for it for ever.
-        """
+        """The sample numbers of every micro-batch of this rank, in order. Raises as `steps`."""
         for _, micro_steps in self.steps():
             yield from micro_steps
 
     def steps(self) -> Iterator[tuple[range, Sequence[Sequence[int]]]]:
-        """The samples of every step, and of its micro-batches on this rank."""
-        sample = self.start
-        while self.stop is None or sample < self.stop:
-            size = self.schedule.size_at(sample)
-            try:
-                self.stream.check_reaches(sample + size)
-            except StreamExhausted:
-                if self.at_end == "refuse":
-                    raise
-                yield from self._last_step(sample, size)
-                return
-            micro_steps = deal(
-                self.stream,
-                sample,
-                size,
-                micro_batch_size=self.micro_batch_size,
-                dp_rank=self.dp_rank,
-                dp_size=self.dp_size,
-                balance=self.balance,
-            )
-            yield range(sample, sample + size), micro_steps
-            sample += size
+        """The samples of every step from ``start`` on, and of its micro-batches on this rank.
 
-    def _last_step(self, sample: int, size: int) -> Iterator[tuple[range, Sequence[Sequence[int]]]]:
-        layout = {"micro_batch_size": self.micro_batch_size, "dp_size": self.dp_size}
-        there = available(self.stream, sample, size)
-        samples = sum(in_parts(there, **layout)) if self.at_end == "deal" else 0
-        if samples:
-            micro_steps = deal_in_part(
-                self.stream, sample, samples, dp_rank=self.dp_rank, balance=self.balance, **layout
-            )
-            yield range(sample, sample + samples), micro_steps
-        if samples < there:
-            why = f"there are {self.dp_size} ranks" if self.at_end == "deal" else f"a step has {size}"
-            log.warning("megaresume: the last %d samples of the stream are not trained: %s", there - samples, why)
+        Raises:
+            StreamExhausted: see `runs_of_steps`.
+        """
+        for samples, step in self.runs_of_steps(self.start):
+            yield samples, [mine for _, mine in self.deal(samples, step)]
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches from ``start`` on; every call begins there again.
@@ -294,13 +371,9 @@ class StreamLoader:
             UsageError: spawned workers would begin the script again, which has no ``if __name__ == "__main__":``.
         """
         self._ranks.check()
-        if self.num_workers:
-            return self._from_workers()
-        if self.prefetch:
-            return self._from_thread()
-        return self._on_demand()
+        return self._read()
 
-    def _on_demand(self) -> Iterator[Batch]:
+    def _in_process(self) -> Iterator[Batch]:
         if self.dataset.reads_several and not self.pin_memory:
             yield from Together(self.dataset, self.steps())
             return
@@ -321,64 +394,16 @@ class StreamLoader:
         return ReadAhead(self.dataset.stream, upcoming, memory=self.read_ahead << 20, requests=self.requests)
 
     def _from_workers(self) -> Iterator[Batch]:
-        check_main_guard(self.start_method)
-        indices, ahead = _Indices(self), max(self.prefetch, 1)
-        inbox = Inbox(pin_memory=self.pin_memory)
-        loader = torch.utils.data.DataLoader(
+        workers = Workers(
             _InWorkers(self),
-            batch_sampler=indices,
+            self.indices,
+            whole,
             num_workers=self.num_workers,
-            collate_fn=Outbox(whole, ahead=ahead),
-            worker_init_fn=outlive_signals,
-            prefetch_factor=ahead,
+            prefetch_factor=max(self.prefetch, 1),
+            copies_to_pinned=self.pin_memory,
             multiprocessing_context=self.start_method,
-            # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
-            generator=torch.Generator(),
         )
-        for parcel in loader:
-            yield shown(inbox.unpack(parcel), pin_memory=inbox.pin_memory)
-        if indices.ended is not None:
-            raise indices.ended
-
-    def _from_thread(self) -> Iterator[Batch]:
-        ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=self.prefetch)
-        stopped = threading.Event()
-
-        def put(item: Batch | BaseException | None) -> bool:
-            while not stopped.is_set():
-                try:
-                    ready.put(item, timeout=0.1)
-                except queue.Full:
-                    continue
-                return True
-            return False
-
-        def read_ahead() -> None:
-            try:
-                for batch in self._on_demand():
-                    if not put(batch):
-                        return
-                put(None)
-            except BaseException as error:  # noqa: BLE001  raised again in the consumer's thread
-                put(error)
-
-        thread = threading.Thread(target=read_ahead, name="megaresume-prefetch", daemon=True)
-
-        def stop(timeout: float | None = None) -> None:
-            stopped.set()
-            thread.join(timeout)
-
-        thread.start()
-        # A thread that is inside torch as Python ends aborts the process, with status -6.
-        atexit.register(stop, _PATIENCE_AT_EXIT)
-        try:
-            while (item := ready.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            atexit.unregister(stop)
-            stop()
+        return (shown(batch, pin_memory=workers.inbox.pin_memory) for batch in workers)
 
 
 class _InWorkers(torch.utils.data.Dataset[Batch]):
@@ -397,21 +422,3 @@ class _InWorkers(torch.utils.data.Dataset[Batch]):
             self._ahead = loader.read_ahead_of(info.id, info.num_workers)
         with self._ahead.reading(samples):
             return loader.dataset.read(samples, levels=True)
-
-
-class _Indices:
-    """A batch sampler: lists of sample numbers.
-
-    It is asked far ahead of the batches: what ends it must not be raised before those that are on their way are out.
-    """
-
-    def __init__(self, loader: StreamLoader) -> None:
-        self._loader = loader
-        self.ended: MegaresumeError | None = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        try:
-            for samples in self._loader.indices():
-                yield list(samples)
-        except MegaresumeError as error:
-            self.ended = error

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain
 from typing import Any, Protocol
 
+from megaresume.batches.batch import FaultEntry
 from megaresume.batches.data_loader import DataLoader
-from megaresume.batches.documents import FaultEntry
-from megaresume.batches.items.planned import available
-from megaresume.batches.loader import StreamLoader
+from megaresume.batches.loader import StreamLoader, available
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
 from megaresume.checkpoint.session.host import Data, change_lines

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.batches.items.options import ItemOptions
+from megaresume.batches.item_options import ItemOptions
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import hugging_face_tag

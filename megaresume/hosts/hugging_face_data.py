@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.batches.items.options import ItemOptions
-from megaresume.batches.items.reader import flatten
+from megaresume.batches.item_options import ItemOptions
+from megaresume.batches.items import flatten
 from megaresume.checkpoint.paths import records_dir
 from megaresume.hosts.instances import kind_of, refuse
 from megaresume.stream.errors import UsageError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megaresume.batches.assemble import Assembler
-from megaresume.batches.batch import document_mask, make_batch
+from megaresume.batches.assemble import Assembler, make_batch
+from megaresume.batches.batch import document_mask
 from megaresume.batches.open import open_stream
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaresume.batches.batch import make_batch
+from megaresume.batches.assemble import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.session.rank_log import hash_rows

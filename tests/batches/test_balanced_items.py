@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megaresume import Balance
+from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.planning.kernel import DOCUMENT
 from tests.batches.test_packed_items import Texts, texts
 from tests.batches.test_packed_items import loaders as loaders_of_ranks
 
@@ -100,3 +102,17 @@ def test_a_state_after_a_short_step_that_leaves_items_out(options: dict[str, Any
 def test_items_of_unknown_length_are_refused() -> None:
     with pytest.raises(UsageError, match="unknown length"):
         loaders(2, 2, 2, seq_length=None)
+
+
+def test_a_short_step_is_dealt_as_its_record_says() -> None:
+    """By the number of samples in the state, from which `trace` tells who got which: also if others are left over."""
+    items = [{"input_ids": [n] * (1 + 5 * n % 13)} for n in range(19)]
+    options: dict[str, Any] = {"dataset": items, "seq_length": 13, "packing": "none", "max_epochs": 1}
+    balance = Balance(objective="micro-step", token_cost=8)
+    made = loaders_of_ranks(5, 1, accumulation=2, balance=balance, **options)
+    handed = [[t[0] for batch in loader for t in texts(batch)] for loader in made]
+    state = made[0].state_dict()
+    assert (state["samples"], state["batches"]) == (15, [[0, 10], [10, 5]])
+    order = dealt_order(made[0].stream.plan(10, 15), balance, micro_batch_size=1, dp_size=5).tolist()
+    documents = [made[0].stream.plan(sample, sample + 1).table[0, DOCUMENT] for sample in order]
+    assert [rank[2] for rank in handed] == documents and order != sorted(order)

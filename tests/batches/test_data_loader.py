@@ -20,7 +20,7 @@ import torch
 import torch.utils.data
 
 import megaresume
-from megaresume.batches.items.source import item_hash
+from megaresume.batches.items import item_hash
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 
 ITEMS = 37

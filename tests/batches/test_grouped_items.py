@@ -12,7 +12,7 @@ import torch
 import torch.utils.data
 
 import megaresume
-from megaresume.batches.items.options import windows_of
+from megaresume.batches.item_options import windows_of
 from megaresume.stream.errors import StateError, UsageError
 
 ITEMS = 500

@@ -16,7 +16,7 @@ import pytest
 import torch
 from numba.core.compiler_lock import global_compiler_lock
 
-from megaresume.batches.batch import make_batch
+from megaresume.batches.assemble import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream

@@ -17,7 +17,7 @@ import torch
 import torch.utils.data
 
 import megaresume
-from megaresume.batches.items.reader import flatten
+from megaresume.batches.items import flatten
 from megaresume.stream.errors import ConfigError, CorpusError, StateError, UsageError
 
 ITEMS, SEQ_LENGTH = 60, 64

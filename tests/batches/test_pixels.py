@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.image_text import left_memory, shown
 from megaresume.batches.loader import StreamLoader
-from megaresume.batches.memory import left_memory, shown
 from megaresume.data.shard_source import ShardSource
 from megaresume.images.processors.pixels import Room
 from megaresume.stream.batches import BatchSchedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaresume.batches import batch as batch_module
+from megaresume.batches import assemble
 from megaresume.batches.dataset import StreamDataset
 from megaresume.images.processors.pixels import Room
 
@@ -15,7 +15,7 @@ def test_in_place_or_copied_is_the_same(shard_blend, monkeypatch):
     )
     in_place = [dataset.__getitems__(range(first, first + 4)) for first in range(0, 40, 4)]
     assert all(held) and len(held) == len(in_place)
-    monkeypatch.setattr(batch_module, "room_of", lambda *_, **__: None)
+    monkeypatch.setattr(assemble, "room_of", lambda *_, **__: None)
     for first, one in zip(range(0, 40, 4), in_place, strict=True):
         other = dataset.__getitems__(range(first, first + 4))
         assert one["pixel_values"].numpy().tobytes() == other["pixel_values"].numpy().tobytes()

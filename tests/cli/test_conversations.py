@@ -10,8 +10,7 @@ import pytest
 import torch
 import yaml
 
-from megaresume.batches.assemble import Assembler
-from megaresume.batches.batch import make_batch
+from megaresume.batches.assemble import Assembler, make_batch
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config

@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.batches.arrays import Arrays
 from megaresume.batches.assemble import Assembler
+from megaresume.batches.batch import BatchArrays
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.data.corpus import IndexedSource
@@ -89,7 +89,7 @@ def test_the_loss_mask_of_every_batch(tmp_path, packing):
     sources = {"chat": str(tmp_path / "chat"), "web": str(tmp_path / "web")}
     stream = open_stream({"seed": 5, "seq_length": 32, "packing": {"mode": packing}, "sources": sources})
     assembler = Assembler(stream.sources, seq_length=32, names=["chat", "web"])
-    arrays = Arrays.empty(150, 32)
+    arrays = BatchArrays.empty(150, 32)
     assembler.fill(stream.plan(2, 152), arrays)
     counted = 0
     for row, segments in enumerate(stream.plan(2, 152)):
@@ -205,7 +205,7 @@ def test_whatever_the_spans_say_nothing_is_written_outside(tmp_path_factory, spa
             source.fingerprint()
     assembler = Assembler([source], seq_length=32)
     stream = open_stream({"seq_length": 32, "sources": {"c": str(prefix)}})
-    arrays = Arrays.empty(1, 32)
+    arrays = BatchArrays.empty(1, 32)
     try:
         plan = stream.plan(0, 1)
     except CorpusError:

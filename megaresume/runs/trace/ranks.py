@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.batches.arrays import Arrays
 from megaresume.batches.assemble import Assembler
-from megaresume.batches.documents import Images
+from megaresume.batches.batch import BatchArrays
+from megaresume.batches.image_text import BatchImages
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.session.rank_log import hash_rows, hash_samples
 from megaresume.data.source import Source
@@ -96,7 +96,7 @@ class Contents:
             for first in range(part.plan.first, part.plan.stop, CHUNK):
                 plan = part.plan.slice(first, min(first + CHUNK, part.plan.stop))
                 assembler = self._assembler(part, pad_id)
-                arrays, images = Arrays.empty(len(plan), assembler.seq_length), Images()
+                arrays, images = BatchArrays.empty(len(plan), assembler.seq_length), BatchImages()
                 assembler.fill(plan, arrays, images, [])
                 rows = [position[0] for position in images.positions]
                 pixels = zip(rows, images.pixels, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.batches.arrays import FIELDS
+from megaresume.batches.batch import FIELDS
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.cli.main import main

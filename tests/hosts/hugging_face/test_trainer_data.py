@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 import transformers
 
 import megaresume
-from megaresume.batches.items.options import ItemOptions
+from megaresume.batches.item_options import ItemOptions
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, Texts, make

@@ -91,7 +91,7 @@ def test_the_largest_numbers_fit(form: Format) -> None:
 
 def test_places(toy: ToyRun) -> None:
     """As the loop that lays out batches has them."""
-    from megaresume.batches.arrays import lay_out
+    from megaresume.batches.batch import lay_out
 
     for align in (1, 4, 16):
         packing = {"mode": "best_fit", "open_bins": 4, "align": align}

@@ -14,7 +14,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from megaresume.batches.batch import make_batch
+from megaresume.batches.assemble import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.cli.main import main
 from megaresume.runs.trace import images as images_module

@@ -18,7 +18,7 @@ import torch
 import torch.utils.data
 
 from megaresume.batches.dataset import whole
-from megaresume.batches.loader import outlive_signals
+from megaresume.batches.workers import outlive_signals
 from megaresume.data.split import PARTS, Part
 from megaresume.hosts.megatron.data.deal import RankDeal
 from megaresume.hosts.megatron.data.form import SampleForm

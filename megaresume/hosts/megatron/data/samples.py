@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 import torch.utils.data
 
-from megaresume.batches.arrays import Arrays, Layout
+from megaresume.batches.batch import BatchArrays, SegmentLayout
 from megaresume.batches.dataset import StreamDataset
-from megaresume.batches.loader import outlive_signals
+from megaresume.batches.workers import outlive_signals
 from megaresume.data.source import Source
 from megaresume.data.spans import spans_of
 from megaresume.hosts.megatron.data.deal import RankDeal
@@ -136,7 +136,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             return self._batch(samples)
         assembler = self._inner.assembler
         plan = self._plan(samples)
-        arrays = Arrays.empty(len(plan), assembler.seq_length)
+        arrays = BatchArrays.empty(len(plan), assembler.seq_length)
         layout = assembler.fill(plan, arrays)
         items = (
             self._text(samples, plan, layout, arrays) if self.form.text else self._keys(samples, plan, layout, arrays)
@@ -168,7 +168,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             _, stop = schedule.step_of(sample)
             self.stream.plan(stop - 1, stop)
 
-    def _cross(self, samples: list[int], plan: Plan, layout: Layout, arrays: Arrays) -> None:
+    def _cross(self, samples: list[int], plan: Plan, layout: SegmentLayout, arrays: BatchArrays) -> None:
         """Give the last token of every document the token after it for a label, also if that is in the next sample."""
         trained = self._begins_trained(plan)
         cross_documents(layout.rows, layout.columns, trained, arrays.tokens, arrays.labels, arrays.loss_mask)
@@ -180,12 +180,12 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
                     after = self.stream.plan(samples[row] + 1, samples[row] + 2)
                 except StreamExhausted:
                     continue  # the last token of all has no label
-                one = Arrays.empty(1, arrays.tokens.shape[1])
+                one = BatchArrays.empty(1, arrays.tokens.shape[1])
                 self._inner.assembler.fill(after, one)
                 token, counts = one.tokens[0, 0], self._begins_trained(after)[0]
             arrays.labels[row, -1], arrays.loss_mask[row, -1] = token, counts
 
-    def _end_documents(self, plan: Plan, arrays: Arrays) -> list[int]:
+    def _end_documents(self, plan: Plan, arrays: BatchArrays) -> list[int]:
         """Rows whose last token is the last one of its document. Others know their label."""
         full = plan.tokens() == arrays.tokens.shape[1]
         rows = np.flatnonzero(full & (arrays.loss_mask[:, -1] == 0)).tolist()  # of these, not all: with spans
@@ -207,7 +207,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             trained[mine] = spans.count(plan.table[mine, OFFSET], np.ones(len(mine), np.int64)) > 0
         return trained
 
-    def _keys(self, samples: list[int], plan: Plan, layout: Layout, arrays: Arrays) -> list[Item]:
+    def _keys(self, samples: list[int], plan: Plan, layout: SegmentLayout, arrays: BatchArrays) -> list[Item]:
         form = self.form
         eod = -1 if form.eod is None else form.eod
         if form.across:
@@ -231,7 +231,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             columns["cu_seqlens"], columns["max_seqlen"] = self._bounds(layout)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def _text(self, samples: list[int], plan: Plan, layout: Layout, arrays: Arrays) -> list[Item]:
+    def _text(self, samples: list[int], plan: Plan, layout: SegmentLayout, arrays: BatchArrays) -> list[Item]:
         eod = self.form.eod if self.form.eod is not None else 0
         if self.form.across:
             self._cross(samples, plan, layout, arrays)
@@ -247,7 +247,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             self._shared[name] = make()
         return self._shared[name]
 
-    def _masks(self, layout: Layout, tokens: Int64Array) -> tuple[torch.Tensor, ...]:
+    def _masks(self, layout: SegmentLayout, tokens: Int64Array) -> tuple[torch.Tensor, ...]:
         """bool[1, S, S] for each sample, True where attention is not allowed."""
         length = tokens.shape[1]
         causal = self._share("causal", lambda: torch.ones(1, length, length, dtype=torch.bool).triu_(diagonal=1))
@@ -269,7 +269,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             masks.append(mask)
         return tuple(masks)
 
-    def _bounds(self, layout: Layout) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def _bounds(self, layout: SegmentLayout) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """``cu_seqlens`` and ``max_seqlen`` of each sample."""
         length, align = self._inner.assembler.seq_length, self.form.align
         rows, longest = [], []
@@ -285,7 +285,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         return tuple(rows), torch.tensor(longest, dtype=torch.int32).unbind()
 
 
-def _check_ends(plan: Plan, layout: Layout, tokens: Int64Array, eod: int, stream: Stream) -> None:
+def _check_ends(plan: Plan, layout: SegmentLayout, tokens: Int64Array, eod: int, stream: Stream) -> None:
     """Every document that another one follows directly must end with ``eod``: nothing else tells them apart."""
     columns, rows = layout.columns, layout.rows
     directly = (columns[1:] > 0) & (columns[:-1] + plan.table[:-1, LENGTH] == columns[1:])

@@ -1,4 +1,14 @@
-"""What `megaresume.DataLoader` is given, checked, and as the sources and the data config of a stream."""
+"""What `megaresume.DataLoader` is given, checked, and as the sources and the data config of a stream.
+
+How many tokens each item has is a column, a list, or counted by a function. They are kept, if a directory is given:
+
+    <directory>/<name>.<16 hex digits>.lengths.npy    int64[items]
+
+The digits are a hash of the number of items, of what 32 of them hold, and of the function's name, so that another
+dataset has another file and is counted; of a column or a list, a hash of the lengths. A file that is damaged is written
+again. Only what is read later shows an item that changed and is none of the 32: the reader refuses an item that is not
+as long as it was counted.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +18,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megaresume.batches.items.planned import Share
-from megaresume.batches.items.source import ItemSource, check_map_style, lengths_of
+import numpy as np
+import torch
+import torch.utils.data
+import xxhash
+
+from megaresume.batches.items import (
+    Int64Array,
+    ItemSource,
+    Measure,
+    generators_kept,
+    items_hash,
+    reading_item,
+    token_count,
+    uncounted,
+)
+from megaresume.batches.map_style import check_map_style
+from megaresume.data.files import written_atomically
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import OnChange
 from megaresume.stream.data_yaml import Append, BlendUnit
 from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.progress import progress
 from megaresume.stream.schema import check_keys
 
 log = logging.getLogger(__name__)
 
+#: items that a worker reads at a time to count their tokens.
+CHUNK = 256
 #: name of the source, if only one dataset is given.
 ONLY = "data"
 #: what may be said of a dataset, as in a data.yaml.
@@ -129,8 +157,15 @@ def windows_of(items: int, step: int) -> dict[str, int]:
     return {"batch": step, "window": max(min(items // (4 * step), WINDOW), 1)}
 
 
-def samples_of(sources: Mapping[str, ItemSource], packing: Packing, share: Share) -> int:
+def samples_of(
+    sources: Mapping[str, ItemSource], packing: Packing, *, batch_size: int, dp_size: int, accumulation: int
+) -> int:
     """Samples that one epoch of all datasets makes; if they are packed, nearly.
+
+    Args:
+        sources: the datasets.
+        packing: how their items become samples.
+        batch_size, dp_size, accumulation: samples of a micro-batch, ranks, micro-batches of a step.
 
     Raises:
         UsageError: a step takes more.
@@ -139,11 +174,11 @@ def samples_of(sources: Mapping[str, ItemSource], packing: Packing, share: Share
     if packing.seq_length is not None:
         tokens = sum(int(source.tokens.sum()) for source in sources.values() if source.tokens is not None)
         size, what = -(-tokens // packing.seq_length), f"samples of {packing.seq_length} tokens"
-    if share.step > size:
+    step = batch_size * dp_size * accumulation
+    if step > size:
         raise UsageError(
             "a step is larger than the dataset",
-            found=f"{share.step} {what} a step ({share.batch_size} * {share.dp_size} ranks * "
-            f"{share.accumulation} micro-batches), of {size}",
+            found=f"{step} {what} a step ({batch_size} * {dp_size} ranks * {accumulation} micro-batches), of {size}",
             expected=f"at most {size}",
             action="use a smaller batch_size, fewer ranks or fewer micro-batches a step",
         )
@@ -293,3 +328,126 @@ def check_packed_before(packing: Packing, before: int) -> None:
             cause="seq_length was added or left out between save and resume",
             action=f"pass seq_length={then}" if then else "leave seq_length out; or start a new run",
         )
+
+
+def lengths_of(
+    dataset: Any, name: str, lengths: Any, *, directory: Path | None, num_workers: int
+) -> tuple[Int64Array, Path | None]:
+    """Tokens of each item of a dataset, int64[items], and the file that they are kept in; None: none.
+
+    Args:
+        dataset: map-style.
+        name: for errors and the file.
+        lengths: name of a column, ``dataset[lengths]``; a list or array; a function of an item; None: `token_count`.
+        directory: where they are kept; None: nowhere.
+        num_workers: processes that read the items to be counted; 0: this one.
+
+    Raises:
+        UsageError: no such column, or not one whole number for each item.
+        CorpusError: an item of which the tokens cannot be counted.
+    """
+    path: Path | None = None
+    if isinstance(lengths, str):
+        lengths = _column(dataset, name, lengths)
+    elif lengths is None or callable(lengths):
+        lengths, path = _counted(dataset, name, lengths or token_count, directory, num_workers)
+    found = np.asarray(lengths)
+    if found.shape != (len(dataset),) or found.dtype.kind not in "iu" or found.min() < 0:
+        raise UsageError(
+            f"these are not the lengths of dataset '{name}'",
+            found=f"{found.dtype}{list(found.shape)}" + (f", the least {found.min()}" if found.size else ""),
+            expected=f"{len(dataset)} whole numbers, one for each item, at least 0",
+            action="correct lengths=",
+        )
+    found = np.ascontiguousarray(found, np.int64)
+    if directory is not None and path is None:
+        path = _kept_path(directory, name, found.tobytes())
+        path = path if _read_kept(path, len(found)) is not None else _keep(path, name, found)
+    return found, path
+
+
+def _column(dataset: Any, name: str, column: str) -> Any:
+    try:
+        return list(dataset[column])
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise UsageError(
+            f"dataset '{name}' has no column of lengths",
+            found=f"dataset[{column!r}]: {type(error).__name__}: {error}",
+            expected="one number for each item",
+            action="lengths=<name of a column, a list, or a function of an item>",
+        ) from error
+
+
+def _counted(
+    dataset: Any, name: str, measure: Measure, directory: Path | None, num_workers: int
+) -> tuple[Int64Array, Path | None]:
+    path = None if directory is None else _kept_path(directory, name, _kept_key(dataset, name, measure))
+    if path is not None and (known := _read_kept(path, len(dataset))) is not None:
+        return known, path
+    counted = _count(dataset, name, measure, num_workers)
+    if path is None:
+        log.info("megaresume: lengths of '%s' were counted; with lengths_dir= they would be kept", name)
+        return counted, None
+    return counted, _keep(path, name, counted)
+
+
+def _keep(path: Path, name: str, lengths: Int64Array) -> Path | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_atomically(path) as file:
+            np.save(file, lengths)
+    except OSError as error:
+        log.warning("megaresume: lengths of '%s' could not be kept: %s", name, error)
+        return None
+    return path
+
+
+def _kept_path(directory: Path, name: str, key: bytes) -> Path:
+    return directory / f"{name}.{xxhash.xxh3_64_hexdigest(key)}.lengths.npy"
+
+
+def _kept_key(dataset: Any, name: str, measure: Measure) -> bytes:
+    function = f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
+    return f"{len(dataset)} {items_hash(dataset, name, len(dataset))} {function}".encode()
+
+
+def _read_kept(path: Path, items: int) -> Int64Array | None:
+    try:
+        known = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return known if known.shape == (items,) and known.dtype == np.int64 else None
+
+
+def _count(dataset: Any, name: str, measure: Measure, num_workers: int) -> Int64Array:
+    reader = torch.utils.data.DataLoader(
+        _Measured(dataset, name, measure),
+        batch_size=CHUNK,
+        num_workers=num_workers,
+        collate_fn=list,
+        generator=torch.Generator(),
+    )
+    counts: list[int] = []
+    with generators_kept(), progress(f"lengths of {name}", len(dataset), "items") as bar:
+        for some in reader:
+            counts += some
+            bar.update(len(some))
+    return np.array(counts, np.int64)
+
+
+class _Measured(torch.utils.data.Dataset[int]):
+    """The lengths of a dataset's items."""
+
+    def __init__(self, dataset: Any, name: str, measure: Measure) -> None:
+        self._dataset, self._name, self._measure = dataset, name, measure
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> int:
+        with reading_item(self._name, i):
+            item = self._dataset[i]
+        try:
+            return int(self._measure(item))
+        except (TypeError, KeyError) as error:
+            raise uncounted(self._name, i, item, error) from error

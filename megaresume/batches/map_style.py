@@ -1,4 +1,4 @@
-"""What to write instead of a streaming dataset of Hugging Face's `datasets`, whose rows have no numbers.
+"""Whether a dataset has items by number; and what to write instead of a streaming one of Hugging Face's `datasets`.
 
 `datasets` shows the files of a stream, and what was done to their rows, in no public way, so nothing is read by what is
 found here: it only makes the refusal say which call to write.
@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.utils.data
+
+from megaresume.stream.errors import UsageError
+
 #: names of files that are shown.
 _SHOWN = 3
 #: names under which builders of `datasets` keep the files of a stream, the better one first.
@@ -17,6 +21,28 @@ _FILES = ("files", "original_files", "base_files")
 _ROWS = ("parquet", "json", "arrow", "text")
 #: what was done to rows, by the class that does it.
 _METHODS = {"MappedExamplesIterable": "map", "FilteredExamplesIterable": "filter"}
+
+
+def check_map_style(dataset: Any, name: str) -> None:
+    """Refuse what has no items by number.
+
+    Raises:
+        UsageError: an IterableDataset, or an object without ``len(dataset)`` and ``dataset[i]``.
+    """
+    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if not is_iterable and all(hasattr(type(dataset), member) for member in ("__len__", "__getitem__")):
+        return
+    of_files, instead = calls_instead(dataset) if is_streaming(dataset) else ("", "the map-style form of the same data")
+    raise UsageError(
+        f"dataset '{name}' has no items by number",
+        found=f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+        + (", an IterableDataset" if is_iterable or hasattr(type(dataset), "__iter__") else "")
+        + of_files,
+        expected="a map-style dataset: len(dataset), and dataset[i] for each i below it",
+        cause="an IterableDataset can only be read from its beginning, so no position of it can be returned to",
+        action=f"use {instead}; or, under DeepSpeed, give its own loader, with state_dict and load_state_dict, to "
+        "megaresume.attach(engine, loader)",
+    )
 
 
 def is_streaming(dataset: object) -> bool:

@@ -1,13 +1,21 @@
-"""`ItemSource`: any map-style dataset as a source of the stream. One item is one document.
+"""Items of any map-style dataset: as the documents of a stream, and read by their places in a batch.
 
-How many tokens each item has is a column, a list, or counted by a function. They are kept, if a directory is given:
+`ItemSource`: one item is one document. `ItemReader`: the places of the items of a batch -> these items. A place is a
+number, if there is one dataset; else a list
 
-    <directory>/<name>.<16 hex digits>.lengths.npy    int64[items]
+    [dataset, item]                                         several datasets
+    [dataset, item, epoch, offset, length, tokens, key]     packed, or with keyed randomness
 
-The digits are a hash of the number of items, of what 32 of them hold, and of the function's name, so that another
-dataset has another file and is counted; of a column or a list, a hash of the lengths. A file that is damaged is written
-again. Only what is read later shows an item that changed and is none of the 32: the reader refuses an item that is not
-as long as it was counted.
+With keyed randomness, the generators of Python, NumPy and torch (of the CPU) are seeded before each ``dataset[item]``
+by (key, epoch, item), the key by the seed and the dataset, and are as they were after the batch: what an item draws
+then depends on nothing else.
+
+`flatten` makes one row without padding, with the keys that transformers takes for packed attention:
+
+    items        a a a | b b | c c c c          total = 9
+    position_ids 0 1 2   0 1   0 1 2 3
+    labels      -100 a a -100 b -100 c c c      a model shifts them: the first token of an item is no target
+    cu_seq_lens  0, 3, 5, 9
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,44 +34,19 @@ import torch
 import torch.utils.data
 import xxhash
 
-from megaresume.batches.items.streaming import calls_instead, is_streaming
-from megaresume.data.files import written_atomically
 from megaresume.data.scan import contents_hash, sized_fingerprint
 from megaresume.stream.errors import CorpusError, StateError, UsageError
-from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
 Int64Array = npt.NDArray[np.int64]
 Measure = Callable[[Any], int]
 
+#: the label that is no target.
+IGNORED = -100
 #: items that are read for a fingerprint, spread evenly: each may be a picture to decode.
 PLACES = 32
-#: items that a worker reads at a time to count their tokens.
-CHUNK = 256
 
 log = logging.getLogger(__name__)
-
-
-def check_map_style(dataset: Any, name: str) -> None:
-    """Refuse what has no items by number.
-
-    Raises:
-        UsageError: an IterableDataset, or an object without ``len(dataset)`` and ``dataset[i]``.
-    """
-    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-    if not is_iterable and all(hasattr(type(dataset), member) for member in ("__len__", "__getitem__")):
-        return
-    of_files, instead = calls_instead(dataset) if is_streaming(dataset) else ("", "the map-style form of the same data")
-    raise UsageError(
-        f"dataset '{name}' has no items by number",
-        found=f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        + (", an IterableDataset" if is_iterable or hasattr(type(dataset), "__iter__") else "")
-        + of_files,
-        expected="a map-style dataset: len(dataset), and dataset[i] for each i below it",
-        cause="an IterableDataset can only be read from its beginning, so no position of it can be returned to",
-        action=f"use {instead}; or, under DeepSpeed, give its own loader, with state_dict and load_state_dict, to "
-        "megaresume.attach(engine, loader)",
-    )
 
 
 class ItemSource:
@@ -179,7 +162,7 @@ def items_hash(dataset: Any, name: str, items: int) -> str | None:
     """The hash of what `PLACES` of the first ``items`` items hold; None if they are not the same when read again."""
 
     def read(item: int, _offset: int, _count: int) -> Int64Array:
-        with named(name, item):
+        with reading_item(name, item):
             return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
 
     with generators_kept():
@@ -258,131 +241,8 @@ def token_count(item: Any) -> int:
     return len(item["input_ids"] if isinstance(item, Mapping) else item)
 
 
-def lengths_of(
-    dataset: Any, name: str, lengths: Any, *, directory: Path | None, num_workers: int
-) -> tuple[Int64Array, Path | None]:
-    """Tokens of each item of a dataset, int64[items], and the file that they are kept in; None: none.
-
-    Args:
-        dataset: map-style.
-        name: for errors and the file.
-        lengths: name of a column, ``dataset[lengths]``; a list or array; a function of an item; None: `token_count`.
-        directory: where they are kept; None: nowhere.
-        num_workers: processes that read the items to be counted; 0: this one.
-
-    Raises:
-        UsageError: no such column, or not one whole number for each item.
-        CorpusError: an item of which the tokens cannot be counted.
-    """
-    path: Path | None = None
-    if isinstance(lengths, str):
-        lengths = _column(dataset, name, lengths)
-    elif lengths is None or callable(lengths):
-        lengths, path = _counted(dataset, name, lengths or token_count, directory, num_workers)
-    found = np.asarray(lengths)
-    if found.shape != (len(dataset),) or found.dtype.kind not in "iu" or found.min() < 0:
-        raise UsageError(
-            f"these are not the lengths of dataset '{name}'",
-            found=f"{found.dtype}{list(found.shape)}" + (f", the least {found.min()}" if found.size else ""),
-            expected=f"{len(dataset)} whole numbers, one for each item, at least 0",
-            action="correct lengths=",
-        )
-    found = np.ascontiguousarray(found, np.int64)
-    if directory is not None and path is None:
-        path = _kept_path(directory, name, found.tobytes())
-        path = path if _read_kept(path, len(found)) is not None else _keep(path, name, found)
-    return found, path
-
-
-def _column(dataset: Any, name: str, column: str) -> Any:
-    try:
-        return list(dataset[column])
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise UsageError(
-            f"dataset '{name}' has no column of lengths",
-            found=f"dataset[{column!r}]: {type(error).__name__}: {error}",
-            expected="one number for each item",
-            action="lengths=<name of a column, a list, or a function of an item>",
-        ) from error
-
-
-def _counted(
-    dataset: Any, name: str, measure: Measure, directory: Path | None, num_workers: int
-) -> tuple[Int64Array, Path | None]:
-    path = None if directory is None else _kept_path(directory, name, _kept_key(dataset, name, measure))
-    if path is not None and (known := _read_kept(path, len(dataset))) is not None:
-        return known, path
-    counted = _count(dataset, name, measure, num_workers)
-    if path is None:
-        log.info("megaresume: lengths of '%s' were counted; with lengths_dir= they would be kept", name)
-        return counted, None
-    return counted, _keep(path, name, counted)
-
-
-def _keep(path: Path, name: str, lengths: Int64Array) -> Path | None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_atomically(path) as file:
-            np.save(file, lengths)
-    except OSError as error:
-        log.warning("megaresume: lengths of '%s' could not be kept: %s", name, error)
-        return None
-    return path
-
-
-def _kept_path(directory: Path, name: str, key: bytes) -> Path:
-    return directory / f"{name}.{xxhash.xxh3_64_hexdigest(key)}.lengths.npy"
-
-
-def _kept_key(dataset: Any, name: str, measure: Measure) -> bytes:
-    function = f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
-    return f"{len(dataset)} {items_hash(dataset, name, len(dataset))} {function}".encode()
-
-
-def _read_kept(path: Path, items: int) -> Int64Array | None:
-    try:
-        known = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return known if known.shape == (items,) and known.dtype == np.int64 else None
-
-
-def _count(dataset: Any, name: str, measure: Measure, num_workers: int) -> Int64Array:
-    reader = torch.utils.data.DataLoader(
-        _Measured(dataset, name, measure),
-        batch_size=CHUNK,
-        num_workers=num_workers,
-        collate_fn=list,
-        generator=torch.Generator(),
-    )
-    counts: list[int] = []
-    with generators_kept(), progress(f"lengths of {name}", len(dataset), "items") as bar:
-        for some in reader:
-            counts += some
-            bar.update(len(some))
-    return np.array(counts, np.int64)
-
-
-class _Measured(torch.utils.data.Dataset[int]):
-    """The lengths of a dataset's items."""
-
-    def __init__(self, dataset: Any, name: str, measure: Measure) -> None:
-        self._dataset, self._name, self._measure = dataset, name, measure
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, i: int) -> int:
-        with named(self._name, i):
-            item = self._dataset[i]
-        try:
-            return int(self._measure(item))
-        except (TypeError, KeyError) as error:
-            raise uncounted(self._name, i, item, error) from error
-
-
 @contextlib.contextmanager
-def named(name: str, i: int) -> Iterator[None]:
+def reading_item(name: str, i: int) -> Iterator[None]:
     """Add to an error of a dataset's own which item it was read for."""
     try:
         yield
@@ -400,3 +260,158 @@ def uncounted(name: str, i: int, item: Any, error: Exception) -> CorpusError:
         expected='item["input_ids"], or what the function in lengths= takes',
         action="lengths=<name of a column, a list, or a function of an item>",
     )
+
+
+def reader(datasets: Mapping[str, Any], measures: Mapping[str, Measure] | None, *, keyed: bool) -> Any:
+    """What torch reads from: see `ItemReader`; or the dataset itself, if all that it would do is to ask it."""
+    one = next(iter(datasets.values()))
+    if len(datasets) == 1 and measures is None and not keyed and not hasattr(one, "__getitems__"):
+        return one
+    return ItemReader(datasets, measures, keyed=keyed)
+
+
+class ItemReader(torch.utils.data.Dataset[Any]):
+    """Items by place, in the training process or in a worker, which plans nothing.
+
+    Args:
+        datasets: by name, in the order in which places count them.
+        measures: functions by name that count the tokens of an item, if items are packed: each must be as long as it
+            was when it was planned.
+        keyed: randomness is keyed.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Any],
+        measures: Mapping[str, Measure] | None = None,
+        *,
+        keyed: bool = False,
+    ) -> None:
+        self._names, self._datasets = list(datasets), list(datasets.values())
+        self._measures = None if measures is None else list(measures.values())
+        self._keyed = keyed
+
+    def __getitem__(self, place: Any) -> Any:
+        """One item."""
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: Sequence[Any]) -> list[Any]:
+        """Items in this order; by the dataset's own ``__getitems__`` if it has one and randomness is not keyed.
+
+        Raises:
+            CorpusError: it answers with more or fewer items, or an item is not as long as it was.
+        """
+        if isinstance(places[0], int):
+            return self._many(0, places)
+        items = self._read_keyed(places) if self._keyed else self._read(places)
+        if self._measures is None:
+            return items
+        return [self._cut(item, place) for item, place in zip(items, places, strict=True)]
+
+    def _read_keyed(self, places: Sequence[Sequence[int]]) -> list[Any]:
+        items = []
+        with generators_kept():
+            for dataset, item, epoch, *_, key in places:
+                seed_generators(f"{key} {epoch} {item}")
+                items.append(self._datasets[dataset][item])
+        return items
+
+    def _read(self, places: Sequence[Sequence[int]]) -> list[Any]:
+        items: list[Any] = [None] * len(places)
+        by_dataset: dict[int, list[int]] = {}
+        for k, place in enumerate(places):
+            by_dataset.setdefault(place[0], []).append(k)
+        for dataset, mine in by_dataset.items():
+            for k, item in zip(mine, self._many(dataset, [places[k][1] for k in mine]), strict=True):
+                items[k] = item
+        return items
+
+    def _many(self, number: int, items: Sequence[int]) -> list[Any]:
+        dataset = self._datasets[number]
+        many = getattr(dataset, "__getitems__", None)
+        if many is None:
+            return [dataset[item] for item in items]
+        read = many(items)
+        if len(read) != len(items):
+            raise CorpusError(
+                f"dataset '{self._names[number]}' gives another number of items than it was asked for",
+                found=f"{len(read)} items from __getitems__({list(items)})",
+                expected=f"{len(items)}",
+                action="correct __getitems__ of the dataset: one item for each number, in that order",
+            )
+        return read  # type: ignore[no-any-return]
+
+    def _cut(self, item: Any, place: Sequence[int]) -> Any:
+        """The part of an item that was planned, mostly all of it."""
+        dataset, number, _, offset, length, tokens, _ = place
+        assert self._measures is not None
+        try:
+            found = int(self._measures[dataset](item))
+        except (TypeError, KeyError) as error:
+            raise uncounted(self._names[dataset], number, item, error) from error
+        if found != tokens or (length != tokens and token_count(item) != tokens):
+            raise CorpusError(
+                f"item {number} of dataset '{self._names[dataset]}' is not as long as its length says",
+                found=f"{found} tokens",
+                expected=f"{tokens}, as it was when the loader was made",
+                cause="the lengths are of other data, or the item is random",
+                action="correct lengths=, or remove the files in lengths_dir",
+            )
+        return item if length == tokens else part_of(item, offset, length)
+
+
+def part_of(item: Any, offset: int, length: int) -> Any:
+    """Some of the tokens of an item that packing ``split`` cuts: of every list, array or tensor with one entry a token.
+
+    Args:
+        item: a mapping with ``input_ids``, or a sequence of tokens.
+        offset, length: tokens before the part, tokens in it.
+    """
+    if not isinstance(item, Mapping):
+        return item[offset : offset + length]
+    tokens = token_count(item)
+    return {key: value[offset : offset + length] if _entries(value) == tokens else value for key, value in item.items()}
+
+
+def _entries(value: Any) -> int | None:
+    """How many a list, array or tensor has."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return len(value) if value.ndim else None
+    return len(value) if isinstance(value, list | tuple) else None
+
+
+def flatten(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch of all items, as transformers' ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` gives it.
+
+    Args:
+        items: each with ``input_ids``, and ``labels`` of the same length if any has them.
+
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids``: int64[1, total]; ``cu_seq_lens_q``, ``cu_seq_lens_k``:
+        int32[items + 1]; ``max_length_q``, ``max_length_k``: numbers.
+    """
+    tokens = [_array(item["input_ids"]) for item in items]
+    labels = [_array(item["labels"]) for item in items] if "labels" in items[0] else tokens
+    lengths = np.array([len(one) for one in tokens], np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    targets = np.concatenate(labels)
+    targets[bounds[:-1]] = IGNORED
+    longest = int(lengths.max())
+    boundaries = torch.from_numpy(bounds.astype(np.int32))
+    return {
+        "input_ids": _row(np.concatenate(tokens)),
+        "labels": _row(targets),
+        "position_ids": _row(np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)),
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def _array(tokens: Any) -> npt.NDArray[np.int64]:
+    return np.asarray(tokens, np.int64)
+
+
+def _row(values: npt.NDArray[np.int64]) -> torch.Tensor:
+    return torch.from_numpy(values)[None]

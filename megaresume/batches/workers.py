@@ -1,0 +1,350 @@
+"""Who reads batches ahead: worker processes, which hand them over in one piece of shared memory; or a thread.
+
+torch passes every tensor of a batch in a file of its own, through a socket, and both processes map it anew: for text
+that takes several times as long as reading it.
+
+    worker            collate -> Outbox     copy all tensors into the room that was used longest ago
+    training process  Inbox -> batch        copy them out of it, and mark it as free
+
+A room is memory of a worker that is sent until the training process knows it. The mark that it is free is not all that
+keeps the two apart, which would need a memory barrier: a room rests until the worker has been asked for as many
+batches as it may be ahead, each through a pipe, and all of that after the training process has copied what was in the
+room, or has thrown it away unseen. A batch of `LARGE` bytes gets a room of its own and is not copied out.
+
+Worker processes outlive the signals that ask the run to stop. Slurm sends a job's signals to all of its processes.
+torch's worker dies of a SIGTERM that is not its parent's, and the parent of it in the middle of the very save that the
+signal asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import os
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.data
+
+from megaresume.batches.main_guard import check_main_guard
+
+#: seconds that the end of a program waits for a batch that is being read.
+_PATIENCE_AT_EXIT = 30.0
+
+#: bytes that every tensor's place is a multiple of: a line of the cache.
+ALIGN = 64
+#: bytes from which a batch is not copied out of its room.
+LARGE = 8 << 20
+#: bytes at the beginning of a room: whether a batch waits in it, and whether the training process knows it.
+_FULL, _KNOWN = 0, 1
+
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+_listening = False
+
+
+def outlive_signals(_worker: int = 0) -> None:
+    """In a worker process: only the parent's own SIGTERM, by which torch clears workers away, ends it.
+
+    May be given to a ``DataLoader`` as ``worker_init_fn``. A second call in one process changes nothing.
+    """
+    global _listening
+    if _listening:
+        return
+    _listening = True
+    parent = os.getppid()
+    # Blocked in every thread that begins from here on; delivered to the one that waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    threading.Thread(target=_wait, args=(parent,), name="megaresume-signals", daemon=True).start()
+
+
+def _wait(parent: int) -> None:
+    while True:
+        found = signal.sigwaitinfo(_SIGNALS)
+        if found.si_signo == signal.SIGTERM and found.si_pid == parent:
+            os._exit(0)  # as torch's own handler does
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor lies in a room."""
+
+    #: bytes.
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Bytes."""
+        return self.offset + self.dtype.itemsize * math.prod(self.shape)
+
+
+class Parcel(NamedTuple):
+    """A batch on its way."""
+
+    #: process and number of a room that is used again; None: ``room`` belongs to this batch.
+    key: tuple[int, int] | None
+    #: uint8[n], in shared memory; None: the training process knows it.
+    room: torch.Tensor | None
+    #: bytes of the room that are used.
+    end: int
+    #: the batch, with places instead of tensors.
+    contents: Any
+
+
+class Outbox:
+    """A ``collate_fn`` for worker processes, which packs what another one gives.
+
+    Tensors are packed that lie on the CPU, in dicts, lists and tuples; everything else is sent as torch sends it.
+
+    Args:
+        collate_fn: gives a batch.
+        ahead: batches that a worker may be ahead (``prefetch_factor``); None: never use a room again.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], *, ahead: int | None) -> None:
+        self._collate_fn = collate_fn
+        self._ahead = ahead
+        #: (number, room), the one that was used longest ago first.
+        self._rooms: deque[tuple[int, torch.Tensor]] = deque()
+
+    def __call__(self, items: Any) -> Parcel:
+        """Collate, and pack."""
+        packed = _Packed()
+        contents = packed.add(self._collate_fn(items))
+        if self._ahead is None or packed.end >= LARGE:
+            key, room = None, shared_memory(packed.end)
+        else:
+            number, room = self._room(packed.end, self._ahead)
+            key = os.getpid(), number
+        for place, tensor in packed.tensors.values():
+            _view(room, place).copy_(tensor)
+        room[_FULL] = 1
+        return Parcel(key, None if room[_KNOWN] else room, packed.end, contents)
+
+    def _room(self, size: int, ahead: int) -> tuple[int, torch.Tensor]:
+        rests = len(self._rooms) > ahead
+        if rests and not (self._rooms[0][1][_FULL] and self._rooms[0][1][_KNOWN]):
+            number, room = self._rooms.popleft()
+        else:
+            number, room = len(self._rooms), torch.empty(0)
+        if len(room) < size:
+            room = shared_memory(size + size // 4)
+        self._rooms.append((number, room))
+        return number, room
+
+
+class Inbox:
+    """The training process's side.
+
+    Args:
+        pin_memory: put batches into page-locked memory, if there is a GPU.
+    """
+
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        #: whether it does.
+        self.pin_memory = pin_memory and getattr(torch, "accelerator", torch.cuda).is_available()
+        self._rooms: dict[tuple[int, int], torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Before workers begin anew: the batches that they have on their way will be thrown away."""
+        for room in self._rooms.values():
+            room[_FULL] = 0
+
+    def unpack(self, parcel: Parcel) -> Any:
+        """The batch that was packed. Its tensors share one piece of memory."""
+        room = parcel.room
+        if parcel.key is not None and room is not None:
+            self._rooms[parcel.key] = room
+            room[_KNOWN] = 1
+        elif parcel.key is not None:
+            room = self._rooms[parcel.key]
+        assert room is not None
+        if parcel.key is None and not self.pin_memory:
+            return _unpacked(parcel.contents, room)
+        copy = torch.empty(parcel.end, dtype=torch.uint8, pin_memory=self.pin_memory).copy_(room[: parcel.end])
+        room[_FULL] = 0
+        return _unpacked(parcel.contents, copy)
+
+
+class _Packed:
+    """The tensors of a batch, one after another."""
+
+    def __init__(self) -> None:
+        self.end = ALIGN
+        #: by identity, so that one that is in a batch twice is so after it.
+        self.tensors: dict[int, tuple[TensorPlace, torch.Tensor]] = {}
+
+    def add(self, part: Any) -> Any:
+        """A part of a batch, with places instead of tensors."""
+        if type(part) is dict:
+            return {key: self.add(value) for key, value in part.items()}
+        if type(part) in (list, tuple):
+            return type(part)(self.add(value) for value in part)
+        if not _can_be_packed(part):
+            return part
+        if id(part) not in self.tensors:
+            place = TensorPlace(-(-self.end // ALIGN) * ALIGN, part.dtype, tuple(part.shape))
+            self.tensors[id(part)] = place, part
+            self.end = place.end
+        return self.tensors[id(part)][0]
+
+
+def _can_be_packed(part: Any) -> bool:
+    return (
+        type(part) is torch.Tensor
+        and part.layout is torch.strided
+        and part.device.type == "cpu"
+        and not part.requires_grad
+        and not part.is_quantized
+        # Otherwise it lies where the training process can read it.
+        and not (part.nbytes >= LARGE and part.is_shared())  # type: ignore[no-untyped-call]
+    )
+
+
+def _unpacked(part: Any, room: torch.Tensor) -> Any:
+    if type(part) is TensorPlace:
+        return _view(room, part)
+    if type(part) is dict:
+        return {key: _unpacked(value, room) for key, value in part.items()}
+    if type(part) in (list, tuple):
+        return type(part)(_unpacked(value, room) for value in part)
+    return part
+
+
+def _view(room: torch.Tensor, place: TensorPlace) -> torch.Tensor:
+    return room[place.offset : place.end].view(place.dtype).view(place.shape)
+
+
+def shared_memory(num_bytes: int) -> torch.Tensor:
+    """uint8[n] in shared memory, as torch's own collation asks for it."""
+    storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+class Workers:
+    """torch's ``DataLoader``, with batches of worker processes in shared memory: see `Outbox`.
+
+    Args:
+        dataset: reads what is asked for, in the workers.
+        requests: gives what to ask for, batch by batch.
+        collate_fn: makes the batch, in the workers.
+        num_workers: processes; 0: whoever takes the batch reads it, and torch may put it into page-locked memory.
+        prefetch_factor: batches that a worker may be ahead; None: 2.
+        copies_to_pinned: batches are copied out of shared memory into page-locked memory, if there is a GPU.
+        worker_init_fn: is called in each worker.
+        options: others of torch's.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        requests: Callable[[], Iterator[Any]],
+        collate_fn: Callable[[Any], Any],
+        *,
+        num_workers: int,
+        prefetch_factor: int | None = None,
+        copies_to_pinned: bool = False,
+        worker_init_fn: Callable[[int], object] | None = None,
+        **options: Any,
+    ) -> None:
+        self.inbox, self._copies_to_pinned = Inbox(pin_memory=copies_to_pinned), copies_to_pinned
+        # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
+        self.generator = torch.Generator()
+        self._requests = _Requests(requests)
+        if num_workers:
+            # What torch itself puts into page-locked memory is no room any more.
+            ahead = None if options.get("pin_memory") else prefetch_factor or 2
+            collate_fn = Outbox(collate_fn, ahead=ahead)
+        self.torch = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=self._requests,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=functools.partial(_begin_worker, worker_init_fn) if num_workers else None,
+            generator=self.generator,
+            **options,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches. Raises what the requests raise, after the batches before it; and as `check_main_guard`."""
+        if self.torch.num_workers:
+            context = self.torch.multiprocessing_context
+            check_main_guard(None if context is None else context.get_start_method())
+        if not self.torch.persistent_workers:
+            self.inbox = Inbox(pin_memory=self._copies_to_pinned)
+        self.inbox.begin()
+        yield from map(self.inbox.unpack, self.torch) if self.torch.num_workers else self.torch
+        if self._requests.ended is not None:
+            raise self._requests.ended
+
+
+class _Requests:
+    """A batch sampler. It is asked far ahead of the batches: what ends it must not be raised before those that are on
+    their way are out."""
+
+    def __init__(self, requests: Callable[[], Iterator[Any]]) -> None:
+        self._requests = requests
+        self.ended: Exception | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.ended = None
+        try:
+            yield from self._requests()
+        except Exception as error:  # noqa: BLE001  raised by `Workers`
+            self.ended = error
+
+
+def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
+    outlive_signals()
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
+def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]:
+    """What an iterator gives, read by a thread: so many ahead. Raises what it raises, after what came before."""
+    ready: queue.Queue[tuple[Any, BaseException | None] | None] = queue.Queue(maxsize=ahead)
+    stopped = threading.Event()
+
+    def put(item: tuple[Any, BaseException | None] | None) -> bool:
+        while not stopped.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def read_ahead() -> None:
+        try:
+            for batch in batches():
+                if not put((batch, None)):
+                    return
+            put(None)
+        except BaseException as error:  # noqa: BLE001  raised again in the consumer's thread
+            put((None, error))
+
+    thread = threading.Thread(target=read_ahead, name="megaresume-prefetch", daemon=True)
+
+    def stop(timeout: float | None = None) -> None:
+        stopped.set()
+        thread.join(timeout)
+
+    thread.start()
+    # A thread that is inside torch as Python ends aborts the process, with status -6.
+    atexit.register(stop, _PATIENCE_AT_EXIT)
+    try:
+        while (item := ready.get()) is not None:
+            batch, error = item
+            if error is not None:
+                raise error
+            yield batch
+    finally:
+        atexit.unregister(stop)
+        stop()
