@@ -316,8 +316,7 @@ def make_batch(
         fields: which of those that a loop can do without.
         attention_mask: add the document-diagonal mask.
         pin_memory: put tensors into page-locked memory.
-        levels: of images, 8-bit levels instead of pixels where they have such; `megaresume.batches.memory.shown` makes
-            pixels of them.
+        levels: of images, 8-bit levels instead of pixels where they have such; `shown` makes pixels of them.
 
     Raises:
         CorpusError: a document is damaged, or not as long as the index says.

@@ -27,7 +27,7 @@ import xxhash
 from megaresume.batches import item_options
 from megaresume.batches.item_batches import Collated, ItemEpochs, Places
 from megaresume.batches.items import flatten, reader, token_count
-from megaresume.batches.loader import RankLoader, data_parallel
+from megaresume.batches.loader import RankLoader, available, data_parallel
 from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
@@ -308,6 +308,13 @@ class DataLoader(RankLoader):
         if short:  # the last step of a run, or a part of one
             batches = (*schedule.until(sample - short), (sample - short, short))
         return self.stream.state_at(sample, batches=batches)
+
+    def goes_on(self, sample: int) -> bool:
+        """Whether the run has a micro-batch for every rank there; with ``drop_last``, a step that begins there."""
+        wanted = self.step_samples if self.drop_last else self.dp_size
+        if self.stop is not None and sample + wanted > self.stop:
+            return False
+        return available(self.stream, sample, wanted) == wanted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any number of ranks, workers, and items a batch.

@@ -179,13 +179,6 @@ class RankLoader:
             layout = {"micro_batch_size": self.micro_batch_size, "dp_rank": self.dp_rank, "dp_size": self.dp_size}
             micro_batches(0, size, **layout)
 
-    def goes_on(self, sample: int) -> bool:
-        """Whether the run has a micro-batch for every rank there; if short steps are dropped, a step."""
-        wanted = self.dp_size if self.at_end == "deal" else self.schedule.size_at(sample)
-        if self.stop is not None and sample + wanted > self.stop:
-            return False
-        return available(self.stream, sample, wanted) == wanted
-
     def runs_of_steps(self, first: int, *, end: int | None = None, most: int = 1) -> Iterator[tuple[range, int]]:
         """The steps from a sample on: of all ranks, and as many at a time as `most` samples make, but at least one.
 

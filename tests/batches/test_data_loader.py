@@ -21,6 +21,7 @@ import torch.utils.data
 
 import megaresume
 from megaresume.batches.items import item_hash
+from megaresume.batches.loader import RankLoader
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 
 ITEMS = 37
@@ -436,3 +437,23 @@ def test_other_epochs_of_one_of_two_datasets_are_refused() -> None:
     (loader,) = ranks(1, 4, dataset=two, max_epochs={"a": 2})
     with pytest.raises(StateError, match=r"sources\.a\.max_epochs 3"):
         ranks(1, 4, loader.state_dict(), dataset=two, max_epochs={"a": 3})
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
+def test_an_error_of_the_planning_comes_after_the_batches_before_it(
+    order: list[int], monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    """Workers are asked for batches far ahead."""
+    (loader,) = ranks(1, 2, num_workers=num_workers)
+    deal = RankLoader.deal
+
+    def damaged(self: Any, samples: range, step: int) -> Any:
+        yield from islice(deal(self, samples, step), 5)
+        raise CorpusError("damaged")
+
+    monkeypatch.setattr(RankLoader, "deal", damaged)
+    handed: list[int] = []
+    with pytest.raises(CorpusError, match="damaged"):
+        for batch in loader:
+            handed += numbers(batch)
+    assert (handed, loader.samples) == (order[:10], 10)
