@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import math
 import os
 import queue
@@ -34,8 +35,11 @@ import torch.utils.data
 
 from megaresume.batches.main_guard import check_main_guard
 
-#: seconds that the end of a program waits for a batch that is being read.
-_PATIENCE_AT_EXIT = 30.0
+log = logging.getLogger(__name__)
+
+#: seconds that the end of a program waits for a batch that is being read, fewer than a scheduler leaves between its
+#: signals (Slurm's KillWait: 30); and those after which it says so.
+_PATIENCE_AT_EXIT, _SAID_AT_EXIT = 20.0, 1.0
 
 #: bytes that every tensor's place is a multiple of: a line of the cache.
 ALIGN = 64
@@ -332,13 +336,24 @@ def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]
 
     thread = threading.Thread(target=read_ahead, name="megaresume-prefetch", daemon=True)
 
-    def stop(timeout: float | None = None) -> None:
+    ending = threading.Event()
+
+    def stop_at_exit() -> None:
         stopped.set()
-        thread.join(timeout)
+        ending.set()
+        thread.join(_SAID_AT_EXIT)
+        if thread.is_alive():
+            log.warning(
+                "megaresume: the program has ended, and waits for a batch that is being read ahead, for %.0f s at "
+                "most: a store or a disk that is slow to answer",
+                _PATIENCE_AT_EXIT,
+            )
+            thread.join(_PATIENCE_AT_EXIT - _SAID_AT_EXIT)
 
     thread.start()
     # A thread that is inside torch as Python ends aborts the process, with status -6.
-    atexit.register(stop, _PATIENCE_AT_EXIT)
+    atexit.register(stop_at_exit)
+    unregister = atexit.unregister  # a module may be taken apart before an iterator that nobody has finished
     try:
         while (item := ready.get()) is not None:
             batch, error = item
@@ -346,5 +361,7 @@ def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]
                 raise error
             yield batch
     finally:
-        atexit.unregister(stop)
-        stop()
+        stopped.set()
+        if not ending.is_set():
+            unregister(stop_at_exit)
+            thread.join()

@@ -323,3 +323,16 @@ def test_a_program_ends_while_the_next_batch_is_read() -> None:
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", ENDS_WHILE_READING], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
+
+
+def test_a_program_that_waits_for_a_slow_read_at_its_end_says_so() -> None:
+    """And not a word of the iterator that nobody has finished, which may outlive the modules that it needs."""
+    slow = ENDS_WHILE_READING.replace("rows = ", "time.sleep(3 * (i > 0 and Source.slow))\n        rows = ")
+    slow = slow.replace("import sys, ", "import sys, time, ").replace(
+        "class Source:", "class Source:\n    slow = False"
+    )
+    slow += "\nSource.slow = True\ntime.sleep(0.5)\nimport megaresume.batches.workers as module\nmodule.atexit = None\n"
+    done = subprocess.run([sys.executable, "-c", slow], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
+    assert done.stderr.count("megaresume: the program has ended, and waits for a batch that is being read ahead") == 1
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
