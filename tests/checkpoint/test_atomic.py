@@ -34,6 +34,9 @@ def test_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
         ("open", errno.EACCES, "no permission"),
         ("fsync", errno.EIO, "device or the network filesystem fails"),
         ("replace", errno.EIO, "device or the network filesystem fails"),
+        ("write", errno.EROFS, "mounted read-only"),  # by the kernel, in the middle of a run
+        ("fsync", errno.ESTALE, "a stale handle"),
+        ("open", errno.ESTALE, "a stale handle"),
     ],
 )
 def test_a_refusing_disk_is_named_and_the_old_content_stays(

@@ -147,6 +147,16 @@ def test_a_killed_owner_is_passed_at_once(tmp_path: Path) -> None:
             assert [path.name for path in (tmp_path / "megaresume").iterdir()] == ["owner_0000002"]
 
 
+def test_a_process_that_has_the_number_of_the_owner_is_not_the_owner() -> None:
+    """The kernel gives numbers again: the time at which a process began tells two apart."""
+    owner = this_process(token="1" * 16)
+    assert owner.started is not None
+    asks = dataclasses.replace(owner, token="2" * 16, pid=1, started=1)
+    assert gone(owner, asks, ask_slurm=False) is None
+    before = dataclasses.replace(owner, started=owner.started - 1)
+    assert gone(before, asks, ask_slurm=False) == "that process is gone"
+
+
 def test_an_owner_that_ended_is_no_matter(tmp_path: Path) -> None:
     """Nor does the thread that renews hold the interpreter at its end."""
     with job(tmp_path, renew=3600.0) as first:
