@@ -2,7 +2,7 @@
 
     save     all ranks: which file is whose; each machine's thread is told            `Durability.submit`
     thread   waits for the manifest, which an asynchronous save writes much later
-             its machine's files: checksum, forced to the disk; its part written   (`checkpoint.saving.durable`)
+             its machine's files: checksum, forced to the disk; its part written   (`checkpoint.saving.durability`)
              rank 0's: the checksums of all, then, when all are forced, that the checkpoint is durable
     close    waits for the thread, for a while; the end of the program does, too
 
