@@ -113,6 +113,9 @@ class Samples:
     def snapshot(self, samples: int) -> Any:
         return self.stream.state_at(samples, batches=SCHEDULE.until(samples))
 
+    def read_back(self, state: Any) -> None:
+        self.stream.read_back(stream_of(state))
+
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[()]:
         return ()
 
