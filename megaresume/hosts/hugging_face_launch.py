@@ -27,7 +27,7 @@ from megaresume.checkpoint.session.flags import PREFIX, take_settings
 from megaresume.checkpoint.session.refusals import show_refusals
 from megaresume.checkpoint.session.settings import GROUPS, Checkpoints
 from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.hosts.hooking import children
+from megaresume.hosts.hooking import importing
 from megaresume.hosts.hooking.importing import when_imported, wrap
 from megaresume.hosts.instances import SLOT
 from megaresume.stream.errors import SetupError, UsageError
@@ -80,7 +80,7 @@ def install() -> None:
     if _said().get("launch", {}).get("mode") == "off":
         return
     is_launched = SETTINGS_VARIABLE in os.environ
-    children.install_in_children(__name__, [_TRAINER, _OPTIMIZER] if is_launched else [_TRAINER])
+    importing.install_in_children(__name__, [_TRAINER, _OPTIMIZER] if is_launched else [_TRAINER])
     when_imported(_TRAINER, _hook)
     if is_launched:
         when_imported(_OPTIMIZER, _watch_steps)

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -234,3 +236,29 @@ def _globals_named(code: CodeType, known: dict[str, Any]) -> Iterator[Any]:
         elif isinstance(value, ModuleType):
             attributes = object.__getattribute__(value, "__dict__")
             yield from (attributes[other] for other in code.co_names if isinstance(attributes.get(other), FunctionType))
+
+
+# Hooks in the Python processes that a hooked one starts, through the environment
+
+
+#: Environment variable for child processes: ``MODULE=INSTALLER``, separated by commas. When the first is imported, the
+#: second is too, and its ``install()`` is called.
+CHILDREN_VARIABLE = "MEGARESUME_HOOKS"
+
+#: On its path, Python runs our sitecustomize.py when it starts.
+_STARTUP = Path(__file__).with_name("startup")
+
+
+def install_in_children(installer: str, modules: Iterable[str]) -> None:
+    """Make Python processes that this one starts call ``install()`` of a module of ours. Twice changes nothing.
+
+    Args:
+        installer: dotted name of our module.
+        modules: the modules that they wait for; one that imports none of them pays next to nothing.
+    """
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if str(_STARTUP) not in path:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *path])
+    waiting = [pair for pair in os.environ.get(CHILDREN_VARIABLE, "").split(",") if pair]
+    pairs = [*waiting, *(f"{module}={installer}" for module in modules)]
+    os.environ[CHILDREN_VARIABLE] = ",".join(dict.fromkeys(pairs))

@@ -18,8 +18,7 @@ import numpy as np
 from megaresume.hosts.megatron.guard.compare import compare, grown_too_far
 from megaresume.hosts.megatron.guard.corpora import Corpus
 from megaresume.hosts.megatron.guard.pinned import extendable
-from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord
-from megaresume.hosts.megatron.guard.request import Request
+from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord, Request
 from megaresume.runs.answer import told
 from megaresume.runs.plan.start import Finding, Findings, Flags
 from megaresume.stream.errors import UsageError

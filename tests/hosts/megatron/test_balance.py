@@ -15,11 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.batches.loader import StreamLoader
-from megaresume.hosts.megatron.data.deal import RankDeal
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import MicroBatches
-from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY, SampleDataset
+from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY, RankDeal, SampleDataset
 from megaresume.hosts.megatron.data.streams import open_streams
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError

@@ -20,10 +20,9 @@ import torch.utils.data
 from megaresume.batches.dataset import whole
 from megaresume.batches.workers import outlive_signals
 from megaresume.data.split import PARTS, Part
-from megaresume.hosts.megatron.data.deal import RankDeal
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.samples import Item, SampleDataset
+from megaresume.hosts.megatron.data.samples import Item, RankDeal, SampleDataset
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.batches import Balance
 from megaresume.stream.stream import Stream

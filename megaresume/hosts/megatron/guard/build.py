@@ -16,15 +16,14 @@ from megaresume.hosts.megatron.guard.extend import Extension, extend, extension_
 from megaresume.hosts.megatron.guard.order import Pass, agreed, current_pass, from_leaders
 from megaresume.hosts.megatron.guard.pinned import (
     extendable,
+    mismatches,
     observe,
     observe_split,
     pin_builder,
     pinned_splits,
     unguarded,
 )
-from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, SplitRecord
-from megaresume.hosts.megatron.guard.request import Request
-from megaresume.hosts.megatron.guard.verify import mismatches
+from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, Request, SplitRecord
 from megaresume.stream.errors import StateError
 
 

@@ -15,8 +15,15 @@ from typing import Any
 from megaresume.checkpoint.data_state import DataState
 from megaresume.hosts.megatron.guard.corpora import Corpus
 from megaresume.hosts.megatron.guard.pinned import extendable
-from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, ComponentRecord, OrderRecord
-from megaresume.hosts.megatron.guard.request import FLAGS, Request
+from megaresume.hosts.megatron.guard.record import (
+    FLAGS,
+    SPLITS,
+    Blend,
+    BuilderRecord,
+    ComponentRecord,
+    OrderRecord,
+    Request,
+)
 from megaresume.stream.errors import StateError
 
 #: weights mean the same if they agree that well after normalisation.

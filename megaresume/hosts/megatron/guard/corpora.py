@@ -30,8 +30,7 @@ import xxhash
 
 from megaresume.data.layout import HEADER_BYTES, IndexHeader
 from megaresume.data.spans import spans_path
-from megaresume.hosts.megatron.guard.record import SPLITS
-from megaresume.hosts.megatron.guard.request import Request
+from megaresume.hosts.megatron.guard.record import SPLITS, Request
 from megaresume.hosts.megatron.schedule import schedule_from_args
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.progress import progress

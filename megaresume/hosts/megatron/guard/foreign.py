@@ -11,9 +11,8 @@ from typing import Any
 
 from megaresume.hosts.megatron.guard.compare import Difference
 from megaresume.hosts.megatron.guard.corpora import index_arrays
-from megaresume.hosts.megatron.guard.pinned import blend_part, components_of, is_blend, part
+from megaresume.hosts.megatron.guard.pinned import blend_part, components_of, is_blend, mismatches, part
 from megaresume.hosts.megatron.guard.record import SPLITS, BuilderRecord, ComponentRecord, SplitRecord
-from megaresume.hosts.megatron.guard.verify import mismatches
 
 #: arguments that enter the order, and their flags.
 _ARGUMENTS = {

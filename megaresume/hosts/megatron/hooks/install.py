@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from megaresume.checkpoint.session.refusals import show_refusals
-from megaresume.hosts.hooking import children
+from megaresume.hosts.hooking import importing
 from megaresume.hosts.hooking.importing import when_imported, wrap
 from megaresume.hosts.megatron.arguments import add_arguments
 from megaresume.hosts.megatron.hooks import calls
@@ -97,7 +97,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def install_in_children() -> None:
     """Make Python processes that this one starts wait for Megatron's modules too."""
-    children.install_in_children(__name__, modules_to_watch())
+    importing.install_in_children(__name__, modules_to_watch())
 
 
 F = Callable[..., Any]

@@ -10,7 +10,7 @@ import pytest
 
 from megaresume.data.spans import spans_path
 from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_spans
-from megaresume.hosts.megatron.guard.request import Request
+from megaresume.hosts.megatron.guard.record import Request
 from megaresume.stream.errors import ConfigError
 from tests.corpora import write_spans
 from tests.hosts.megatron.guard.conftest import Corpora, Run
