@@ -121,7 +121,7 @@ class Count(Generic[T]):
     def use(self) -> None:
         """One more of those that are out goes into the gradients."""
         if self.reads and len(self.out) <= self.used:
-            raise self._refuse(self._incomplete(is_none=True))
+            raise self._refuse(self._incomplete(f"{self.words.clock} was called again", is_none=True))
         self.used += self.reads
 
     def return_all(self) -> None:

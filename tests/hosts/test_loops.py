@@ -45,7 +45,8 @@ LACKING = "a step is to be made without all of its micro-batches"
 HALF = "failed half-way, and nothing is trained any more"
 LATE = "the engine is past its first step, but no data state was restored"
 LOST = "an error came between a micro-batch and the loop"
-AGAIN = "a step was made, and no micro-batch was taken for it"
+AGAIN = "engine.step() was called again, and no micro-batch was taken for it"
+MADE = "a step was made, and no micro-batch was taken for it"
 NONE = "a step is to be made, and no micro-batch was taken for it"
 #: what stops a loop, and what the error names, on rank 0 with 1 micro-batch a step, and with 4; None: nothing is wrong.
 BAD: dict[str, tuple[tuple[str, str] | None, tuple[str, str]]] = {
@@ -167,7 +168,7 @@ def test_pipelines(loops: Any) -> None:
         error, made = found["ends"]  # on both ranks: the one that reads no more would wait for the other
         assert error[0] == "StreamExhausted" and made == loops["pipelines"][0]["ends"][1] > 2
         error, *_ = found["other_iterator"]
-        assert error[0] == "StateError" and error[1].startswith(AGAIN)
+        assert error[0] == "StateError" and error[1].startswith(MADE)
 
 
 def test_the_log_has_what_the_model_was_given(loops: Any, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
