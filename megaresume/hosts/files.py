@@ -152,7 +152,7 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
     Args:
         objects: what is saved.
         directory: the tag directory.
-        held: what else it holds: see `StepHost.held`.
+        held: what else it holds: see `TrainerHost.carried`.
         writer: see above.
         group: a process group on the CPU, of the writer alone; None: there is one rank.
 
