@@ -5,21 +5,26 @@ Exit status: 0 when what was asked holds, 1 when it does not, 2 on bad usage.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import megaresume
+from megaresume.cli.groups import listed
+from megaresume.cli.welcome import welcome
 from megaresume.command_line import Parser, near, normalise
 from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
-#: In the order of a newcomer's first day. Each is a module with add_arguments and run: see `_module`.
+#: In the order of a newcomer's first day. Each is a module with add_arguments and run: see `module_of`.
 COMMANDS = {
     "demo": "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped",
+    "new": "write a starting point for your trainer: a short program that trains, and resumes exactly",
     "prepare": "build .bin/.idx from text, or the index of tar shards",
     "stream": "show what a data config gives: the documents of each sample, how full it is, the sources' shares",
     "inspect": "show a checkpoint's data state, pointers and completeness",
@@ -33,13 +38,14 @@ COMMANDS = {
     "patch": "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
     "run": "run an unmodified Megatron script with exact data resume",
     "smoke": "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",
+    "completion": "print what bash or zsh needs to complete megaresume's commands and flags",
 }
 
 #: questions about a run, and those of them that have a folder of their own.
 _QUESTIONS = ("doctor", "inspect", "latest", "plan", "report", "stream", "trace", "verify")
 _FOLDERS = ("doctor", "plan", "trace")
 
-DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."
+DESCRIPTION = "Exact, elastic, provable data resume for every trainer."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,17 +59,28 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: launch scripts get them as they are
     argv = normalise(argv)
-    parser = Parser(prog="megaresume", description=DESCRIPTION)
+    if not argv:
+        print(welcome(Path.cwd()))
+        return 0
+    parser = Parser(
+        prog="megaresume",
+        usage="megaresume [-h] [--version] COMMAND ...",
+        description=DESCRIPTION,
+        epilog=listed(COMMANDS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     named = next((word for word in argv if not word.startswith("-")), None)
     if named is not None and named not in COMMANDS:
         parser.error(f"there is no command '{named}'{near(named, COMMANDS)}; megaresume --help lists them")
     parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    parsers = {name: commands.add_parser(name, help=words, description=words) for name, words in COMMANDS.items()}
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog="megaresume", help=argparse.SUPPRESS
+    )
+    parsers = {name: commands.add_parser(name, description=words) for name, words in COMMANDS.items()}
     try:
         asked = next((word for word in argv if word in COMMANDS), None)
         if asked is not None:  # no other command is imported
-            module = importlib.import_module(_module(asked))
+            module = importlib.import_module(module_of(asked))
             module.add_arguments(parsers[asked])
             parsers[asked].words = argv
         args, unknown = parser.parse_known_args(argv)
@@ -100,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _module(command: str) -> str:
+def module_of(command: str) -> str:
     """The module of a command."""
     if command in _QUESTIONS:
         return f"megaresume.runs.{command}" + ".command" * (command in _FOLDERS)

@@ -33,7 +33,7 @@ def test_the_exit_status_is_that_of_the_process(tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("nonsense",), ("stream",), ("verify", "/nowhere"), ("inspect", "/nowhere"), ("demo", "--steps", "3")],
+    [("nonsense",), ("stream",), ("verify", "/nowhere"), ("inspect", "/nowhere"), ("demo", "--steps", "3")],
 )
 def test_bad_usage_is_status_2_without_a_traceback(words):
     done = megaresume(*words)

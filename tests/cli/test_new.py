@@ -1,0 +1,88 @@
+"""``megaresume new``: every starting point runs as it is written, is killed, and continues exactly."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaresume.cli.new import STARTS
+from tests.cli.conftest import megaresume
+from tests.packaging.conftest import ROOT
+
+#: trainer -> the package that it is a starting point for.
+PACKAGES = {"torch": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
+PACKAGES |= {"deepspeed": "deepspeed"}
+
+
+#: not for the reader: without a GPU, DeepSpeed would compile a collective first, for minutes.
+PRELUDE = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
+
+
+def lines_of(directory: Path, command: list[str], kill_at: int | None = None) -> list[str]:
+    """``step N loss X`` as the program prints them; killed with SIGKILL as soon as it says a step."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "1", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    lines: list[str] = []
+    with subprocess.Popen(
+        command,
+        cwd=directory,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.strip())
+            if kill_at is not None and re.match(rf"step {kill_at} ", line):
+                program = psutil.Process(process.pid)
+                for one in [program, *program.children(recursive=True)]:  # torchrun's ranks have sessions of their own
+                    one.kill()
+        status = process.wait()
+    assert (status == 0) == (kill_at is None), "\n".join(lines[-30:])
+    return [line for line in lines if re.match(r"step \d+ ", line)]
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_it_is_short_and_not_written_over_anything(tmp_path: Path, name: str) -> None:
+    done = megaresume("new", name, tmp_path / "here")
+    program = tmp_path / "here" / STARTS[name].program
+    assert done.returncode == 0 and STARTS[name].command in done.stdout
+    assert len(program.read_text().splitlines()) <= 40
+    assert (tmp_path / "here" / "data.yaml").exists() == STARTS[name].has_stream
+    program.write_text("mine")
+    again = megaresume("new", name, tmp_path / "here")
+    assert again.returncode == 2 and STARTS[name].program in again.stderr and program.read_text() == "mine"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", [name for name in STARTS if name != "megatron"])
+def test_it_runs_and_goes_on_exactly_after_a_kill(tmp_path: Path, name: str) -> None:
+    if find_spec(PACKAGES[name]) is None:
+        pytest.skip(f"{PACKAGES[name]} is not installed")
+    megaresume("new", name, tmp_path / "whole")
+    if name == "deepspeed":
+        program = tmp_path / "whole" / STARTS[name].program
+        program.write_text(PRELUDE + program.read_text())
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    command = STARTS[name].command.split()
+    whole = lines_of(tmp_path / "whole", command)
+    assert [int(line.split()[1]) for line in whole] == list(range(1, 161))
+    killed = lines_of(tmp_path / "cut", command, kill_at=70)
+    assert killed == whole[: len(killed)]
+    resumed = lines_of(tmp_path / "cut", command)
+    # From the last checkpoint on, each step again with the loss that it has in the undisturbed run.
+    assert 100 <= len(resumed) <= 120 and resumed == whole[-len(resumed) :]
+    assert megaresume("latest", tmp_path / "cut" / _saves(name), "--iteration").stdout.strip() == "160"
+
+
+def _saves(name: str) -> str:
+    return {"lightning": "checkpoints/run", "accelerate": "checkpoints/checkpoints"}.get(name, "checkpoints")
