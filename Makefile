@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo check test test-all docs upstream trainers lint types bench clean
+.PHONY: demo check test test-all docs upstream trainers peers lint types bench clean
 
 # The constraints file pins what CI runs; a GPU machine gets the CUDA build of the same torch.
 $(STAMP): pyproject.toml constraints.txt
@@ -59,6 +59,17 @@ upstream: upstream-clones $(UPSTREAM)
 # docs/trainers.md: every trainer but Megatron's, on the real packages; half an hour. ONLY="torch lightning" repeats a part.
 trainers: $(STAMP)
 	$(BIN)/python -m tests.upstream.trainers $(if $(ONLY),--only $(ONLY))
+
+# docs/peers.md: other people's loaders and ours, killed and resumed; half an hour. ONLY="torchdata litdata" repeats a part.
+PEERS := .peers/main/.installed .peers/mosaicml/.installed
+$(PEERS): .peers/%/.installed: benchmarks/peers/requirements-%.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+peers: $(PEERS)
+	.peers/main/bin/python -m benchmarks.peers --python mosaicml=.peers/mosaicml/bin/python $(addprefix --only ,$(ONLY))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
