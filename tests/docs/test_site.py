@@ -20,4 +20,5 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site/api.html").read_text()
     # Signatures and docstrings, not names alone.
-    assert 'id="megaresume.attach"' in api and "replaces the data; hooks are not stacked" in api
+    assert 'id="megaresume.attach"' in api and "has a section for each trainer" in api
+    assert (tmp_path / "site/_images/killed-three-times.svg").is_file()

@@ -43,7 +43,7 @@ def test_the_wheel(built: tuple[Path, Path]) -> None:
     # Links to files lead nowhere on the package index.
     targets = re.findall(r"\]\(([^)]+)\)", metadata)
     assert [target for target in targets if not target.startswith("https://")] == []
-    assert "`docs/guard.md`" in metadata
+    assert "`docs/peers.md`" in metadata
 
 
 @pytest.fixture(scope="module")
