@@ -24,7 +24,7 @@ from megaresume.batches.open import open_stream
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_source import ShardSource
 from megaresume.data.tar import parse_record
-from megaresume.images.document import Key
+from megaresume.encoding.images.document import Key
 from megaresume.stream.batches import BatchSchedule
 from tests.data.far import serve
 

@@ -23,9 +23,9 @@ from benchmarks.timing import cpu
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.images.document import Key, Record
-from megaresume.images.encoder import ImageTextEncoder
-from megaresume.images.processors.pixels import Backend
+from megaresume.encoding.images.document import Key, Record
+from megaresume.encoding.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.processors.pixels import Backend
 from megaresume.stream.batches import BatchSchedule
 
 SEQ_LENGTH = 8192

@@ -13,17 +13,15 @@
 Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from
 those below it (``lint-imports`` checks that):
 
-cli/           the program
+program.py     the command line: finds the command; welcome.py, completion.py
 cluster/       launching, the resume test of a cluster, the demo, and their small trainer
 runs/          a run's directory, and every question that is asked of it, with its command
 run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
 hosts/         DeepSpeed, Megatron, other people's loaders
 checkpoint/    the protocol: save, choose, lock, keep; and the process that follows it, whatever trains
 batches/       samples to batches
-patching/      scripts adapted by a codemod
 data/          documents and records, and what a data config names, opened
-images/        records to tokens and pixels
-text/          text and conversations to tokens
+encoding/      records to what is trained on: text to tokens, images to tokens and pixels
 files.py, render.py, command_line.py, shipped.py, testing.py  files replaced whole; tables and pages; flags of
                commands; files of a checkout; a check for your own sources
 stream/        the order of samples: ids and lengths alone

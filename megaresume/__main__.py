@@ -2,6 +2,6 @@
 
 import sys
 
-from megaresume.cli.main import main
+from megaresume.program import main
 
 sys.exit(main())

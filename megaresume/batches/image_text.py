@@ -31,8 +31,8 @@ import torch.utils.data
 from megaresume.batches.batch import BatchArrays, FaultEntry, SegmentLayout
 from megaresume.batches.workers import shared_memory
 from megaresume.data.source import DocumentSource
-from megaresume.images.document import EncodedDocument, Key
-from megaresume.images.processors.pixels import Levels, Room
+from megaresume.encoding.images.document import EncodedDocument, Key
+from megaresume.encoding.images.processors.pixels import Levels, Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.kernel import LENGTH, SOURCE
 from megaresume.stream.planning.plan import Plan

@@ -33,10 +33,10 @@ from megaresume.data.shard_options import open_energon, open_image_folder, open_
 from megaresume.data.shard_source import ShardSource
 from megaresume.data.source import Source
 from megaresume.data.split import PARTS, Part, RangeSource, range_of, split_part
+from megaresume.encoding.text.tokenizers import packed_vocabulary
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
-from megaresume.text.tokenizers import packed_vocabulary
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.data.documents import LeftOut, TextOptions, bad_conversation, left_out
-from megaresume.text.conversation_encoder import ConversationEncoder, ConversationOptions
-from megaresume.text.conversations import BadRow, Conversation
-from megaresume.text.tokenizers import (
+from megaresume.encoding.text.conversation_encoder import ConversationEncoder, ConversationOptions
+from megaresume.encoding.text.conversations import BadRow, Conversation
+from megaresume.encoding.text.tokenizers import (
     HuggingFaceTokenizer,
     Tokenizer,
     pack_tokenizer,
     tokenizer_from_content,
     unpacked_content,
 )
-from megaresume.text.turns import Selection
+from megaresume.encoding.text.turns import Selection
 
 #: whose version may change what the tokens are.
 LIBRARIES = ("tokenizers", "jinja2", "pyarrow")

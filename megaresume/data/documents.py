@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 from megaresume.data.inputs import Format, InputFile
 from megaresume.data.row_lines import bounds_of
-from megaresume.stream.errors import CorpusError
-from megaresume.text.conversation_encoder import ConversationOptions
-from megaresume.text.conversations import (
+from megaresume.encoding.text.conversation_encoder import ConversationOptions
+from megaresume.encoding.text.conversations import (
     MISSING,
     BadRow,
     Conversation,
@@ -23,6 +22,7 @@ from megaresume.text.conversations import (
     conversation_of,
     under,
 )
+from megaresume.stream.errors import CorpusError
 
 #: what to do with bytes that are not UTF-8 (and with half surrogates in JSON).
 InvalidText = Literal["error", "replace", "skip"]

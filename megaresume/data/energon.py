@@ -33,7 +33,7 @@ from megaresume.data.remote import RemoteStore, is_url
 from megaresume.data.shard_files import RecordError
 from megaresume.data.shard_paths import META, braces, join
 from megaresume.data.yaml_text import parse_yaml
-from megaresume.images.document import Record
+from megaresume.encoding.images.document import Record
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.text import parse_json
 

@@ -28,12 +28,12 @@ from megaresume.data.shard_files import SCAN_BLOCK, BlockFile, Place, RecordErro
 from megaresume.data.shard_paths import join, resolved
 from megaresume.data.streams import unpacked
 from megaresume.data.tar import Extent, check_plain
-from megaresume.images.document import Record
+from megaresume.encoding.images.document import Record
 from megaresume.stream.errors import CorpusError
 
 if TYPE_CHECKING:
     from megaresume.data.record_index import ShardIndex
-    from megaresume.images.templates import Template
+    from megaresume.encoding.images.templates import Template
 
 #: images that are read at a time when an index is made.
 REQUESTS = 32
@@ -152,7 +152,7 @@ class Folder:
         known = folder_of(index)
         if known is None:
             return None
-        from megaresume.images.templates import template_from_options
+        from megaresume.encoding.images.templates import template_from_options
 
         template = template_from_options(index.header["encoder"]["spec"]["template"])
         average = index.header["folder"]["bytes"] // max(index.header["images"], 1)

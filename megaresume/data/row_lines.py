@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from megaresume.encoding.text.conversations import KEYS
 from megaresume.stream.errors import require
-from megaresume.text.conversations import KEYS
 
 #: bytes read at once.
 CHUNK = 1 << 20

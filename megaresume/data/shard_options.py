@@ -174,7 +174,7 @@ def _check_encoder(options: Any, index: ShardIndex, name: str, base_dir: Path) -
     """An encoder that is written down in the data.yaml must be the one that the index was made with."""
     if options is None:
         return
-    from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.encoding.images.encoder import ImageTextEncoder
 
     if isinstance(options, str | os.PathLike):
         path = base_dir / options

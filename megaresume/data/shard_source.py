@@ -28,9 +28,9 @@ from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:
-    from megaresume.images.document import EncodedDocument, FaultPolicy, Key, Record
-    from megaresume.images.encoder import ImageTextEncoder
-    from megaresume.images.processors.pixels import Levels
+    from megaresume.encoding.images.document import EncodedDocument, FaultPolicy, Key, Record
+    from megaresume.encoding.images.encoder import ImageTextEncoder
+    from megaresume.encoding.images.processors.pixels import Levels
 
 Int64Array = npt.NDArray[np.int64]
 #: What becomes of documents longer than `max_tokens`.
@@ -101,7 +101,7 @@ class ShardSource:
         if self._folder is not None:
             self._folder.check()
         if augment is not None:
-            from megaresume.images.augment import augmentation_from_options
+            from megaresume.encoding.images.augment import augmentation_from_options
 
             augmentation_from_options(augment)
         if self._limit is not None and too_long == "error":
@@ -123,7 +123,7 @@ class ShardSource:
     @functools.cached_property
     def encoder(self) -> ImageTextEncoder:
         """The one that the index was made with, and the augmentation of this source."""
-        from megaresume.images.encoder import ImageTextEncoder
+        from megaresume.encoding.images.encoder import ImageTextEncoder
 
         return ImageTextEncoder(self.index.header["encoder"]["spec"]).augmented(self.augment)
 
@@ -178,7 +178,7 @@ class ShardSource:
 
     def get(self, i: int) -> npt.NDArray[Any]:
         """Tokens of document i, shape (length(i),); see `encoded` for its images."""
-        from megaresume.images.document import Key
+        from megaresume.encoding.images.document import Key
 
         # Tokens do not depend on the key: augmentation preserves sizes.
         return self.encoded(i, Key(seed=0, source=self.name, document=i, epoch=0)).tokens
@@ -203,7 +203,7 @@ class ShardSource:
                 missing or another one, which no policy covers.
             SetupError: the store does not answer.
         """
-        from megaresume.images.faults import encode_as_indexed, fit_document
+        from megaresume.encoding.images.faults import encode_as_indexed, fit_document
 
         length = self.length(i)
         policy = self.policy
@@ -417,8 +417,8 @@ def _changed(record: Record) -> CorpusError:
 
 def _image_sizes(record: Record) -> dict[str, list[int] | str]:
     """Member -> [width, height] in pixels, or what is wrong with it."""
-    from megaresume.images.decode import ImageOptions, size_of
-    from megaresume.images.templates.base import image_members
+    from megaresume.encoding.images.decode import ImageOptions, size_of
+    from megaresume.encoding.images.templates.base import image_members
 
     sizes: dict[str, list[int] | str] = {}
     for member in image_members(record):

@@ -4,7 +4,7 @@ Source           documents by number
   TokenSource      all tokens in one array: a compiled loop copies them
   DocumentSource   tokens and images of one document together, with randomness that is keyed by what it is
 
-What a `DocumentSource` gives is in `megaresume.images.document`.
+What a `DocumentSource` gives is in `megaresume.encoding.images.document`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.images.document import EncodedDocument, Key
+from megaresume.encoding.images.document import EncodedDocument, Key
 from megaresume.stream.state import Fingerprint
 
 

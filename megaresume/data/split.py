@@ -17,7 +17,7 @@ from megaresume.data.corpus import IndexedSource
 from megaresume.data.scan import scan_fingerprint
 from megaresume.data.source import DocumentSource, Source, TokenSource, VisionEncoder, is_document_source
 from megaresume.data.spans import Spans, spans_of
-from megaresume.images.document import EncodedDocument, Key
+from megaresume.encoding.images.document import EncodedDocument, Key
 from megaresume.stream.documents.pieces import LongDocuments, find_long
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import Fingerprint

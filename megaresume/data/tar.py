@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from megaresume.data.shard_files import BlockFile, RecordError
-from megaresume.images.document import Record
+from megaresume.encoding.images.document import Record
 from megaresume.stream.errors import CorpusError
 
 BLOCK = tarfile.BLOCKSIZE

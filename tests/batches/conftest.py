@@ -17,7 +17,7 @@ import torch
 
 from megaresume.batches.open import open_stream
 from megaresume.data.scan import scan_fingerprint
-from megaresume.images.document import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.encoding.images.document import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream
 
@@ -173,7 +173,7 @@ def image_blend(config: dict, notes: Documents) -> Blend:
 def shard_blend(config: dict, notes: Documents, tmp_path_factory: pytest.TempPathFactory) -> Blend:
     """The real thing: tar shards, images of varied sizes, random augmentation, two images that cannot be decoded."""
     from megaresume.data.prepare.shards import prepare_shards
-    from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.encoding.images.encoder import ImageTextEncoder
     from tests.batches.pages import page
     from tests.data.kit import write_shard
 

@@ -10,8 +10,8 @@ import numpy as np
 import PIL.Image
 
 from megaresume.data.scan import scan_fingerprint
-from megaresume.images.document import EncodedDocument, Key, Record
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.document import EncodedDocument, Key, Record
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.state import Fingerprint
 
 

@@ -12,7 +12,7 @@ import torch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.data.source import DocumentSource, is_document_source
 from megaresume.data.split import range_of
-from megaresume.images.document import Key
+from megaresume.encoding.images.document import Key
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.batches.conftest import IMAGE_TOKEN, PIXEL_SHAPE, Pictures
 

@@ -10,7 +10,7 @@ import transformers
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.models import for_hf
 from megaresume.batches.open import open_stream
-from megaresume.images.document import Key
+from megaresume.encoding.images.document import Key
 from megaresume.stream.errors import UsageError
 from tests.batches.pages import Pages
 

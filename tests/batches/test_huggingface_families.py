@@ -10,11 +10,11 @@ import transformers
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.models import for_hf
 from megaresume.batches.open import open_stream
-from megaresume.images.document import Key
+from megaresume.encoding.images.document import Key
 from megaresume.stream.errors import UsageError
 from tests.batches.pages import Pages
 from tests.batches.test_huggingface import LANGUAGE, SEED
-from tests.images.models_kit import IMAGE_TOKENS, write_processor
+from tests.encoding.images.models_kit import IMAGE_TOKENS, write_processor
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 16, "patch_size": 4}

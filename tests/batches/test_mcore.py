@@ -24,7 +24,7 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.models import for_mcore_gpt, for_mcore_llava, packed_seq_params
 from megaresume.batches.open import open_stream
 from megaresume.cluster.training.model import DocumentAttention
-from megaresume.images.document import Key
+from megaresume.encoding.images.document import Key
 from megaresume.stream.errors import UsageError
 from tests.batches.pages import Pages
 

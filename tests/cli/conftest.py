@@ -16,8 +16,8 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.cli.main import main
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.program import main
 
 
 @dataclass(frozen=True)

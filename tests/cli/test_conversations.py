@@ -20,12 +20,12 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.data.corpus import IndexedSource
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.encoding.text.turns import Selection
 from megaresume.runs.trace.ranks import _hash
 from megaresume.stream.batches import BatchSchedule
-from megaresume.text.turns import Selection
 from tests.cli.conftest import SavedRun, megaresume
-from tests.text.families import FAMILIES
-from tests.text.kit import write_tokenizer
+from tests.encoding.text.families import FAMILIES
+from tests.encoding.text.kit import write_tokenizer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from megaresume.checkpoint.paths import step_path
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import read_step_file, write_step_file
 from megaresume.checkpoint.topology import Topology
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.state import StreamState
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 from tests.cli.test_latest import WRITERS, archive, write_hugging_face, write_megatron, write_verl, write_zero

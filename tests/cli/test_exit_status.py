@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.main import COMMANDS, main
+from megaresume.program import COMMANDS, main
 
 #: of every command that is given a path.
 WRONG = [

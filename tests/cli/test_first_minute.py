@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.groups import GROUPS
-from megaresume.cli.main import COMMANDS
+from megaresume.program import COMMANDS, GROUPS
 from tests.cli.conftest import megaresume
 
 

@@ -12,7 +12,7 @@ import pytest
 from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.paths import step_path
 from megaresume.checkpoint.step_file import read_step_file
-from megaresume.cli.main import main
+from megaresume.program import main
 
 pytestmark = pytest.mark.process  # `doctor` starts one
 

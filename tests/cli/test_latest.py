@@ -18,7 +18,7 @@ import pytest
 
 from megaresume.checkpoint.saving.commit import begin_save
 from megaresume.checkpoint.step_file import read_step_file
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 
 
@@ -141,7 +141,7 @@ def test_as_a_program(tmp_path: Path) -> None:
     path = write_zero(tmp_path / "a b", 4)
     done = megaresume("latest", tmp_path / "a b")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{path}\n", "")
-    code = "import sys; from megaresume.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
+    code = "import sys; from megaresume.program import main; main(sys.argv[1:]); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, "latest", tmp_path / "a b"], capture_output=True, text=True, check=True
     )

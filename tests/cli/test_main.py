@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from megaresume.cli.main import COMMANDS, main
 from megaresume.command_line import normalise
+from megaresume.program import COMMANDS, main
 from tests.cli.conftest import megaresume, megaresume_process
 
 
@@ -95,7 +95,7 @@ def test_the_cheap_commands_import_nothing_heavy(run):
     import sys
 
     code = (
-        "import sys; from megaresume.cli.main import main; main(['inspect', sys.argv[1], '--json']);"
+        "import sys; from megaresume.program import main; main(['inspect', sys.argv[1], '--json']);"
         "heavy = {'torch', 'numba', 'numpy', 'deepspeed', 'megatron'} & set(sys.modules); print(heavy, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.save)], capture_output=True, text=True)

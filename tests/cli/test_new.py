@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaresume.cli.new import STARTS
+from megaresume.cluster.new import STARTS
 from tests.cli.conftest import megaresume
 from tests.packaging.conftest import ROOT
 

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from megaresume.patching.errors import PatchError
-from megaresume.patching.files import replace_script
+from megaresume.hosts.megatron.patching.errors import PatchError
+from megaresume.hosts.megatron.patching.files import replace_script
 from tests.cli.conftest import megaresume
-from tests.patching.scripts import MINDSPEED, UP_TO_0_17, V0_19
-from tests.patching.test_revert import edit
+from tests.hosts.megatron.patching.scripts import MINDSPEED, UP_TO_0_17, V0_19
+from tests.hosts.megatron.patching.test_revert import edit
 
 
 @pytest.fixture

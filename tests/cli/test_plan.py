@@ -67,7 +67,7 @@ def test_nothing_changed(run: SavedRun) -> None:
 @pytest.mark.process
 def test_nothing_heavy_is_imported(run: SavedRun) -> None:
     code = (
-        "import sys; from megaresume.cli.main import main;"
+        "import sys; from megaresume.program import main;"
         "main(['plan', sys.argv[1], '--data', sys.argv[2], '--on-change', 'stage', '--train-iters', '50']);"
         "print({'torch', 'numba', 'deepspeed', 'megatron'} & set(sys.modules), file=sys.stderr)"
     )

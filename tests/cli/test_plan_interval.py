@@ -13,7 +13,7 @@ import pytest
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger
 from megaresume.checkpoint.system import process_age, utc
 from megaresume.checkpoint.topology import Topology
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.runs.plan.interval import advise, daly, duration, losses, measure, spell, young
 from megaresume.runs.run import Run
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture

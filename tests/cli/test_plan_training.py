@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.cluster.training.conftest import data_yaml, runs, write_corpus  # noqa: F401  fixtures
 
 SIZES = "--micro-batch-size 2 --zero-stage 1"

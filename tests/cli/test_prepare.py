@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 PROGRAM = """
 import argparse, sys
-from megaresume.cli import prepare
+from megaresume.data.prepare import command as prepare
 from megaresume.stream.errors import MegaresumeError, UsageError
 parser = argparse.ArgumentParser()
 prepare.add_arguments(parser)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megaresume.cli.main import main
 from megaresume.data.record_index import ShardIndex
+from megaresume.program import main
 from tests.data.kit import OPTIONS, captions, encoder, write_shard, write_shards
 
 PATCHES = "{kind: patches, size: 16, patch_size: 8}"

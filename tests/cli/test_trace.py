@@ -15,8 +15,8 @@ import yaml
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import append_ledger, read_ledger
 from megaresume.checkpoint.topology import Topology
-from megaresume.cli.main import main
 from megaresume.data.catalog import open_sources
+from megaresume.program import main
 from megaresume.runs.run import Run
 from megaresume.runs.trace.documents import Decoder
 from megaresume.runs.trace.trace import Trace

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.images.document import Key
-from megaresume.images.encoder import ImageTextEncoder
-from tests.images.kit import file, picture
+from megaresume.encoding.images.document import Key
+from megaresume.encoding.images.encoder import ImageTextEncoder
+from tests.encoding.images.kit import file, picture
 
 #: patches of 8 pixels in a picture of 16 x 16: 4 tokens an image.
 OPTIONS = {"processor": {"kind": "patches", "size": 16, "patch_size": 8}}

@@ -15,11 +15,11 @@ from megaresume.data.energon import Fields
 from megaresume.data.metadataset import expand_metadatasets
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_files import RecordError
-from megaresume.images.document import Record
+from megaresume.encoding.images.document import Record
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.data.kit import captions, encoder, key, write_shard
-from tests.images.kit import file, picture
-from tests.images.test_pages import build, page
+from tests.encoding.images.kit import file, picture
+from tests.encoding.images.test_pages import build, page
 
 pytestmark = pytest.mark.process
 
@@ -368,7 +368,7 @@ def test_a_file_that_is_no_metadataset(several):
 
 
 def test_prepare_makes_the_index_of_every_data_set(made, tmp_path, monkeypatch, capsys):
-    from megaresume.cli.main import main
+    from megaresume.program import main
 
     for name in ("coco", "coyo"):
         shutil.copytree(made, tmp_path / name)

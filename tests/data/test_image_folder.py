@@ -32,7 +32,7 @@ from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.data.far import serve
 from tests.data.kit import OPTIONS, encoder, key, killed_and_run_again, same, write_shard
 from tests.data.test_ahead import FAULTS
-from tests.images.kit import file, picture
+from tests.encoding.images.kit import file, picture
 
 CHAT = {"kind": "chat", "style": "plain"}
 
@@ -603,7 +603,7 @@ def test_prepare_of_rows_without_images_needs_none(tmp_path):
 
 def command(tmp_path: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "megaresume.cli.main", "prepare", str(tmp_path / "rows.jsonl"), "--image-folder"),
+        *(sys.executable, "-m", "megaresume.program", "prepare", str(tmp_path / "rows.jsonl"), "--image-folder"),
         *(str(tmp_path / "images"), "--output", str(tmp_path / "out"), "--processor", json.dumps(OPTIONS["processor"])),
         *("--template", json.dumps(CHAT), *more),
     ]

@@ -115,7 +115,7 @@ def test_documents_that_were_left_out_are_passed_over(tmp_path):
 
 
 def test_opening_to_plan_builds_no_tokenizer(pairs, monkeypatch):
-    from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.encoding.images.encoder import ImageTextEncoder
 
     monkeypatch.setattr(ImageTextEncoder, "__init__", None)
     source = opened(pairs, split="60,40")

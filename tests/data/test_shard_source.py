@@ -21,12 +21,12 @@ from megaresume.data.split import range_of
 from megaresume.stream.errors import CorpusError, StateError, StreamExhausted
 from megaresume.stream.fingerprints import check_fingerprint, hash_lengths
 from tests.data.kit import add, captions, encoder, key, same, write_shard, write_shards
-from tests.images.kit import file, picture
+from tests.encoding.images.kit import file, picture
 
 
 def expected(i: int, k=None):
     """Document i, encoded without shards and index."""
-    from megaresume.images.document import Record
+    from megaresume.encoding.images.document import Record
 
     name, members = captions(1, i)[0]
     return encoder().encode(Record(key=name, path="", members=members), k or key(i))

@@ -22,8 +22,8 @@ from megaresume.data.corpus import IndexedSource
 from megaresume.data.sidecar import read_tokenizer, sidecar_path, write_tokenizer
 from megaresume.data.spans import SpansWriter, spans_of, spans_path
 from megaresume.data.split import range_of
+from megaresume.encoding.text.conversation_encoder import runs_of
 from megaresume.stream.errors import CorpusError, StateError, UsageError
-from megaresume.text.conversation_encoder import runs_of
 from tests.corpora import simple_corpus, write_spans
 
 LENGTHS = [7, 0, 12, 30, 1, 9]

@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from tests.batches.pages import page
 from tests.data.kit import write_shard
 

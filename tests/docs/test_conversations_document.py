@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.main import main
-from tests.text.families import FAMILIES
-from tests.text.kit import write_tokenizer
+from megaresume.program import main
+from tests.encoding.text.families import FAMILIES
+from tests.encoding.text.kit import write_tokenizer
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conversations.md"
 

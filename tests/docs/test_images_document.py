@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaresume.images.augment import STEPS, augmentation_from_options
-from megaresume.images.encoder import ImageTextEncoder
-from megaresume.images.processors import KINDS
-from megaresume.images.processors.pretrained import PUBLISHED
-from tests.images.transformers_kit import write_model
+from megaresume.encoding.images.augment import STEPS, augmentation_from_options
+from megaresume.encoding.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.processors import KINDS
+from megaresume.encoding.images.processors.pretrained import PUBLISHED
+from tests.encoding.images.transformers_kit import write_model
 
 pytest.importorskip("PIL")
 

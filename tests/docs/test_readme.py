@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megaresume.cli.main import COMMANDS
+from megaresume.program import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

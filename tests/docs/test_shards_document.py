@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 import yaml
 
-from megaresume.cli.main import main
+from megaresume.program import main
 
 pytest.importorskip("webdataset")
 

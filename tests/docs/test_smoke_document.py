@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli import smoke
 from megaresume.cluster.job import KINDS
+from megaresume.cluster.smoke import command as smoke
 from megaresume.cluster.smoke.plan import make_plan
 
 TEXT = (Path(__file__).parents[2] / "docs" / "smoke.md").read_text()

@@ -14,8 +14,8 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.topology import Topology
-from megaresume.cli.main import main
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule
 from tests.cli import conftest
 from tests.cli.conftest import SavedRun

@@ -23,7 +23,7 @@ from megaresume.data.files import CorpusIdentity
 from megaresume.data.record_index import COLUMNS_AT, IndexWriter, RecordIndex, RowIndex, ShardIndex
 from megaresume.data.sidecar import read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.hosts.megatron.guard.compare import describe
-from megaresume.patching.recipe import read_recipe
+from megaresume.hosts.megatron.patching.recipe import read_recipe
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.state_text import checksum

@@ -20,7 +20,7 @@ from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.saving.staging import read_staging
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 from megaresume.stream.state import StreamState
 from megaresume.stream.state_text import checksum

@@ -41,7 +41,7 @@ sys.addaudithook(hook)
 if sys.argv[1] == "unpickle":
     import pickle
     pickle.load(open(sys.argv[2], "rb"))
-from megaresume.cli.main import main
+from megaresume.program import main
 sys.exit(main(sys.argv[1:]))
 """
 

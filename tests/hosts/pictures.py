@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from megaresume.data.scan import scan_fingerprint
-from megaresume.images.document import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.encoding.images.document import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.stream.state import Fingerprint
 
 IMAGE_TOKEN = 60

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.main import main
 from megaresume.cluster.local import LocalJob
+from megaresume.program import main
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import megaresume
-from megaresume.cli.main import main
+from megaresume.program import main
 
 from .conftest import HERE, Launch, Results, _results
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.cli.main import main
 from megaresume.cluster.local import LocalJob
+from megaresume.program import main
 
 HERE = Path(__file__).parent
 CASES = ("zero0", "zero1", "zero2", "zero3", "fp16", "pipeline")

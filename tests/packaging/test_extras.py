@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.hosts.megatron.patching.scripts import V0_18
 from tests.packaging.conftest import SAVE, Run
-from tests.patching.scripts import V0_18
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.main import COMMANDS
+from megaresume.program import COMMANDS
 from tests.packaging.conftest import ROOT, SAVE, Run
 
 pytestmark = pytest.mark.process
@@ -37,7 +37,8 @@ def test_the_wheel(built: tuple[Path, Path]) -> None:
         marker = next(name for name in names if name.endswith("py.typed"))
     assert marker == "megaresume/py.typed"
     assert [name for name in names if name.startswith(("tests/", "benchmarks/"))] == []
-    copied = [name for name in names if name.startswith(("megaresume/patching/recipes/", "megaresume/cluster/launch/"))]
+    links = ("megaresume/hosts/megatron/patching/recipes/", "megaresume/cluster/launch/")
+    copied = [name for name in names if name.startswith(links)]
     assert len(copied) == sum(path.is_file() for folder in ("patches", "launch") for path in (ROOT / folder).rglob("*"))
     assert "License-Expression: Apache-2.0" in metadata and "Typing :: Typed" in metadata
     # Links to files lead nowhere on the package index.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.runs.losses import compare_losses, read_losses
 from megaresume.stream.errors import UsageError
 

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.cli.main import main
 from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import bin_path
 from megaresume.data.spans import Spans
+from megaresume.encoding.text.conversation_encoder import runs_of
+from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
@@ -35,7 +36,6 @@ from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
-from megaresume.text.conversation_encoder import runs_of
 from tests.corpora import write_spans
 from tests.stream.reference import reference_samples
 

@@ -1,5 +1,6 @@
 """The demo: the main job end to end on one machine, with proof.
 
+command.py       its flags
 run.py           the demo from beginning to end
 demo.py          what differs between the demos; what small models have in common
 text.py          text that every Python installation has, as three corpora

@@ -15,12 +15,12 @@ from typing import Any
 from megaresume.data.documents import TextOptions
 from megaresume.data.inputs import InputFile
 from megaresume.data.streams import MAX_DOCUMENT_BYTES, InputStream
+from megaresume.encoding.text.chat_template import ChatTemplate, TemplateRefuses, read_chat_template
+from megaresume.encoding.text.conversation_encoder import TOO_LONG, ConversationOptions, TooLong
+from megaresume.encoding.text.conversations import KEYS, ROLES, BadRow, RowShape, conversation_of, shapes_of
+from megaresume.encoding.text.turns import Selection
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.schema import near
-from megaresume.text.chat_template import ChatTemplate, TemplateRefuses, read_chat_template
-from megaresume.text.conversation_encoder import TOO_LONG, ConversationOptions, TooLong
-from megaresume.text.conversations import KEYS, ROLES, BadRow, RowShape, conversation_of, shapes_of
-from megaresume.text.turns import Selection
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ LOOKED_AT = 1000
 class ChatOptions:
     """What a user says."""
 
-    #: a file, or a name in `megaresume.text.chat_styles.STYLES`; None: the tokenizer's own.
+    #: a file, or a name in `megaresume.encoding.text.chat_styles.STYLES`; None: the tokenizer's own.
     template: str | Path | None = None
     #: what the template takes for today: YYYY-MM-DD.
     date: str | None = None

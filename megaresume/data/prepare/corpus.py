@@ -32,9 +32,9 @@ from megaresume.data.record_index import places_path
 from megaresume.data.sidecar import sidecar_path
 from megaresume.data.spans import spans_path
 from megaresume.data.streams import of_content
+from megaresume.encoding.text.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.stream.errors import CorpusError, UsageError, require
 from megaresume.stream.progress import progress
-from megaresume.text.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 
 #: of tokens, that Megatron knows.
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values() if dtype.kind in "iu")

@@ -22,9 +22,9 @@ from megaresume.data.prepare.parts import Part, PartFiles
 from megaresume.data.prepare.work import disk_error, run
 from megaresume.data.record_index import RowIndex
 from megaresume.data.row_lines import NOT_ALONE
+from megaresume.encoding.text.conversations import Conversation
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
-from megaresume.text.conversations import Conversation
 
 #: documents that are left out of which a part says where they are.
 SHOWN = 3

@@ -23,7 +23,7 @@ from megaresume.data.record_index import ShardIndex, index_path
 from megaresume.data.shard_files import ShardFiles
 from megaresume.data.shard_paths import check_distinct, expand_shards, resolved
 from megaresume.data.shard_source import UNMEASURED
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import UsageError
 from megaresume.stream.progress import progress
 

@@ -19,8 +19,8 @@ from megaresume.data.record_index import ShardIndex
 from megaresume.data.shard_files import MAX_RECORD_BYTES, BlockFile, Place, ShardFiles
 from megaresume.data.shard_source import UNMEASURED
 from megaresume.data.tar import Extent, content_hash, parse_record, walk
-from megaresume.images.document import Measure
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.document import Measure
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import CorpusError
 
 #: what becomes of a record that cannot be measured: stop; one masked token; length 0.

@@ -31,7 +31,7 @@ from megaresume.data.record_index import index_path
 from megaresume.data.remote import is_url
 from megaresume.data.shard_files import ShardFiles
 from megaresume.data.shard_paths import expand_shards, is_energon, join
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import progress
 

@@ -4,6 +4,7 @@
     hooks/             the functions that are wrapped, `install`
     data/              the stream as its data
     guard/             or its own datasets: recorded and pinned
+    patching/          or a script edited instead, by a recipe of ``patches/``
     arguments.py       our flags
     host.py            `MegatronHost`: one training process as the host of a session; stopping in time
     checkpointing.py   around save_checkpoint and load_checkpoint

@@ -16,6 +16,7 @@ from typing import Any
 from megaresume.checkpoint.paths import split_root
 from megaresume.command_line import at_least, number_range
 from megaresume.data.source import Source
+from megaresume.encoding.text.tokenizers import load_tokenizer
 from megaresume.render import write_bytes
 from megaresume.runs.run import Run
 from megaresume.runs.trace.documents import Decoder, marked_ids
@@ -27,7 +28,6 @@ from megaresume.runs.trace.trace import RECORD_COLUMNS, Piece, Trace, image_word
 from megaresume.stream.errors import UsageError
 from megaresume.stream.progress import progress
 from megaresume.stream.text import visible
-from megaresume.text.tokenizers import load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,17 +14,17 @@ import numpy.typing as npt
 
 from megaresume.data.source import DocumentSource, Source, is_document_source
 from megaresume.data.spans import spans_of
-from megaresume.images.document import EncodedDocument, Key, Record
+from megaresume.encoding.images.document import EncodedDocument, Key, Record
+from megaresume.encoding.text.conversation_encoder import runs_of
+from megaresume.encoding.text.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.runs.trace.trace import shard_source
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError, UsageError
-from megaresume.text.conversation_encoder import runs_of
-from megaresume.text.tokenizers import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.encoding.images.encoder import ImageTextEncoder
     from megaresume.runs.trace.trace import Piece
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def show(source: DocumentSource, key: Key) -> Shown:
 
 def _images(encoder: ImageTextEncoder, record: Record, part: int) -> list[tuple[str | None, tuple[int, int] | None]]:
     """Members and sizes in the order of the document; of a record that its template cannot read, in that of names."""
-    from megaresume.images.templates.base import image_members
+    from megaresume.encoding.images.templates.base import image_members
 
     try:
         return [(member, (width, height)) for member, width, height, _ in encoder.images(record, part)]

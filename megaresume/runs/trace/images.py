@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from megaresume.data.source import DocumentSource, is_document_source
-from megaresume.images.document import Key
+from megaresume.encoding.images.document import Key
 from megaresume.render import escape, page_head
 from megaresume.runs.trace.documents import Shown, of_stage, show
 from megaresume.runs.trace.trace import Piece, Trace
 from megaresume.stream.errors import CheckpointError, UsageError
 
-FORMAT, VERSION = "megaresume.images", 1
+FORMAT, VERSION = "megaresume.encoding.images", 1
 LIST, PAGE = "images.jsonl", "index.html"
 
 _STYLE = """

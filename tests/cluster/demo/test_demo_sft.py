@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megaresume.cli.main import main
 from megaresume.cluster.demo.sft import (
     END_OF_TEXT,
     IM_END,
@@ -28,6 +27,7 @@ from megaresume.cluster.demo.sft import (
     write_tokenizer,
 )
 from megaresume.cluster.records import read_records
+from megaresume.program import main
 from tests.cli.conftest import megaresume_process
 
 CHAT = [IM_START, *b"user\nHi", IM_END, ord("\n"), IM_START, *b"assistant\nYo", IM_END, ord("\n")]

@@ -11,7 +11,7 @@ import yaml
 from megaresume.cluster.demo.vlm import ENCODER, VLM, Pictures, write_pictures
 from megaresume.cluster.records import read_records
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from tests.cli.conftest import megaresume_process
 
 

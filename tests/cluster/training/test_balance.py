@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cli.main import main
+from megaresume.program import main
 
 SIZES = "--train-iters 6 --global-batch-size 8 --zero-stage 0 --save {dir}/balanced --load {dir}/balanced"
 

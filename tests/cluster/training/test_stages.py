@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.cluster.training.compare import compare
 from tests.cluster.training.conftest import write_corpus
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.cli.main import main
+from megaresume.program import main
 
 BEGIN = "seed: 1234\nseq_length: 64\npacking: {mode: best_fit, open_bins: 8}\nsources:\n"
 SOURCES = "  web: {{path: web, weight: {}}}\n  code: {{path: code, weight: {}}}\n"

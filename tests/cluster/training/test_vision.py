@@ -17,7 +17,7 @@ from megaresume.cluster.training.launch import seed_everything
 from megaresume.cluster.training.logging import content_hashes
 from megaresume.cluster.training.model import build_model, document_mask
 from megaresume.cluster.training.vision import Images, VisionLanguageModel, image_encoder, vision_shape, with_vision
-from megaresume.images.processors import processor_from_options
+from megaresume.encoding.images.processors import processor_from_options
 from megaresume.stream.errors import SetupError, UsageError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pytest
 from megaresume.batches.open import open_stream
 from megaresume.cluster.demo.vlm import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.planning.kernel import SOURCE
 from tests.cluster.training.compare import compare
 from tests.cluster.training.conftest import write_corpus

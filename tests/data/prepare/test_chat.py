@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.cli.main import main
 from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.documents import TextOptions
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.spans import spans_of
+from megaresume.encoding.text.tokenizers import load_tokenizer
+from megaresume.encoding.text.turns import Selection
+from megaresume.program import main
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError
-from megaresume.text.tokenizers import load_tokenizer
-from megaresume.text.turns import Selection
-from tests.text.families import FAMILIES, GENERATION
-from tests.text.kit import reference_tokenizer, write_tokenizer
+from tests.encoding.text.families import FAMILIES, GENERATION
+from tests.encoding.text.kit import reference_tokenizer, write_tokenizer
 
 CHAT = ChatOptions()
 

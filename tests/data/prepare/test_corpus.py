@@ -17,8 +17,8 @@ from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.parts import PartFiles, merge_parts
 from megaresume.data.record_index import RowIndex
+from megaresume.encoding.text.tokenizers import load_tokenizer
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
-from megaresume.text.tokenizers import load_tokenizer
 
 
 def write_jsonl(path: Path, texts) -> Path:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cli.main import main
 from megaresume.data.prepare.join import join_indexes
 from megaresume.data.prepare.shards import prepare_shards
+from megaresume.program import main
 from megaresume.stream.errors import CorpusError, UsageError
 from tests.data.kit import captions, encoder, write_shard, write_shards
-from tests.images.kit import file, picture
+from tests.encoding.images.kit import file, picture
 
 BAD = ("bad", {"png": b"", "txt": b"a"})
 

@@ -12,16 +12,16 @@ import pytest
 from megaresume.batches.batch import FIELDS
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.cli.main import main
 from megaresume.data.corpus import IndexedSource
 from megaresume.data.documents import TextOptions
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.spans import SpanFile, SpansWriter, spans_of
+from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CorpusError, UsageError
-from tests.text.families import FAMILIES, GENERATION
-from tests.text.kit import reference_tokenizer, write_tokenizer
+from tests.encoding.text.families import FAMILIES, GENERATION
+from tests.encoding.text.kit import reference_tokenizer, write_tokenizer
 
 SEQ_LENGTH = 256
 WITH_PAIRS = (*FIELDS, "pairs")

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaresume.cli.main import main
 from megaresume.data import row_lines
 from megaresume.data.corpus import open_corpus
 from megaresume.data.documents import TextOptions, documents_of
@@ -25,9 +24,10 @@ from megaresume.data.prepare.blocks import BlockReader, Position
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.streams import of_content
+from megaresume.program import main
 from megaresume.stream.errors import CorpusError, UsageError
-from tests.text.families import FAMILIES
-from tests.text.kit import write_tokenizer
+from tests.encoding.text.families import FAMILIES
+from tests.encoding.text.kit import write_tokenizer
 
 TEXTS = [f'{i}: "the" {{fox}}, [jumps]\\ over\n' * (1 + i % 4) + "naïve 🦊" for i in range(60)]
 ROWS = [{"text": text, "id": i, "more": {"a": [1, "]"]}} for i, text in enumerate(TEXTS)]

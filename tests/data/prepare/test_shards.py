@@ -17,7 +17,7 @@ from megaresume.data.record_index import ShardIndex
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.errors import CorpusError, UsageError
 from tests.data.kit import captions, encoder, key, killed_and_run_again, write_shard, write_shards
-from tests.images.kit import file, picture
+from tests.encoding.images.kit import file, picture
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_inputs_that_are_not_there(shards, tmp_path, monkeypatch, inputs, error,
 
 def command(tmp_path: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "megaresume.cli.main", "prepare", str(tmp_path / "shards/pairs-*.tar")),
+        *(sys.executable, "-m", "megaresume.program", "prepare", str(tmp_path / "shards/pairs-*.tar")),
         *("--output", str(tmp_path / "out"), "--processor", "{kind: patches, size: 16, patch_size: 8}", *more),
     ]
 

@@ -111,7 +111,7 @@ def test_another_version_of_the_tokenizers_library_is_named(tmp_path, tokenizer_
     prepare([path], tmp_path / "out", PrepareOptions(index_only=True, tokenizer=tokenizer_json))
     rows = open_corpus(tmp_path / "out")
     from megaresume.data import row_source as source
-    from megaresume.text.tokenizers import HuggingFaceTokenizer
+    from megaresume.encoding.text.tokenizers import HuggingFaceTokenizer
 
     real = HuggingFaceTokenizer.encode_batch
     monkeypatch.setattr(HuggingFaceTokenizer, "encode_batch", lambda self, texts: [t[::-1] for t in real(self, texts)])

@@ -9,11 +9,11 @@ import fsspec
 import pytest
 
 from megaresume.batches.ahead import ReadAhead, use_cache
-from megaresume.cli.main import main
 from megaresume.data import remote
 from megaresume.data.catalog import open_sources
 from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.remote import RemoteStore
+from megaresume.program import main
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.stream import Stream

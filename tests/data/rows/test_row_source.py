@@ -18,11 +18,11 @@ from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.record_index import places_path
 from megaresume.data.row_source import RawFiles, RowSource
 from megaresume.data.split import range_of
+from megaresume.encoding.text.turns import Selection
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
-from megaresume.text.turns import Selection
 from tests.data.rows.conftest import EOD, FORMATS, pyarrow, texts, tokenizers, write
-from tests.text.families import FAMILIES, GENERATION
-from tests.text.kit import reference_tokenizer, write_tokenizer
+from tests.encoding.text.families import FAMILIES, GENERATION
+from tests.encoding.text.kit import reference_tokenizer, write_tokenizer
 
 OPTIONS = {"block_bytes": 5000}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.cli.main import main
+from megaresume.program import main
 
 pytestmark = pytest.mark.process
 

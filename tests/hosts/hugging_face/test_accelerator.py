@@ -22,7 +22,7 @@ from megaresume import Checkpoints
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.conftest import write_corpus
 from tests.hosts.hugging_face.accelerated import accelerator_of, run

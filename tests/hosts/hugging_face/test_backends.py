@@ -18,7 +18,7 @@ import megaresume
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.errors import CheckpointError
 from tests.hosts.hugging_face.program import ITEMS, make
 from tests.hosts.torch.record import items, launch, trained

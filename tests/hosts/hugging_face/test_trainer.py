@@ -23,7 +23,7 @@ import torch
 import megaresume
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, make
 from tests.hosts.torch.record import copied, items, launch, launch_forked, lines, trained

@@ -22,7 +22,7 @@ import transformers
 
 import megaresume
 from megaresume.batches.item_options import ItemOptions
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, Texts, make
 from tests.hosts.torch.record import items, launch, launch_forked, lines, trained

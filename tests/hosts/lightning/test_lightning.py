@@ -20,7 +20,7 @@ import torch
 
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.errors import UsageError
 from tests.hosts.lightning.program import Module, Texts, run
 from tests.hosts.torch.program import ITEMS

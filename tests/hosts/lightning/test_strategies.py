@@ -14,7 +14,7 @@ pytest.importorskip("lightning")
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, UsageError
 from tests.hosts.lightning.program import attached, run
 from tests.hosts.torch.record import items, launch, trained

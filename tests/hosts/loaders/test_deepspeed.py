@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cli.main import main
+from megaresume.program import main
 
 HERE = Path(__file__).parent
 Launch = Callable[..., tuple[int, str]]

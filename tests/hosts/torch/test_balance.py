@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import megaresume
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.program import run
 from tests.hosts.torch.record import launch, lines, trained

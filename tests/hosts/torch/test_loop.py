@@ -14,7 +14,7 @@ import pytest
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.program import run
 from tests.hosts.torch.record import copied, items, launch, launch_forked, lines, losses, trained

@@ -17,9 +17,9 @@ import megaresume
 from megaresume import BatchSchedule, Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
 from megaresume.hosts.feeds import Feed, Items, Samples, micro_batches
 from megaresume.hosts.steps import Steps
+from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 
 SEQ_LENGTH = 8

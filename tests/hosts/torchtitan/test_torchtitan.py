@@ -17,7 +17,7 @@ import pytest
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.hosts.torch.record import copied, ended, items, launch, lines, losses, nearly_three_epochs, refused, trained
 
 PROGRAM = Path(__file__).with_name("program.py")

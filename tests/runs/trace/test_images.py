@@ -16,7 +16,7 @@ import pytest
 
 from megaresume.batches.assemble import make_batch
 from megaresume.batches.dataset import StreamDataset
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.runs.trace import images as images_module
 from megaresume.stream.errors import CorpusError
 from tests.runs.trace.vlm import BATCH, BROKEN, PROCESSOR, VlmRun, vlm_run
@@ -39,7 +39,7 @@ def written(vlm: VlmRun) -> Path:
 
 def lines(out: Path) -> list[dict[str, Any]]:
     head, *rows = [json.loads(line) for line in (out / "images.jsonl").read_text().splitlines()]
-    assert head["format"] == "megaresume.images" and head["samples"] == [0, STOP]
+    assert head["format"] == "megaresume.encoding.images" and head["samples"] == [0, STOP]
     return rows
 
 
@@ -85,7 +85,7 @@ def test_every_image_of_every_sample_byte_for_byte_and_in_order(vlm: VlmRun, wri
 
 def test_augmented_pictures_are_what_training_was_shown(vlm: VlmRun, written: Path) -> None:
     """Through the processor they are the pixels of the batch, at the places of the batch."""
-    from megaresume.images.processors import processor_from_options
+    from megaresume.encoding.images.processors import processor_from_options
 
     processor = processor_from_options(PROCESSOR)
     rows, stored = lines(written), 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.formats import seal, unseal
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.hosts.conftest import HERE
 from tests.hosts.conftest import data_yaml as data_yaml
 from tests.hosts.conftest import launch as launch

@@ -15,8 +15,8 @@ from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_d
 from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.cli.main import main
 from megaresume.data.prepare.shards import prepare_shards
+from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError
 from tests.cluster.training.conftest import write_corpus

@@ -18,7 +18,7 @@ from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import read_step_file, write_step_file
 from megaresume.checkpoint.topology import Topology
-from megaresume.cli.main import main
+from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule
 from tests.cluster.training.conftest import write_corpus
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cli.main import main
+from megaresume.program import main
 from tests.cluster.training.conftest import Runs, write_corpus
 from tests.cluster.training.conftest import data_yaml as data_yaml
 

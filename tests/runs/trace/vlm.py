@@ -14,8 +14,8 @@ from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.images.document import Record
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.document import Record
+from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.faults import FaultRecord
 from megaresume.stream.stream import Stream
 from tests.batches.pages import page

@@ -12,6 +12,7 @@
     removed (made by a job), or kept (made by `megaresume convert`)
 
     load_rules.py   what a checkpoint must be to be loaded; `megaresume plan` asks it too
+    command.py      `megaresume convert`
     conversion.py   makes one: lock, disk space, progress, the seal; and whether one is whole
     worker.py       the process that runs DeepSpeed's ds_to_universal, without a GPU
     load.py         what loading does: take the checkpoint as it is, its conversion, make one, or refuse with the

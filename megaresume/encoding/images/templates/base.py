@@ -1,0 +1,273 @@
+"""What a template makes of a record: text and images in the order in which the model reads them.
+
+members of a record  --template.pieces-->  [Image("jpg"), Text("\\n"), Text("a cat", trained)]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megaresume.encoding.images.document import Record
+from megaresume.stream.errors import CorpusError
+
+#: the last part of the names of members that are images.
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif")
+#: under which a row names its images: in lists; LLaVA; folders of Hugging Face.
+IMAGE_KEYS = ("images", "image", "file_name")
+#: of those that are video or sound.
+MEDIA_EXTENSIONS = (
+    *("mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg"),
+    *("mp3", "m4a", "wav", "flac", "ogg", "opus", "aac"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Text that stands in the document."""
+
+    text: str
+    #: is it to be predicted.
+    trained: bool
+    #: it comes from the template, not from the record: special tokens in it are special tokens.
+    markup: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """An image that stands in the document."""
+
+    #: name of the member: "jpg", "0.png".
+    member: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """An image that a page names and the record does not have: nothing stands for it, but it is counted."""
+
+    #: as the page has it.
+    name: str
+
+
+Piece = Text | Image | Missing
+
+
+class Template(Protocol):
+    """A frozen dataclass of its options; picklable."""
+
+    @property
+    def split(self) -> int | None:
+        """Tokens above which a record becomes several documents; None: it is always one."""
+        ...
+
+    @property
+    def missing_images(self) -> bool:
+        """Whether an image that the record names and does not have is left out; otherwise it is an error."""
+        ...
+
+    @property
+    def damaged_images(self) -> bool:
+        """Whether a damaged image is left out, or its place masked; otherwise it is an error of the record."""
+        ...
+
+    def image_names(self, row: Mapping[str, Any]) -> list[Any]:
+        """What a row of JSON calls its images, which are files beside it, in order. Raises ValueError: in two ways."""
+        ...
+
+    def pieces(self, record: Record) -> list[Piece]:
+        """The document. Raises CorpusError when the record is not what the template expects."""
+        ...
+
+
+def row_images(row: Mapping[str, Any]) -> list[Any]:
+    """What stands under `IMAGE_KEYS` in a row. Raises ValueError: other images under two of them."""
+    given = {key: row[key] for key in IMAGE_KEYS if row.get(key) is not None}
+    lists = {key: list(named) if isinstance(named, list) else [named] for key, named in given.items()}
+    full = {key: names for key, names in lists.items() if given[key]}
+    first = next(iter((full or lists).values()), [])
+    if any(names != first for names in full.values()):
+        raise ValueError(f"{full!r:.120}")
+    return first
+
+
+def json_member(record: Record, names: Collection[str]) -> dict[str, Any]:
+    """The object in the JSON member: the first of the names that is there.
+
+    Raises:
+        CorpusError: no such member, not UTF-8, not JSON, or not an object.
+    """
+    name = next((name for name in names if name in record.members), None)
+    if name is None:
+        raise missing(record, names)
+    try:
+        value = json.loads(record.members[name])
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(
+            f"record '{record.key}': {name} is not JSON",
+            found=f"{len(record.members[name])} bytes",
+            expected="one JSON object in UTF-8",
+            cause=f"{type(error).__name__}: {error}",
+            action=f"write the record again; it is in {record.path}",
+        ) from error
+    if not isinstance(value, dict):
+        raise bad_json(record, f"{name} is not a JSON object", type(value).__name__, "an object: {...}")
+    return value
+
+
+def text_member(record: Record, name: str) -> str:
+    """The text in a member.
+
+    Raises:
+        CorpusError: not UTF-8.
+    """
+    try:
+        return record.members[name].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"record '{record.key}': {name} is not UTF-8",
+            found=f"byte 0x{record.members[name][error.start]:02x} at {error.start}",
+            expected="text in UTF-8",
+            action=f"write the record again; it is in {record.path}",
+        ) from error
+
+
+def checked_text(record: Record, value: object, where: str) -> str:
+    """The value, if it is a text that UTF-8 can hold.
+
+    Raises:
+        CorpusError: it is none.
+    """
+    if not isinstance(value, str):
+        raise bad_json(record, f"{where} is not a text", type(value).__name__, "a JSON string")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise bad_json(record, f"{where} is not UTF-8", "half of a surrogate pair", "text in UTF-8") from error
+    return value
+
+
+def image_members(record: Record) -> list[str]:
+    """Names of the members that are images, "2.jpg" before "10.jpg"; of a row, in its order."""
+    if record.images is not None:
+        return [name for name in record.images if name in record.members]
+    names = [name for name in record.members if name.rpartition(".")[2] in IMAGE_EXTENSIONS]
+    return sorted(names, key=_natural)
+
+
+def check_shown(record: Record, pieces: Collection[Piece], *, unused: bool) -> None:
+    """Nothing of the record to be seen or heard may be left out without a word.
+
+    Args:
+        record: the record.
+        pieces: its document.
+        unused: leave out what the document does not show.
+
+    Raises:
+        CorpusError: an image that the document does not show, video or sound, unless ``unused``.
+    """
+    if unused:
+        return
+    if media := [name for name in record.members if _extension(name) in MEDIA_EXTENSIONS]:
+        raise no_media(record, ", ".join(media[:4]))
+    shown = {piece.member for piece in pieces if isinstance(piece, Image)}
+    if left := [name for name in image_members(record) if name not in shown]:
+        raise CorpusError(
+            f"record '{record.key}' has images that its document does not show",
+            found=f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}; {len(shown)} are shown",
+            expected="every image of the record in the document",
+            cause="a template of one image for records of several, or images that the JSON does not place",
+            action="take the template that shows them, correct its options, or leave them out: "
+            "template.unused_images: true",
+        )
+
+
+def find_image(record: Record, name: object) -> str | None:
+    """As `named_image`; None if there is no such member.
+
+    Raises:
+        CorpusError: the name is none, or that of a video.
+    """
+    text = checked_text(record, name, "the name of an image")
+    if _extension(text) in MEDIA_EXTENSIONS:
+        raise no_media(record, text)
+    if record.images is not None:
+        return text if text in record.members else None
+    file = text.rpartition("/")[2]
+    own = record.key.rpartition("/")[2]
+    for candidate in (text.lower(), file.lower(), file.removeprefix(f"{own}.").lower()):
+        if candidate in record.members:
+            return candidate
+    return None
+
+
+def named_image(record: Record, name: object) -> str:
+    """The member that JSON calls ``name``: by its extension ("0.jpg"), or by its file name ("000123.0.jpg").
+
+    Raises:
+        CorpusError: no such member.
+    """
+    member = find_image(record, name)
+    if member is not None:
+        return member
+    file, own = str(name).rpartition("/")[2], record.key.rpartition("/")[2]
+    raise CorpusError(
+        f"record '{record.key}' has no image '{name}'",
+        found=f"members {', '.join(sorted(record.members)) or 'none'}",
+        expected=f"'{own}.{file}', or a name in the JSON that is the part after '{own}.'",
+        cause="an image that was not downloaded, or a path of the data set before it was written to shards",
+        action=f"correct the name, or write the record again; it is in {record.path}",
+    )
+
+
+def no_media(record: Record, found: str) -> CorpusError:
+    """Video or sound, which no processor takes."""
+    return CorpusError(
+        f"record '{record.key}' has video or audio, which is not supported",
+        found=found,
+        expected="text and images",
+        action="store frames of the video as images of the record (0.jpg, 1.jpg, ...); template.unused_images: true "
+        "leaves out members that the document does not show",
+    )
+
+
+def missing(record: Record, names: Collection[str]) -> CorpusError:
+    """A record without any of these members."""
+    return CorpusError(
+        f"record '{record.key}' has no member {' or '.join(names)}",
+        found=f"members {', '.join(sorted(record.members)) or 'none'}",
+        expected=f"one of {', '.join(names)}",
+        cause="a shard of another layout, or a record that was cut",
+        action=f"correct the template, or write the record again; it is in {record.path}",
+    )
+
+
+def bad_json(record: Record, headline: str, found: str, expected: str) -> CorpusError:
+    """JSON of a shape that the template does not know."""
+    return CorpusError(
+        f"record '{record.key}': {headline}",
+        found=found,
+        expected=expected,
+        action=f"correct the template, or write the record again; it is in {record.path}",
+    )
+
+
+def no_text(record: Record, where: str) -> CorpusError:
+    """Nothing to predict."""
+    return CorpusError(
+        f"record '{record.key}' has no text",
+        found=f"nothing but white space in {where}",
+        expected="text to be predicted",
+        action=f"write the record again, or see on_fault; it is in {record.path}",
+    )
+
+
+def _extension(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    # (kind, number, word) a part, so that numbers and words compare.
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("."))

@@ -1,0 +1,156 @@
+"""``megaresume patch SCRIPT``: adapts a pretrain script, shows or checks that, or takes it back byte for byte."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.render import write_bytes
+
+if TYPE_CHECKING:
+    from megaresume.hosts.megatron.patching.patch import Applied, Reverted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the training script, such as pretrain_gpt.py")
+    parser.add_argument("--diff", action="store_true", help="show what would change; write nothing")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="status 0 if patched with the current recipe, else 1")
+    action.add_argument("--revert", action="store_true", help="remove the patch again, byte for byte")
+    parser.add_argument("--recipe", metavar="NAME_OR_FILE", help="a shipped recipe by name, or your own YAML file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Patch, check or revert; 1 if ``--check`` finds that the script is not patched as it should be."""
+    from megaresume.hosts.megatron.patching.files import read_script, replace_script
+    from megaresume.hosts.megatron.patching.patch import revert
+    from megaresume.stream.errors import UsageError
+
+    if args.check and args.diff:
+        raise UsageError("--check and --diff exclude each other", expected="one of them")
+    if args.revert and args.recipe:
+        raise UsageError("--revert needs no --recipe", found=args.recipe, expected="the marker in the script names it")
+    path: Path = args.script
+    old = read_script(path)
+    if args.check:
+        return _check(args, old)
+    result = revert(old, str(path)) if args.revert else _applied(args, old)
+    if args.diff:
+        _show_diff(args, old, result)
+        return 0
+    if result.data != old:
+        replace_script(path, old, result.data)
+    if args.json:
+        print(json.dumps(_report(path, result)))
+    else:
+        print(_text(path, result))
+    return 0
+
+
+def _recipes(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from megaresume.hosts.megatron.patching.recipe import find_recipe, shipped_recipes
+
+    return shipped_recipes() if args.recipe is None else [find_recipe(args.recipe)]
+
+
+def _applied(args: argparse.Namespace, old: bytes) -> Applied:
+    from megaresume.hosts.megatron.patching.choose import find_beside
+    from megaresume.hosts.megatron.patching.patch import apply
+
+    return apply(old, str(args.script), _recipes(args), find_beside(args.script))
+
+
+def _check(args: argparse.Namespace, old: bytes) -> int:
+    from megaresume.hosts.megatron.patching.choose import find_beside
+    from megaresume.hosts.megatron.patching.patch import check
+
+    found = check(old, str(args.script), _recipes(args), find_beside(args.script))
+    if args.json:
+        print(json.dumps({"script": str(args.script), "patched": found.ok, **asdict(found)}))
+    elif found.ok:
+        print(f"{args.script}: patched with {found.recipe} version {found.version}")
+    else:
+        print(f"{args.script}: {found.status}: {found.reason}")
+        if found.action:
+            print(f"  next action: {found.action}")
+    return 0 if found.ok else 1
+
+
+def _show_diff(args: argparse.Namespace, old: bytes, result: Applied | Reverted) -> None:
+    diff = _unified_diff(old, result.data, args.script.name)
+    if args.json:
+        print(json.dumps(_report(args.script, result) | {"diff": diff.decode("utf-8", "replace"), "written": False}))
+        return
+    write_bytes(diff)  # what `patch` and `git apply` take
+    if not diff:
+        print(f"{args.script}: nothing to change", file=sys.stderr)
+
+
+def _unified_diff(old: bytes, new: bytes, name: str) -> bytes:
+    """As `patch` and `git apply` take it; a lone ``\\r`` is no line end for them. Empty if the files are equal."""
+    before, after = (data.removesuffix(b"\n").split(b"\n") for data in (old, new))
+    if not old.endswith(b"\n"):
+        before[-1] += b"\n\\ No newline at end of file"
+    if not new.endswith(b"\n"):
+        after[-1] += b"\n\\ No newline at end of file"
+    names = (b"a/" + name.encode(), b"b/" + name.encode())
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, *names, lineterm=b"")
+    return b"".join(line + b"\n" for line in lines)
+
+
+def _report(path: Path, result: Applied | Reverted) -> dict[str, Any]:
+    from megaresume.hosts.megatron.patching.patch import Applied
+
+    if isinstance(result, Applied):
+        return {
+            "script": str(path),
+            "action": "apply",
+            "recipe": result.recipe.name,
+            "version": result.recipe.version,
+            "already": result.already,
+            "written": not result.already,
+            "changes": [{"line": line, "text": text} for line, text in result.changes],
+            "note": result.note,
+            "run": result.recipe.run.format(script=path),
+        }
+    return {
+        "script": str(path),
+        "action": "revert",
+        "recipe": result.marker.recipe,
+        "version": result.marker.version,
+        "exact": result.exact,
+        "written": True,
+    }
+
+
+def _text(path: Path, result: Applied | Reverted) -> str:
+    from megaresume.hosts.megatron.patching.patch import Applied
+
+    if not isinstance(result, Applied):
+        how = (
+            "the original, byte for byte" if result.exact else "only our changes were taken out; your other edits stay"
+        )
+        return f"{path}: reverted {result.marker.recipe} version {result.marker.version}: {how}"
+    recipe = result.recipe
+    if result.already:
+        return f"{path}: patched already with {recipe.name} version {recipe.version}; nothing changed"
+    upstream = " ".join(filter(None, (recipe.upstream, recipe.versions)))
+    lines = [f"{path}: patched with {recipe.name} version {recipe.version} ({upstream})"]
+    lines += [f"  line {line:>5}  {text}" for line, text in result.changes]
+    lines += [f"  note: {result.note}"] if result.note else []
+    lines += [
+        "next:",
+        f"  {recipe.run.format(script=path)}",
+        "      trains on its own datasets, with their order recorded and pinned;",
+        "      add --megaresume-data data.yaml to train on a stream instead",
+        f"  megaresume patch --revert {path}",
+        "      removes the patch again, byte for byte",
+    ]
+    return "\n".join(lines)

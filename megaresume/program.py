@@ -1,0 +1,187 @@
+"""The program ``megaresume``: finds the command, and turns errors into messages.
+
+Exit status: 0 when what was asked holds, 1 when it does not, 2 on bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import megaresume
+from megaresume.command_line import Parser, near, normalise
+from megaresume.render import Visible
+from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
+from megaresume.welcome import welcome
+
+#: In the order of a newcomer's first day. Each is a module with add_arguments and run: see `module_of`.
+COMMANDS = {
+    "demo": "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped",
+    "new": "write a starting point for your trainer: a short program that trains, and resumes exactly",
+    "prepare": "build .bin/.idx from text, or the index of tar shards",
+    "stream": "show what a data config gives: the documents of each sample, how full it is, the sources' shares",
+    "inspect": "show a checkpoint's data state, pointers and completeness",
+    "latest": "print the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for scripts",
+    "trace": "list which documents the steps of a run trained on, or will; or when a document is seen",
+    "plan": "tell what a resume with new flags would do: which checkpoint and data, until which step, what stops it",
+    "convert": "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)",
+    "verify": "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference",
+    "report": "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses",
+    "doctor": "find what is wrong with a machine, a checkpoint directory or the log of a failed launch, and what to do",
+    "patch": "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
+    "run": "run an unmodified Megatron script with exact data resume",
+    "smoke": "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",
+    "completion": "print what bash or zsh needs to complete megaresume's commands and flags",
+}
+
+#: the commands by task, for ``megaresume --help``.
+GROUPS = {
+    "try it, and begin": ("demo", "new"),
+    "data": ("prepare", "stream"),
+    "start and resume": ("run", "patch", "latest", "plan", "convert"),
+    "look and prove": ("inspect", "trace", "verify", "report"),
+    "find what is wrong": ("doctor", "smoke"),
+    "the shell": ("completion",),
+}
+
+#: commands that are no question about a run -> where they are.
+_HOMES = {
+    "completion": "completion",
+    "convert": "hosts.deepspeed.elastic.command",
+    "demo": "cluster.demo.command",
+    "new": "cluster.new",
+    "patch": "hosts.megatron.patching.command",
+    "prepare": "data.prepare.command",
+    "smoke": "cluster.smoke.command",
+}
+#: questions about a run, and those of them that have a folder of their own.
+_QUESTIONS = ("doctor", "inspect", "latest", "plan", "report", "stream", "trace", "verify")
+_FOLDERS = ("doctor", "plan", "trace")
+
+DESCRIPTION = "Exact, elastic, provable data resume for every trainer."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["run"]:
+        # What follows is the script's: its flags stay as they are, its errors go where Python shows them.
+        from megaresume.run import main as run_script
+
+        return run_script(argv[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: launch scripts get them as they are
+    argv = normalise(argv)
+    if not argv:
+        print(welcome(Path.cwd()))
+        return 0
+    parser = Parser(
+        prog="megaresume",
+        usage="megaresume [-h] [--version] COMMAND ...",
+        description=DESCRIPTION,
+        epilog=listed(COMMANDS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    named = next((word for word in argv if not word.startswith("-")), None)
+    if named is not None and named not in COMMANDS:
+        parser.error(f"there is no command '{named}'{near(named, COMMANDS)}; megaresume --help lists them")
+    parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog="megaresume", help=argparse.SUPPRESS
+    )
+    parsers = {name: commands.add_parser(name, description=words) for name, words in COMMANDS.items()}
+    try:
+        asked = next((word for word in argv if word in COMMANDS), None)
+        if asked is not None:  # no other command is imported
+            module = importlib.import_module(module_of(asked))
+            module.add_arguments(parsers[asked])
+            parsers[asked].words = argv
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        with contextlib.redirect_stdout(Visible(sys.stdout)):
+            status: int = module.run(args)
+        sys.stdout.flush()
+        return status
+    except (UsageError, NoFileError) as error:
+        return _report(error, 2)
+    except MegaresumeError as error:
+        return _report(error, 1)
+    except ModuleNotFoundError as error:
+        explained = missing_package(error, f"megaresume {asked}")
+        if explained is None:
+            raise
+        return _report(explained, 1)
+    except BrokenPipeError:
+        # The reader of our output has gone, as `| head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        # What the system refuses, of a path of the user's: no permission, a name too long, a disk that fails.
+        is_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        refused = MegaresumeError(f"the system refuses: {error.strerror or error}", found=error.filename)
+        return _report(refused, 2 if is_path else 1)
+    except Exception as error:
+        if os.environ.get("MEGARESUME_TRACEBACK"):
+            raise
+        return _report(_unexpected(error), 1)
+    except KeyboardInterrupt:
+        print("megaresume: interrupted", file=sys.stderr)
+        return 130
+
+
+def module_of(command: str) -> str:
+    """The module of a command."""
+    if command in _QUESTIONS:
+        return f"megaresume.runs.{command}" + ".command" * (command in _FOLDERS)
+    return f"megaresume.{_HOMES[command]}"
+
+
+def _unexpected(error: Exception) -> MegaresumeError:
+    """An error that nobody foresaw, as a record of a faulty program causes."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return MegaresumeError(
+        "an error that megaresume did not foresee",
+        found=f"{type(error).__name__}: {error}, in {os.path.basename(place.filename)}, line {place.lineno}",
+        expected="an answer, or an error that says what is wrong with the input",
+        cause="a record that a faulty program wrote, though its checksum is right; or a fault of megaresume",
+        action="report it with what this prints: MEGARESUME_TRACEBACK=1 megaresume ...",
+    )
+
+
+def _report(error: MegaresumeError, status: int) -> int:
+    sys.stdout.flush()
+    print(f"megaresume: error: {error}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+def listed(commands: Mapping[str, str], width: int = 100) -> str:
+    """Every command with its help, under the name of its group.
+
+    Args:
+        commands: name -> help. Those of no group come last.
+        width: columns of text.
+    """
+    grouped = {name for group in GROUPS.values() for name in group}
+    groups = {**GROUPS, "more": tuple(name for name in commands if name not in grouped)}
+    lines: list[str] = []
+    for title, names in groups.items():
+        shown = [name for name in names if name in commands]
+        if shown:
+            lines += ["", f"{title}:"]
+        for name in shown:
+            first, *rest = textwrap.wrap(commands[name], width - 17)
+            lines += [f"    {name:<12} {first}", *(" " * 17 + line for line in rest)]
+    return "\n".join(lines[1:])
