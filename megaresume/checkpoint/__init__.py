@@ -42,7 +42,7 @@ A save, and the next start::
 Files:
 
     saving/         a save, from its marker to the disk, and what becomes of older ones
-    choosing/       what a run goes on from
+    choosing/       what a run resumes from
     start.py        the beginning and the end of a run
     step_file.py    state and marker of a step           paths.py        names and paths
     data_state.py   the state of the data, its envelope  topology.py     how a run is laid out

@@ -63,7 +63,7 @@ class Owner:
     pid: int
     #: when the process began, in ticks of this boot: a number that comes twice is not the same process.
     started: int | None
-    #: what Slurm says; None: not under Slurm. ``array``: job and task of a job array.
+    #: what Slurm says; None if not under Slurm. ``array``: job and task of a job array.
     job: str | None
     cluster: str | None
     restarts: int
@@ -72,7 +72,7 @@ class Owner:
     launch: str | None
     relaunches: int
     program: str
-    #: the run in the ledger; None: it has none yet.
+    #: the run in the ledger; None if it has none yet.
     run: str | None
     #: UTC, for people.
     since: str
@@ -142,7 +142,7 @@ def _number(variable: str) -> int:
 
 
 def _namespace() -> str | None:
-    """Of the processes in ``/proc``; None where it shows those of another namespace than ours."""
+    """Of the processes in ``/proc``; None if it shows those of another namespace than ours."""
     try:
         return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else None
     except OSError:
@@ -150,7 +150,7 @@ def _namespace() -> str | None:
 
 
 def _began(pid: int) -> int | None:
-    """Field 22 of ``/proc/PID/stat``, see proc_pid_stat(5); None: there is no such process, or only a zombie."""
+    """Field 22 of ``/proc/PID/stat``, see proc_pid_stat(5); None if there is no such process, or only a zombie."""
     try:
         state, *rest = stat_fields(pid)
         if state in "XZ" and len(os.listdir(f"/proc/{pid}/task")) <= 1:
@@ -178,7 +178,7 @@ def read_owner(path: Path) -> Owner:
 
 
 def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:
-    """Why an owner is certainly over, or no longer the one that counts; None: that is not known.
+    """Why an owner is certainly over, or no longer the one that counts; None if that is not known.
 
     Args:
         owner: the one in the lock.
@@ -235,7 +235,7 @@ def place(root: Path, number: int) -> Path:
 
 
 def newest(root: Path) -> int | None:
-    """The number that holds a root, or did last; None: none ever did. Raises CheckpointError: it cannot be listed."""
+    """The number that holds a root, or did last; None if none ever did. Raises CheckpointError: it cannot be listed."""
     return max(_numbers(root), default=None)
 
 
@@ -258,7 +258,7 @@ def write_alive(directory: Path, text: str) -> None:
     """Replace the counter in place: whoever reads it only asks whether it has changed.
 
     Raises:
-        OSError: FileNotFoundError where the directory has been taken away.
+        OSError: FileNotFoundError if the directory has been taken away.
     """
     descriptor = os.open(directory / ALIVE, os.O_WRONLY)
     try:
@@ -268,7 +268,7 @@ def write_alive(directory: Path, text: str) -> None:
 
 
 def read_alive(directory: Path) -> str | None:
-    """The counter; None: it cannot be read. An NFS client asks its server whenever a file is opened."""
+    """The counter; None if it cannot be read. An NFS client asks its server whenever a file is opened."""
     try:
         return read_file(directory / ALIVE).decode("ascii", "replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""`DataState`: what a checkpoint must carry so that the data goes on; one envelope, whatever the data are.
+"""`DataState`: what a checkpoint must carry so that the data continues; one envelope, whatever the data are.
 
     {"format": "megaresume.data", "version": 1, "kind": "stream", "framework": "megatron-lm 0.16.1",
      "iteration": 10, "samples": 320, "digest": "0123456789abcdef", "content": {...}, "checksum": "<xxh3_128>"}
@@ -8,7 +8,7 @@
     order     the order of Megatron's own datasets, as the guard recorded it
     loader    what is known of the states of somebody else's loader; the states are files beside the checkpoint
 
-The envelope rides in the same file as the weights, and lies beside the checkpoint in the step file: the two must be
+The envelope is stored in the same file as the weights, and lies beside the checkpoint in the step file: the two must be
 equal. Only a stream is understood here; the others are opaque to this package.
 """
 
@@ -33,7 +33,7 @@ Kind = Literal["stream", "order", "loader"]
 
 
 class DataState(Protocol):
-    """The data of a run at one position. Immutable, the same on every rank; equal states go on in the same way."""
+    """The data of a run at one position. Immutable, the same on every rank; equal states continue in the same way."""
 
     @property
     def kind(self) -> Kind:
@@ -53,7 +53,7 @@ class DataState(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpaqueState:
-    """A state that is no stream's; whoever made it reads its content."""
+    """A state that is not a stream's; whoever made it reads its content."""
 
     kind: Literal["order", "loader"]
     samples: int

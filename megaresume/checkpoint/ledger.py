@@ -103,8 +103,8 @@ class LedgerReading:
 
     @property
     def events(self) -> tuple[LedgerEntry, ...]:
-        """Where the run was, one after the other. That a checkpoint became durable is no place: the line comes at any
-        time after its commit, also from the next start."""
+        """Where the run was, one after the other. That a checkpoint became durable is not a place: the line comes at
+        any time after its commit, also from the next start."""
         return tuple(entry for entry in self.entries if entry.kind != "durable")
 
     @property
@@ -252,9 +252,9 @@ class Branch:
 
 
 def branches_of(entries: Sequence[LedgerEntry]) -> list[Branch | None]:
-    """Of every line, the branch that it belongs to; None: it lies on the path to the present.
+    """Of every line, the branch that it belongs to; None if it lies on the path to the present.
 
-    When a run starts again from iteration 10 and goes on to save 15, what it had done beyond 10 before that start no
+    When a run starts again from iteration 10 and continues to save 15, what it had done beyond 10 before that start no
     longer leads to the present, whatever is saved under the same names later. A start alone gives nothing up: only the
     first checkpoint after it does.
     """

@@ -61,7 +61,7 @@ _POLL_SECONDS = 0.2
 class Holder:
     """What the lock of a root says."""
 
-    #: None: the name is damaged, or was written by a newer megaresume.
+    #: None if the name is damaged, or was written by a newer megaresume.
     owner: Owner | None
     #: held: as far as one can tell without waiting. gone: it is over, the next start takes the lock at once.
     status: Literal["held", "gone", "released"]
@@ -86,14 +86,14 @@ class Lock:
         self._writing = threading.Lock()
 
     def renew(self) -> None:
-        """Raise the counter. Raises OSError: FileNotFoundError where the root was taken over."""
+        """Raise the counter. Raises OSError: FileNotFoundError if the root was taken over."""
         with self._writing:
             if not self._released:
                 self._count += 1
                 write_alive(self.drafts.parent, str(self._count))
 
     def release(self) -> None:
-        """Mark the root as free. Where that fails, the next start watches the counter."""
+        """Mark the root as free. If that fails, the next start watches the counter."""
         # Should the other thread hang in a filesystem that does not answer, the program must end all the same.
         if self._writing.acquire(timeout=1.0):
             self._released = True
@@ -107,7 +107,7 @@ class Lock:
         return None if number in (None, self.number) else _read(self.root, number, self.owner)
 
     def check(self) -> None:
-        """Raise a CheckpointError where another job has taken the root over. A lock that a user has deleted is made
+        """Raise a CheckpointError if another job has taken the root over. A lock that a user has deleted is made
         anew, if nobody has another."""
         with contextlib.suppress(OSError):
             self.renew()  # an NFS client remembers what is gone, but asks its server before it opens
@@ -133,14 +133,14 @@ class Lock:
 
 #: by real path: the roots of this process.
 _held: dict[Path, Lock] = {}
-#: ends the thread that raises the counters; None: there is no thread.
+#: ends the thread that raises the counters; None if there is no thread.
 _ending: threading.Event | None = None
 
 
 def take(root: str | os.PathLike[str]) -> Lock:
     """Hold a root until `release` or the end of this process. On rank 0. Prints who was waited for or taken over from.
 
-    Where this process holds it already, only makes sure that it still does.
+    If this process holds it already, only makes sure that it still does.
 
     Raises:
         CheckpointError: another job writes there, named; or has taken it over from this one; or the directory cannot
@@ -165,19 +165,19 @@ def take(root: str | os.PathLike[str]) -> Lock:
 
 
 def release(root: str | os.PathLike[str]) -> None:
-    """Let go of a root; no error where it is not held."""
+    """Let go of a root; no error if it is not held."""
     if (lock := _held.pop(_key(root), None)) is not None:
         lock.release()
 
 
 def check_owned(root: Path) -> None:
-    """Raise a CheckpointError where this process held a root and has lost it. One that never held it may pass."""
+    """Raise a CheckpointError if this process held a root and has lost it. One that never held it may pass."""
     if (lock := _lock_of(root)) is not None:
         lock.check()
 
 
 def write_fenced(root: Path, path: Path, data: bytes, *, sync_dir: bool = True) -> None:
-    """`write_atomic` of a file that makes a checkpoint count: fails where this process has lost the root.
+    """`write_atomic` of a file that makes a checkpoint count: fails if this process has lost the root.
 
     Raises:
         CheckpointError: lost, with the new owner; or the disk refuses. The old content is still there.

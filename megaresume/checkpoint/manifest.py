@@ -49,7 +49,7 @@ class FileEntry:
     path: str
     #: bytes.
     size: int
-    #: xxh3_128, 32 hex digits; None: not taken.
+    #: xxh3_128, 32 hex digits; None if not taken.
     checksum: str | None = None
 
 

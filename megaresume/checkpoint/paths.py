@@ -17,7 +17,7 @@
 
 A tag that is not the usual name of its iteration (``best`` at iteration 10) is part of the record's name:
 ``step_0000010@best.json``, ``step_0000010.manifest@best.json``. Nothing of ours lies inside a tag directory, and
-nothing that is no checkpoint is called ``iter_*``: Megatron refuses the one and deletes the other.
+nothing that is not a checkpoint is called ``iter_*``: Megatron refuses the one and deletes the other.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def usual_tags(iteration: int) -> tuple[str, ...]:
 
 
 def tag_iteration(tag: str) -> int | None:
-    """The iteration that a tag's name tells, or None for a name of the user's own."""
+    """The iteration that a tag's name tells, or None for a custom name."""
     match = _TAG.fullmatch(tag)
     return int(match[1] or match[2]) if match else None
 
@@ -102,7 +102,7 @@ def is_usual_tag(tag: str, iteration: int) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag, or raise UsageError where it cannot be the name of a directory below the checkpoint root."""
+    """Return the tag, or raise UsageError if it cannot be the name of a directory below the checkpoint root."""
     if not _is_tag(tag):
         raise UsageError(
             "a checkpoint tag must be the plain name of a directory",
@@ -114,7 +114,7 @@ def check_tag(tag: str) -> str:
 
 
 def recorded_tag(value: object) -> str:
-    """A tag that a record holds. Raises ValueError where `check_tag` would refuse it: it may lead out of the root."""
+    """A tag that a record holds. Raises ValueError if `check_tag` would refuse it: it may lead out of the root."""
     if not isinstance(value, str) or not _is_tag(value):
         raise ValueError(f"the tag {value!r:.80} is no plain name of a directory")
     return value
@@ -219,7 +219,7 @@ def rank_file_words(path: str) -> str:
 
 
 def parse_record_name(name: str) -> RecordName | None:
-    """Read a file name of ``<save>/megaresume``; None for files that are no records (ledger, temporary files)."""
+    """Read a file name of ``<save>/megaresume``; None for files that are not records (ledger, temporary files)."""
     match = _RECORD.fullmatch(name)
     if match is None or not _is_tag(match[3] or "usual"):
         return None

@@ -149,7 +149,7 @@ def distrust_tracker(root: Path) -> str | None:
     save, and its tracker is believed.
 
     Returns:
-        the tag that is named no more; None: nothing was changed.
+        the tag that is named no more; None if nothing was changed.
 
     Raises:
         CheckpointError: no checkpoint is complete although some were committed, or the directory cannot be written.
@@ -175,14 +175,14 @@ def distrust_tracker(root: Path) -> str | None:
 
 
 def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: str) -> None:
-    """Refuse to save to a directory that holds checkpoints which this start did not go on from. Reads only.
+    """Refuse to save to a directory that holds checkpoints which this start did not resume from. Reads only.
 
-    What a kill in the middle of a first save has left is no checkpoint.
+    What a kill in the middle of a first save has left is not a checkpoint.
 
     Args:
         directory: the checkpoint root.
         cause: how that happens in this program.
-        load: how to go on from it.
+        load: how to resume from it.
 
     Raises:
         UsageError: one of them is complete.

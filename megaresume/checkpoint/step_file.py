@@ -72,7 +72,7 @@ class StepFile:
 
     @property
     def envelope(self) -> Envelope:
-        """The state as it rides with the weights."""
+        """The state as it is stored with the weights."""
         return Envelope(state=self.state, iteration=self.iteration, framework=self.framework)
 
     def ledger_entry(self, kind: EntryKind, details: Mapping[str, Any]) -> LedgerEntry:
@@ -207,7 +207,7 @@ def write_marker(path: Path, marker: Marker) -> None:
 
 
 def read_marker(path: Path) -> Marker | None:
-    """Read a marker; None where there is none.
+    """Read a marker; None if there is none.
 
     Raises:
         CheckpointError: damaged.
@@ -226,7 +226,7 @@ def read_marker(path: Path) -> Marker | None:
 
 
 def remove_marker(path: Path) -> None:
-    """Remove a marker; no error where there is none. Raises CheckpointError.
+    """Remove a marker; no error if there is none. Raises CheckpointError.
 
     Not made durable: one that a power cut brings back beside its own manifest changes nothing.
     """

@@ -31,7 +31,7 @@ def utc(seconds: float) -> str:
 
 
 def process_age() -> float | None:
-    """Seconds since this process was started; None where the system does not tell (it is no Linux).
+    """Seconds since this process was started; None if the system does not tell (it is not Linux).
 
     Field 22 of ``/proc/self/stat``, see proc_pid_stat(5): clock ticks from the start of the system to that of the
     process.
@@ -66,7 +66,7 @@ def boots_up() -> frozenset[str]:
 
 
 class Mount(NamedTuple):
-    """A mounted filesystem; the kind ``unknown``, and nothing else, where none is found."""
+    """A mounted filesystem; the kind ``unknown``, and nothing else, if none is found."""
 
     kind: str
     #: of the mount and of the filesystem, with commas between them.
@@ -118,7 +118,7 @@ _QUIET = 600.0
 
 
 def dead_locks() -> list[Path]:
-    """Those of this user that no process of this machine holds; [] where there is no ``/proc``."""
+    """Those of this user that no process of this machine holds; [] if there is no ``/proc``."""
     return [path for path in _locks() if _is_dead(path)] if os.path.isdir("/proc/self/fd") else []
 
 

@@ -11,7 +11,7 @@ from megaresume.stream.batches import Balance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Counts of processes and of samples; None where the writer does not know."""
+    """Counts of processes and of samples; None if the writer does not know."""
 
     #: processes of the run.
     world_size: int = 1

@@ -1,4 +1,4 @@
-"""What a run goes on from: the newest checkpoint that is whole, with the reason for each that was passed over.
+"""What a run resumes from: the newest checkpoint that is whole, with the reason for each that was passed over.
 
     candidates.py   which are there, is this one whole, and what do the pointers name?
     search.py       the rules of a choice

@@ -117,7 +117,7 @@ def _read_tracker(root: Path, text: str, shown: str) -> Pointer:
         return Pointer(name=TRACKER, status="garbled", text=shown)
     iteration = int(text)
     tag = next((tag for tag in usual_tags(iteration) if (root / tag).is_dir()), None)
-    # An iteration may also be that of a tag of the user's own: whether it dangles is for `survey` to say.
+    # An iteration may also be that of a custom tag: whether it dangles is for `survey` to say.
     return Pointer(
         name=TRACKER, status="ok" if tag is not None else "dangling", text=shown, tag=tag, iteration=iteration
     )
@@ -142,7 +142,7 @@ T = TypeVar("T")
 
 #: complete: manifest and state fit, every file is there with its size.
 #: unmanaged: a tag directory of which megaresume knows nothing: written before it was adopted, or without it.
-#: incomplete: its save was killed, is going on, or is being done over.
+#: incomplete: its save was killed, is in progress, or is being done over.
 #: damaged: it was complete, and is no longer.
 #: pruned: the weights were deleted, records are left.
 #: unsynced: complete, but not durable when a machine that wrote it went down, and without checksums: anything may be
@@ -166,7 +166,7 @@ class Candidate:
     """What may be a checkpoint."""
 
     tag: str
-    #: None: a name of the user's own without a record.
+    #: None: a custom name without a record.
     iteration: int | None
     has_dir: bool
     #: which of our records are there.
@@ -235,7 +235,7 @@ def list_candidates(root: Path, *, tags: tuple[str, ...] = ()) -> tuple[Candidat
 
 
 def find(root: Path, iteration: int, tag: str) -> Candidate | None:
-    """One of `list_candidates`; None: nothing is there of this checkpoint."""
+    """One of `list_candidates`; None if nothing is there of this checkpoint."""
     return next((c for c in list_candidates(root, tags=(tag,)) if (c.iteration, c.tag) == (iteration, tag)), None)
 
 

@@ -43,7 +43,7 @@ def choose(
         damaged: tag directories that could not be read, with the reason; they are passed over.
 
     Returns:
-        None where there is no checkpoint at all (or no such directory), or only saves that a kill cut short and the
+        None if there is no checkpoint at all (or no such directory), or only saves that a kill cut short and the
         run never finished one; whether that is an error is for the caller.
 
     Raises:
@@ -82,8 +82,8 @@ def choose_of_two(
     of the same step. A shared one on a branch that the local ledger knows to be given up is passed over.
 
     Returns:
-        `Choice.load_dir` says from which; what was passed over in the other is among ``rejected``. None: neither has a
-        checkpoint.
+        `Choice.load_dir` says from which; what was passed over in the other is among ``rejected``. None if neither has
+        a checkpoint.
 
     Raises:
         CheckpointError: neither has a complete one although the run has saved, or what was asked for; or the two are of
@@ -184,12 +184,12 @@ def confirm_choice(
 
     Args:
         load_dir: the checkpoint root, as this rank sees it.
-        choice: of rank 0; None: it found nothing.
+        choice: of rank 0; None if it found nothing.
         timeout_seconds: how long to wait for a filesystem whose cache lags behind.
         poll_seconds: how often to look meanwhile.
 
     Returns:
-        the state that this rank read, the same as rank 0's; None where rank 0 has none.
+        the state that this rank read, the same as rank 0's; None if rank 0 has none.
 
     Raises:
         CheckpointError: "this rank sees ...", after the timeout.

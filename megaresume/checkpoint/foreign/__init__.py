@@ -5,7 +5,7 @@
     verl           global_step_10/       latest_checkpointed_iteration.txt
     hugging-face   checkpoint-10/        no pointer                            (LLaMA-Factory too)
 
-Where megaresume saved, its manifest says what is complete. Elsewhere the files are held against what their layout
+Where megaresume saved, its manifest says what is complete. Elsewhere the files are checked against what their layout
 demands: base.py looks at single files, at what they say of the others, and at PyTorch's distributed checkpoints;
 layouts.py at the whole, for each of the four.
 `megaresume.runs.latest` chooses. Nothing is unpickled, and no tensor is read.

@@ -42,7 +42,7 @@ from megaresume.files import open_file, read_file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """One checkpoint, held against what its layout demands."""
+    """One checkpoint, checked against what its layout demands."""
 
     #: why it is not complete: sentences. Empty: nothing is missing.
     problems: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Layout:
     title: str
     #: names of its checkpoint directories; group 1: the iteration.
     pattern: re.Pattern[str]
-    #: the file that names the newest one; None: there is no such file.
+    #: the file that names the newest one; None if there is no such file.
     pointer: str | None
     #: the pointer moves only when a save is over: what is newer than it was never finished.
     pointer_commits: bool
@@ -87,7 +87,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 
 
 def subdirectories(root: Path) -> list[str]:
-    """Names of the directories in a directory; none where it is not there.
+    """Names of the directories in a directory; none if it is not there.
 
     Raises:
         OSError: it cannot be listed.
@@ -99,7 +99,7 @@ def subdirectories(root: Path) -> list[str]:
         return []
 
 
-#: ``...`` stands for whatever is no text, number or None: the beginning of a list, a tensor, an object.
+#: ``...`` stands for whatever is not text, number or None: the beginning of a list, a tensor, an object.
 Word = str | int | float | None | EllipsisType
 
 #: bytes; the pickle of a checkpoint holds no tensors. A larger one is no longer read word by word: seconds.
@@ -113,7 +113,7 @@ def words(data: bytes) -> Iterator[Word]:
     """The scalars of a pickle, in its order.
 
     Raises:
-        ValueError: it is no pickle, or is cut short.
+        ValueError: it is not a pickle, or is cut short.
     """
     memo: dict[int, Word] = {}
     last: Word = ...
@@ -145,7 +145,7 @@ def archive_words(path: Path) -> list[Word] | None:
     """The words of what ``torch.save`` wrote.
 
     Returns:
-        None: it is no zip archive, has no pickle in it, or a huge one.
+        None if it is not a zip archive, has no pickle in it, or a huge one.
 
     Raises:
         OSError: it cannot be read.
@@ -161,7 +161,7 @@ def archive_words(path: Path) -> list[Word] | None:
 
 
 def value_after(found: Sequence[Word] | None, key: str) -> Word:
-    """What follows the first ``key``; ``...`` where there is none."""
+    """What follows the first ``key``; ``...`` if there is none."""
     if found is None:
         return ...
     for number, word in enumerate(found[:-1]):
@@ -270,7 +270,7 @@ def read_json(path: Path) -> object:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     try:
         return json.loads(read_file(path))
@@ -292,7 +292,7 @@ def is_distributed(directory: Path) -> bool:
 
 
 def has_common_state(directory: Path) -> bool:
-    """Whether Megatron's ``torch_dist`` wrote here: its state that is no tensor is in a file, or among the shards.
+    """Whether Megatron's ``torch_dist`` wrote here: its state that is not a tensor is in a file, or among the shards.
 
     Raises:
         OSError: a file cannot be read.
@@ -321,7 +321,7 @@ def megatron_dist_problems(directory: Path) -> list[str]:
 
 
 def distributed_problems(directory: Path, *, with_common: bool = False) -> list[str]:
-    """Hold the files against ``.metadata``.
+    """Check the files against ``.metadata``.
 
     Args:
         directory: where they lie.

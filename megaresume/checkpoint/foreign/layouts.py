@@ -1,6 +1,6 @@
 """How each of the programs lays out its checkpoints.
 
-DeepSpeed: ``global_step10/`` or a tag of the user's own, and the pointer ``latest``.
+DeepSpeed: ``global_step10/`` or a custom tag, and the pointer ``latest``.
 
     mp_rank_MM_model_states.pt                          one for each model-parallel rank (ZeRO 0 to 2)
     zero_pp_rank_R_mp_rank_MM_model_states.pt           one for each rank (ZeRO 3)
@@ -104,7 +104,7 @@ def _look_at_deepspeed(directory: Path, _: int | None = None) -> Look:
 
 
 def ranks_of(directory: Path) -> tuple[int | None, int | None]:
-    """How a tag directory was saved: (data-parallel ranks, ZeRO stage); None: not said. Raises OSError."""
+    """How a tag directory was saved: (data-parallel ranks, ZeRO stage); None if not said. Raises OSError."""
     names = _names(directory)
     facts = _facts(directory, names)
     stage: int | None = None
@@ -159,7 +159,7 @@ def is_tag_directory(directory: Path) -> bool:
 
 
 def _others(root: Path) -> list[str]:
-    """Tags of the user's own: directories with model states, but for what was converted from another tag."""
+    """Custom tags: directories with model states, but for what was converted from another tag."""
     usual = DEEPSPEED.pattern
     names = [name for name in subdirectories(root) if not usual.fullmatch(name) and name != RECORDS_DIR]
     return [name for name in names if not name.endswith("_universal") and is_tag_directory(root / name)]
@@ -225,7 +225,7 @@ def _torch_problems(directory: Path, ranks: dict[str, re.Match[str]]) -> list[st
 
 
 def _expected_ranks(args: list[Word] | None) -> list[str]:
-    """From the arguments that every file holds; none where they are not there."""
+    """From the arguments that every file holds; none if they are not there."""
     sizes = [value_after(args, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
     tensor, pipeline, expert = (size if isinstance(size, int) else None for size in sizes)
     if tensor is None or pipeline is None:

@@ -240,7 +240,7 @@ def publish(
         step: the state that was committed.
         manifest: its manifest.
         marker: of the save: which pointers to move.
-        seconds: that the save took; None: not known.
+        seconds: that the save took; None if not known.
         notes: to be kept in the ledger.
     """
     if marker.latest:

@@ -134,7 +134,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     """Copy one checkpoint, or finish a copy that was cut off.
 
     Returns:
-        its data state; None: it is no longer there, or no longer whole, and there is nothing to copy.
+        its data state; None if it is no longer there, or no longer whole, and there is nothing to copy.
 
     Raises:
         CheckpointError: a disk refuses, or gives back other bytes than were written.
@@ -240,7 +240,7 @@ def adopt(local: Path, shared: Path) -> str | None:
     """Let an empty local root, on a node that is new to the run, know the run's ledger. Before its start is recorded.
 
     Returns:
-        what somebody should know; None: the local root has a ledger of its own, or the run is new.
+        what somebody should know; None if the local root has a ledger of its own, or the run is new.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -11,8 +11,8 @@
                     the older save of the same step removed, old checkpoints pruned, parts removed
 
 The training does not wait for any of this. A kill in between costs nothing: memory outlives a process, and the next
-start goes on with it. A power cut in between leaves files of the right size with anything in them: a checkpoint that is
-complete and not durable counts only while every machine that wrote it is up (`Manifest.is_safe`).
+start continues with it. A power cut in between leaves files of the right size with anything in them: a checkpoint that
+is complete and not durable counts only while every machine that wrote it is up (`Manifest.is_safe`).
 
 Once the manifest has the checksums, it counts without that, if every file has its checksum.
 
@@ -63,7 +63,7 @@ class GoneError(Exception):
 
 
 def committed(root: Path, iteration: int, tag: str, save_id: str) -> Manifest | None:
-    """The manifest of a save; None: it is not committed, or the step was saved again.
+    """The manifest of a save; None if it is not committed, or the step was saved again.
 
     Raises:
         CheckpointError: the manifest is damaged.
@@ -181,7 +181,7 @@ def write_part(root: Path, manifest: Manifest, node: int, part: Part) -> None:
 
 
 def read_part(root: Path, manifest: Manifest, node: int) -> Part | None:
-    """What one node has done; None: it is not there yet. Raises CheckpointError: it is damaged."""
+    """What one node has done; None if it is not there yet. Raises CheckpointError: it is damaged."""
     path = part_path(root, manifest.iteration, manifest.tag, node)
     if not path.exists():
         return None
@@ -239,7 +239,7 @@ def distrust(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]
 
 
 def _replace(root: Path, manifest: Manifest, checksums: Mapping[str, str | None], **changes: Any) -> StepFile | None:
-    """Write a manifest with these checksums, and changes, in its place; None: there is none of that save any more."""
+    """Write a manifest with these checksums, and changes, in its place; None if there is none of that save any more."""
     check_owned(root)
     files = tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
     manifest = replace(manifest, files=files, **changes)

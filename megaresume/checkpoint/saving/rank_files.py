@@ -80,7 +80,7 @@ def ranks_of(entries: Iterable[FileEntry], kind: RankFileKind) -> dict[int, File
 
 
 def random_digest(manifest: Manifest) -> tuple[int, str] | None:
-    """Ranks whose random state a checkpoint holds, and 16 hex digits over all of it; None: it holds none."""
+    """Ranks whose random state a checkpoint holds, and 16 hex digits over all of it; None if it holds none."""
     ranks = ranks_of(manifest.beside, "random")
     if not ranks:
         return None
@@ -91,7 +91,7 @@ def random_digest(manifest: Manifest) -> tuple[int, str] | None:
 def remove_orphans(root: Path) -> None:
     """Delete the files of checkpoints whose tag directory is gone: without weights they are of no use.
 
-    Not those of a save that is going on, whose tag directory may come later.
+    Not those of a save that is in progress, whose tag directory may come later.
     """
     try:
         names = os.listdir(records_dir(root))

@@ -13,7 +13,7 @@ A step that is saved again: the older save makes room, and comes back if the new
                    manifest                  <- from here the step counts again
 
 So a save never writes among the files of an older one, which may be of more ranks, and the older one is there until the
-newer one is. What a save has left that did not end is no older save: it is deleted.
+newer one is. What a save has left that did not end is not an older save: it is deleted.
 
 Old checkpoints make room: which ones may go, and how they go.
 
@@ -22,7 +22,7 @@ Old checkpoints make room: which ones may go, and how they go.
 
 Nothing goes for a checkpoint that a power cut could still take. Only what a commit has made complete is ever deleted.
 Damaged and half-written checkpoints are kept for whoever has to find out what happened, links and directories
-with names of the user's own because somebody made them on purpose, and everything newer than the checkpoint just
+with custom names because somebody made them on purpose, and everything newer than the checkpoint just
 committed because a run that went back has not reached it again. Data state, manifest and ledger line outlive the
 weights: `trace` and `verify` need no weights.
 """
@@ -298,7 +298,7 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
     """What no rule keeps, newest first."""
     candidates = list_candidates(root)
     named = {resolve_pointer(pointer, candidates) for pointer in read_pointers(root)}
-    # What a run that went back has left behind is no fallback of its present: it must not push one out.
+    # What a run that went back has left behind is not a fallback for its present: it must not push one out.
     given_up = abandoned_checkpoints(read_ledger(ledger_path(root)).entries)
     durable = 0
     for candidate in candidates:

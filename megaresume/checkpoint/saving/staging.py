@@ -6,7 +6,7 @@
                  then old ones go: of the local ones only those whose copy is complete
 
 The training never waits for a copy, and never fails for one. What goes wrong is logged and tried again, later and
-later. A kill at any moment leaves a copy without a manifest, which nobody takes; the next start goes on with it, and
+later. A kill at any moment leaves a copy without a manifest, which nobody takes; the next start continues with it, and
 what is there already with the right checksum is not copied again. If the local storage is gone by then and no copy is
 complete, the ledger among the copies says what was lost, and the start is refused. Which of the two storages a start
 takes is decided by `choose.choose_of_two`.
@@ -61,7 +61,8 @@ def staging_path(root: Path) -> Path:
 
 
 def read_staging(root: Path) -> Staging | None:
-    """What became of the copies of a root; None: it is not copied anywhere, or its note cannot be read. Reads only."""
+    """What became of the copies of a root; None if it is not copied anywhere, or its note cannot be read. Reads
+    only."""
     try:
         path = staging_path(root)
         to = read_record(path, _to, what="the note", format_name=FORMAT, version=VERSION, error=CheckpointError)
@@ -102,7 +103,7 @@ class Stager:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        #: of the checkpoint that was copied last; None: none was.
+        #: of the checkpoint that was copied last; None if none was.
         self._last: StepFile | None = None
 
     def start(self) -> None:
@@ -139,7 +140,7 @@ class Stager:
         """Wait for the copies, at most so many seconds, and stop.
 
         Returns:
-            tags that are not copied; they are named in the log, and the next start goes on with them.
+            tags that are not copied; they are named in the log, and the next start continues with them.
         """
         if self._thread is None:
             return ()

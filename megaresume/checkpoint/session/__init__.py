@@ -12,7 +12,7 @@
     refusals.py       how a process ends when megaresume refuses something, and how our own programs end
     rank_log.py       what every rank trained, step by step, as it writes it down
     file_errors.py    what a framework says of a file that fails, in words
-    retries.py        a save that failed is tried again; then the run goes on, or ends
+    retries.py        a save that failed is tried again; then the run continues, or ends
 
 Importing this package imports neither torch nor DeepSpeed nor Megatron.
 """

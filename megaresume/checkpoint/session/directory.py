@@ -152,7 +152,7 @@ def claim_directory(directory: str | os.PathLike[str], *, action: str | None = N
 
     Args:
         directory: the checkpoint root.
-        action: what to do where it is not shared; None: mount it.
+        action: what to do if it is not shared; None: mount it.
 
     Raises, on every rank:
         CheckpointError: another job writes there, or rank 0 cannot.
@@ -278,7 +278,7 @@ def check_clocks(*, needed: bool) -> None:
         needed: whether the run stops by the time of day.
 
     Raises, on every rank:
-        SetupError: they differ, and ``needed``. Where they are not needed, rank 0 prints a warning.
+        SetupError: they differ, and ``needed``. If they are not needed, rank 0 prints a warning.
     """
     if world_size() == 1:
         return

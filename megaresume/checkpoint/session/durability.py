@@ -1,4 +1,4 @@
-"""Complete checkpoints become durable while training goes on: one thread for each machine, in its lowest rank.
+"""Complete checkpoints become durable while training continues: one thread for each machine, in its lowest rank.
 
     save     all ranks: which file is whose; each machine's thread is told            `Durability.submit`
     thread   waits for the manifest, which an asynchronous save writes much later
@@ -67,7 +67,7 @@ class Machines:
         self.boots = tuple(dict.fromkeys(boots))
         #: of every rank, the number of its machine.
         self.of_rank = tuple(self.boots.index(boot) for boot in boots)
-        #: this machine's number; None: another rank works for it.
+        #: this machine's number; None if another rank works for it.
         first = self.of_rank.index(self.of_rank[rank()]) == rank()
         self.mine = self.of_rank[rank()] if first else None
         system.note_boots(boots)
@@ -87,7 +87,7 @@ class _Work:
     retention: Retention = KEEP_ALL
     #: what this machine has done; None: nothing.
     part: Part | None = None
-    #: since when nobody expects a manifest any more: a later save is committed, or the run ends; None: it may come.
+    #: since when nobody expects a manifest any more: a later save is committed, or the run ends; None if it may come.
     passed: float | None = None
     #: whether the last try failed.
     failed: bool = False
@@ -143,7 +143,7 @@ class Durability:
         Args:
             root: the checkpoint root.
             iteration, tag, save_id: of the save.
-            expected: the files that each rank writes; None: not known.
+            expected: the files that each rank writes; None if not known.
             retention: which older checkpoints stay.
         """
         machines = self.machines
@@ -328,7 +328,7 @@ class Durability:
 #: bytes from which on it is said what a start waits for.
 _MUCH = 10e9
 
-#: of every file: its size and the time of its last change in nanoseconds, which no copy keeps; None: it is not there.
+#: of every file: its size and the time of its last change in nanoseconds, which no copy keeps; None if it is not there.
 _Stats = list[tuple[int, int] | None]
 
 

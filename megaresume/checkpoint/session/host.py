@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.session.session import Session
     from megaresume.stream.stream import Stream
 
-#: bytes of a checkpoint whose checksums its commit takes, from memory: some 20 ms. Those of larger files come later.
+#: bytes of a checkpoint whose checksums its commit takes, from memory: about 20 ms. Those of larger files come later.
 SUMMED_AT_ONCE = 64 << 20
 
 
@@ -50,7 +50,7 @@ class Host(Protocol):
         """How the run is laid out now."""
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
-        """What this rank writes into a tag directory, relative to it; None: not known beforehand."""
+        """What this rank writes into a tag directory, relative to it; None if not known beforehand."""
         return None
 
     def settle(self) -> None:
@@ -72,7 +72,7 @@ class Data(Protocol):
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
-        """A data config that opens the same corpora again; None: nothing of megaresume's opens them."""
+        """A data config that opens the same corpora again; None if nothing of megaresume's opens them."""
         return None
 
     @property
@@ -96,7 +96,7 @@ class Data(Protocol):
         """Open a state that is to be saved as a resume would, and drop it. On rank 0; raises on its own.
 
         Raises:
-            StateError: no resume could go on from it.
+            StateError: no run could resume from it.
         """
         return
 
@@ -105,7 +105,7 @@ class Data(Protocol):
         return ()
 
     def restore(self, state: DataState, choice: Choice) -> None:
-        """Go on from a state. On every rank; raises on its own.
+        """Resume from a state. On every rank; raises on its own.
 
         Raises:
             StateError: it is of another kind, or of other data.
@@ -121,7 +121,7 @@ class Data(Protocol):
 class Reading:
     """What a host has read of a checkpoint."""
 
-    #: what rides with the weights; None: nothing of megaresume's.
+    #: what is stored with the weights; None: nothing of megaresume's.
     envelope: Envelope | None
     #: optimizer steps and samples that the weights have trained, by the framework's own count.
     iteration: int
@@ -136,7 +136,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """The checkpoint that the run goes on from."""
+    """The checkpoint that the run resumes from."""
 
     choice: Choice
     envelope: Envelope
@@ -157,11 +157,11 @@ class Resume:
     #: how the run was laid out when it saved, and is now.
     before: Topology | None
     now: Topology
-    #: samples that the weights have seen and that would come again; that they have not seen and would not come.
+    #: samples that the weights have seen and that would be repeated; that they have not seen and would not come.
     #: Counted against the framework's own count of trained samples, which rides in the same file as the weights.
     repeated: int
     skipped: int
-    #: what became of the random state, in words; None: it is the framework's business.
+    #: what became of the random state, in words; None if it is the framework's business.
     random: str | None = None
     #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips nobody has counted.
     order_changed: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class Resume:
 
 
 def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
-    """What was accepted at the resume, and what is ahead of every source; nothing where nothing changed."""
+    """What was accepted at the resume, and what is ahead of every source; nothing if nothing changed."""
     if not stream.accepted:
         return []
     state = stream.state_at(stream.start)
@@ -196,7 +196,7 @@ def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
 
 
 def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choice: Choice) -> None:
-    """Raise a StateError unless the state that rides with the weights is of their step, and the one beside them."""
+    """Raise a StateError unless the state that is stored with the weights is of their step, and the one beside them."""
     if (envelope.iteration, envelope.samples) != (read.iteration, read.samples):
         raise StateError(
             "the weights and the data state are of different steps",

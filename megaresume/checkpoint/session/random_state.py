@@ -1,4 +1,4 @@
-"""The random state of a run: part of every checkpoint, so that dropout goes on as if nothing had happened.
+"""The random state of a run: part of every checkpoint, so that dropout continues as if nothing had happened.
 
 The generators that training may draw from without anybody saying so are those of the process:
 
@@ -58,7 +58,7 @@ _TRACKERS = {
 
 
 def take(device: torch.device) -> Snapshot:
-    """The state of every generator of this process. Draws nothing; some 40 µs.
+    """The state of every generator of this process. Draws nothing; about 40 µs.
 
     Args:
         device: that the engine uses.
@@ -203,7 +203,7 @@ _LAYOUT = ("world_size", "dp", "tp", "pp", "cp")
 class RandomState:
     """The generators of one rank, and what of them goes into the checkpoints of its session.
 
-    Sessions of one process share the generators. The first that goes on after a load puts them back, for all.
+    Sessions of one process share the generators. The first that continues after a load puts them back, for all.
 
     Args:
         iteration: optimizer steps made.
@@ -369,7 +369,7 @@ class RandomState:
 
 
 def _other_layout(choice: Choice, before: Topology | None, now: Topology) -> str | None:
-    """Why there is no state for each rank; None: there is."""
+    """Why there is no state for each rank; None if there is."""
     if before is None or choice.manifest is None or not rank_files.ranks_of(choice.manifest.beside, "random"):
         return f"none in {choice.tag}"
     changed = [(name, getattr(before, name), getattr(now, name)) for name in _LAYOUT]

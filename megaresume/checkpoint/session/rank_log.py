@@ -48,7 +48,7 @@ def hash_rows(
     Args:
         tokens: integers[m, S], padding included.
         images: (row of the sample, float32 pixels) of every image, in the order of their tokens.
-        loss_mask: float32[m, S], which labels count; None: it is not looked at.
+        loss_mask: float32[m, S], which labels count; None if it is not looked at.
 
     Returns:
         uint64[m]: xxh3_64 of each row, as int64 little-endian, and of its pixels and its mask after that.
@@ -143,7 +143,7 @@ class RankLog:
         digest: str,
         balance: Balance | None = None,
     ) -> None:
-        """Note where this process goes on, and what it will be handed.
+        """Note where this process resumes, and what it will be handed.
 
         Args:
             step: optimizer steps done.

@@ -179,7 +179,7 @@ class Failure:
     """Why a rank has failed."""
 
     words: str
-    #: whether all ranks give up; otherwise they go on together, once all are at the end.
+    #: whether all ranks give up; otherwise they continue together, once all are at the end.
     is_final: bool
 
 
@@ -216,7 +216,7 @@ class Meeting:
         """Wait for all ranks, or for one that has failed for good.
 
         Returns:
-            a final failure, or that of the lowest rank: final, too, if not all ranks came; None: nobody has failed.
+            a final failure, or that of the lowest rank: final, too, if not all ranks came; None if nobody has failed.
         """
         all_came = self._wait("end", until=lambda failures: any(failure.is_final for failure in failures))
         first = min(self._failures, key=lambda failure: not failure.is_final, default=None)

@@ -65,7 +65,7 @@ def end(error: MegaresumeError) -> int:
     """Say once what is wrong, and end this rank so that its launcher ends the others.
 
     Returns:
-        the exit status, where there is no process group; where there is one, the process ends here.
+        the exit status, if there is no process group; if there is one, the process ends here.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -1,8 +1,8 @@
-"""A save that fails for a reason that may pass is tried again, by all ranks together; then the run goes on, or ends.
+"""A save that fails for a reason that may pass is tried again, by all ranks together; then the run continues, or ends.
 
 save fails on any rank -> all ranks know it -> may it pass?  no   the error, on every rank
                                                             yes  wait, save again: 15 s, 30 s, 60 s
-the last try has failed                                  the error; or the run goes on without this checkpoint
+the last try has failed                                  the error; or the run continues without this checkpoint
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class Retries:
         Args:
             save: once.
             tag: that it saves.
-            is_last: the run is about to stop: it does not go on without this checkpoint.
+            is_last: the run is about to stop: it does not continue without this checkpoint.
             seconds_left: until the job ends, if that is known; asked on rank 0.
             give_up: on rank 0, after the last try: undoes what is there of it.
 
         Returns:
-            what ``save`` does; None: it failed, and the run is to go on.
+            what ``save`` does; None if it failed, and the run is to continue.
 
         Raises:
             whatever the last try raised.
@@ -140,7 +140,7 @@ class Retries:
         return None
 
     def _time_for(self, number: int, seconds_left: float | None) -> float | None:
-        """Seconds until the next try; None: the job ends before that."""
+        """Seconds until the next try; None if the job ends before that."""
         wait = self.wait * 2**number
         return wait if seconds_left is None or wait < seconds_left else None
 

@@ -2,7 +2,7 @@
 
     start    clocks agree, the directory is one on all nodes and this job's alone (on both storages)
     load     choose    rank 0: the newest complete checkpoint; the others: the same there?
-             read      the host: weights, and the state of the data that rides with them
+             read      the host: weights, and the state of the data that is stored with them
              accept    of this step, and the one that lies beside the checkpoint
              resume    data restored, random state put back, one line for the log
     begin    before the first step: nothing else is saved over, a line in the ledger, starts without progress counted
@@ -81,7 +81,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: decides what to load: given where the copies are, and the tag directories that could not be read, with the reasons.
-#: None: there is no checkpoint at all.
+#: None if there is no checkpoint at all.
 Pick = Callable[[Path | None, Mapping[Path, str]], Choice | Theirs | None]
 
 
@@ -90,15 +90,15 @@ class Session:
 
     Args:
         host: what trains.
-        data: what is trained; None: it is set later, before `resume` or `begin`.
+        data: what is trained; None if it is set later, before `resume` or `begin`.
         save_dir: where the run saves, if that is known beforehand: the ledger learns of starts that die before a save.
         stage_to: where what is saved to ``save_dir`` is copied to.
         retention: which older checkpoints stay.
         max_starts: starts from one place without a save that are let through; 0: any number.
         checksums: take checksums of all files after a save, and compare them at a load.
-        random: the generators of this rank; None: the framework saves them by itself.
+        random: the generators of this rank; None if the framework saves them by itself.
         stop: when to save and exit.
-        on_stop: how to save then; None: the host is told to stop by other means.
+        on_stop: how to save then; None if the host is told to stop by other means.
         retries: what follows if a save fails for a reason that may pass.
     """
 
@@ -127,20 +127,20 @@ class Session:
         self.loaded: Loaded | None = None
         #: what the last load restored.
         self.resumed: Resume | None = None
-        #: starts recorded in the ledger of the run, this one included; None: none is recorded yet.
+        #: starts recorded in the ledger of the run, this one included; None if none is recorded yet.
         self.attempt: int | None = None
         #: optimizer steps of the checkpoint that was saved or loaded last; None: neither.
         self.settled_step: int | None = None
         #: optimizer steps, state and layout of the checkpoint that was committed or loaded last; None: neither.
         #: Of what was committed, on rank 0.
         self.committed: tuple[int, DataState, Topology] | None = None
-        #: how long the last save took; None: none was made. On rank 0.
+        #: how long the last save took; None if none was made. On rank 0.
         self.save_seconds: float | None = None
         #: the working directory, which relative paths are of.
         self._home = _working_directory()
         self._stage_to = stage_to
         self._copies: Staged | None = None
-        #: optimizer steps and samples at which this process began; None: it has not.
+        #: optimizer steps and samples at which this process began; None if it has not.
         self._first: tuple[int, int] | None = None
         self._begun = False
         #: directories whose lock this run holds; that it may save to; whose ledger knows of this start.
@@ -161,7 +161,7 @@ class Session:
         Raises, on every rank:
             CheckpointError: another job writes there, or it cannot be written.
             SetupError: a node does not see it; or clocks differ, and the run is to stop at a time of day.
-            UsageError: ``stage_to`` is no place for copies.
+            UsageError: ``stage_to`` is not a place for copies.
         """
         check_clocks(needed=self.stopper is not None and self.stopper.conditions.before_end is not None)
         self.durability.machines  # noqa: B018  collective at the first call
@@ -225,7 +225,7 @@ class Session:
         weights_only: bool = False,
         adopts: bool = False,
     ) -> Any:
-        """Load the newest complete checkpoint, or what is asked for, and let the data go on from it.
+        """Load the newest complete checkpoint, or what is asked for, and let the data resume from it.
 
         Args:
             load_dir: the checkpoint root.
@@ -235,7 +235,7 @@ class Session:
             adopts: ``read`` makes up a state where a checkpoint has none; otherwise that is refused before it is read.
 
         Returns:
-            what the host's `Reading` hands back; None: there is no checkpoint at all.
+            what the host's `Reading` hands back; None if there is no checkpoint at all.
 
         Raises, on every rank:
             CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
@@ -274,7 +274,7 @@ class Session:
             damaged: tag directories that could not be read, with the reason: passed over.
 
         Returns:
-            the choice, its directory as this rank knows it, and the record beside it; None where there is no checkpoint
+            the choice, its directory as this rank knows it, and the record beside it; None if there is no checkpoint
             at all, or ``pick`` leaves it to the framework.
 
         Raises, on every rank:
@@ -328,11 +328,11 @@ class Session:
         )
 
     def goes_on_in(self, load_dir: str | os.PathLike[str]) -> None:
-        """What is in this directory is what the run goes on from: it may save there."""
+        """What is in this directory is what the run resumes from: it may save there."""
         self._own.add(Path(load_dir).resolve())
 
     def accept(self, choice: Choice, beside: StepFile | None, read: Reading) -> None:
-        """Take what was read as what the run goes on from.
+        """Take what was read as what the run resumes from.
 
         Raises, on every rank:
             StateError: there is no data state; or it is of another step than the weights, or not the one beside them.
@@ -349,10 +349,10 @@ class Session:
         self.loaded = Loaded(choice=choice, envelope=envelope, topology=topology)
 
     def resume(self, *, position: int | None = None, words: str | None = None) -> None:
-        """Let the data go on from what was loaded, put the random state back, and say so.
+        """Let the data resume from what was loaded, put the random state back, and say so.
 
         Args:
-            position: samples after which the data goes on; None: those of the state.
+            position: samples after which the data continues; None: those of the state.
             words: of the random state, if that is the framework's own business.
 
         Raises, on every rank:
@@ -566,11 +566,11 @@ class Session:
             latest, tracker: whether the commit moves DeepSpeed's pointer, and Megatron's.
 
         Returns:
-            what ``write`` did; None: the save failed, and the run is to go on (see `Retries`).
+            what ``write`` did; None if the save failed, and the run is to continue (see `Retries`).
 
         Raises, on every rank:
             StateError: see `snapshot`.
-            UsageError: the directory holds checkpoints that this run did not go on from; or it is not the run's.
+            UsageError: the directory holds checkpoints that this run did not resume from; or it is not the run's.
             CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers
                 stay as they were.
             SetupError: a node does not see the directory.
@@ -609,7 +609,7 @@ class Session:
         """Make a save count whose files are there. Tried again by itself: a host's own pointer may name them already.
 
         Returns:
-            whether it does; False: it failed, and the run is to go on (see `Retries`).
+            whether it does; False: it failed, and the run is to continue (see `Retries`).
 
         Raises, on every rank:
             CheckpointError: see `Save.commit`.

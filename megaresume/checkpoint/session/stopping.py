@@ -129,7 +129,8 @@ def _value(name: str) -> str:
 
 
 def job_end(environment: Mapping[str, str]) -> float | None:
-    """When the scheduler will end this job, in seconds since 1970; None: nobody says, or something that is no time."""
+    """When the scheduler will end this job, in seconds since 1970; None if nobody says, or something that is not a
+    time."""
     for name in END_TIME_VARIABLES:
         text = environment.get(name, "")
         if text.isascii() and text.isdigit():
@@ -225,7 +226,7 @@ class Stopper:
         return answer
 
     def agreed(self) -> str | None:
-        """Why all ranks stop here; None: they go on. A collective, at a step boundary."""
+        """Why all ranks stop here; None if they continue. A collective, at a step boundary."""
         mine = self.look()
         stops = mine is not None
         if world_size() > 1:
