@@ -12,7 +12,7 @@
 
 One file a trainer:
 
-    loop.py            a loop of one's own in torch
+    loop.py            a custom loop in torch
     hugging_face.py    Hugging Face's Trainer; hugging_face_data.py: what it trains; hugging_face_launch.py: for scripts
                        that do not know us
     accelerate.py      a loop with Accelerate; accelerate_backends.py: DDP, DeepSpeed and FSDP, also under the Trainer

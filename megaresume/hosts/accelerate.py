@@ -16,7 +16,7 @@ Hooked on the instances:
                              accelerator.backward calls
     accelerator.save_state   saved by the session: commit, lock, ledger, retention
     accelerator.load_state   the newest complete checkpoint, or the one that is asked for
-    accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and goes on by itself
+    accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and continues by itself
 
 See docs/accelerate.md.
 """
@@ -234,7 +234,7 @@ class AcceleratorHost(TrainerHost):
 
         Args:
             choice: the checkpoint.
-            before: how the run was laid out when it saved; None: not known.
+            before: how the run was laid out when it saved; None if not known.
         """
 
         def check_and_read() -> None:

@@ -77,7 +77,7 @@ def check_loadable(
     Args:
         accelerator: whose back-end is to load it.
         tag_dir: ``checkpoint-N``.
-        before: how the run was laid out when it saved; None: not known.
+        before: how the run was laid out when it saved; None if not known.
         written: how checkpoints of each back-end are told apart.
         begin_anew: how to load weights alone.
 
@@ -98,7 +98,7 @@ def check_loadable(
 
 
 def expected_files(accelerator: Any, save_dir: Path, tag: str, *, inner: Callable[[Any], str]) -> list[str] | None:
-    """What this rank writes into a checkpoint; None: not known beforehand.
+    """What this rank writes into a checkpoint; None if not known beforehand.
 
     Args:
         accelerator: Accelerate's.
@@ -113,7 +113,7 @@ def expected_files(accelerator: Any, save_dir: Path, tag: str, *, inner: Callabl
 
 @contextlib.contextmanager
 def failing_late(accelerator: Any, *writers: tuple[Any, str]) -> Iterator[list[Exception]]:
-    """Within it, a rank that cannot write a file goes on to the collectives in which the others wait for it; what was
+    """Within it, a rank that cannot write a file continues to the collectives in which the others wait for it; what was
     raised is in the list that is given.
 
     Args:

@@ -83,7 +83,7 @@ class HostContract:
 
     @classmethod
     def choice_of(cls, directory: Path) -> Choice | None:
-        """The newest complete checkpoint; None: there is none."""
+        """The newest complete checkpoint; None if there is none."""
         return choose(cls.checkpoints_of(directory))
 
     @classmethod

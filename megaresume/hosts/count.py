@@ -1,8 +1,8 @@
 """The count of what was taken and what was trained: the promise of megaresume, under every trainer.
 
-A checkpoint says "these steps have trained these samples", and a resume goes on with the next one. That is true if each
-optimizer step trains the micro-batches that were taken for it, each of them once, and nothing else. `Count` sees to it.
-It knows no trainer, no data and no file. A host tells it what happens; what does not fit is refused.
+A checkpoint says "these steps have trained these samples", and a resume continues with the next one. That is true if
+each optimizer step trains the micro-batches that were taken for it, each of them once, and nothing else. `Count` sees
+to it. It knows no trainer, no data and no file. A host tells it what happens; what does not fit is refused.
 
                take()                take()
         IDLE ---------> TAKEN -----------------> WHOLE              FAILED: what was refused is refused from then on,
@@ -12,11 +12,11 @@ It knows no trainer, no data and no file. A host tells it what happens; what doe
                             step + 1, samples = end                 out:     those from there to `end`
 
     told                        IDLE                     TAKEN                      WHOLE
-    take()       handed out     goes on                  goes on                    refused: it would never be trained
+    take()       handed out     continues                continues                  refused: it would never be trained
     use()        in gradients   refused: trained twice   once for each that is out  once for each that is out
     stepped()    weights change refused: it has trained  refused: it has not        trained, unless the model was not
                                 something else           trained all of the step    given some of them
-    check_save() a checkpoint   goes on                  refused if some are used: no file has their gradients
+    check_save() a checkpoint   continues                refused if some are used: no file has their gradients
     compare()    the trainer's own count: refused unless it is the same
     loaded()     from a checkpoint: so many steps have trained so many samples; IDLE
 
@@ -205,7 +205,7 @@ class Count(Generic[T]):
             raise self._refuse(_error(headline, self._taken(), expected, self.words.early_save))
 
     def compare(self, step: int, samples: int | None = None) -> None:
-        """Raise a StateError if the trainer counts other steps, or other samples (None: it counts none)."""
+        """Raise a StateError if the trainer counts other steps, or other samples (None if it counts none)."""
         if step == self.step and samples in (None, self.samples):
             return
         found, expected = f"step {step}", f"step {self.step}"

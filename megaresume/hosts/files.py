@@ -1,7 +1,7 @@
 """What is in a checkpoint of a loop, and how it is written.
 
     dcp          torch.distributed.checkpoint: every rank writes its shards; loads on any number of ranks
-    dcp_async    the same, while training goes on
+    dcp_async    the same, while training continues
     torch        one file, torch.save, by rank 0: loads on any number of ranks
 
 Modules and optimizers are saved by the names of their parameters, without what DDP, FSDP and torch.compile add to them.
@@ -43,7 +43,7 @@ from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 Writer = Literal["dcp", "dcp_async", "torch"]
 
-#: in place of a name of the user's: what is no tensor.
+#: in place of a name of the user's: what is not a tensor.
 KEY = "megaresume"
 SINGLE, METADATA = "checkpoint.pt", ".metadata"
 
@@ -96,7 +96,7 @@ class Objects:
         for name, (optimizer, module) in self.optimizers.items():
             is_new = not optimizer.state
             states[name] = get_optimizer_state_dict(module, optimizer, options=options)
-            if is_new:  # torch has made a step without gradients, so that there is a state: training is not to go on so
+            if is_new:  # torch has made a step without gradients to create a state: training must not start from it
                 optimizer.state.clear()
                 states[name]["state"] = {}
         return states
@@ -126,11 +126,11 @@ class Objects:
                 _forget_unused(optimizer, blank[name]["param_groups"], states[name]["state"])
 
     def rest(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """What is no module and no optimizer, and what a checkpoint holds besides."""
+        """What is not a module and no optimizer, and what a checkpoint holds besides."""
         return {"names": self.names, "others": {name: one.state_dict() for name, one in self.others.items()}, **held}
 
     def put_rest(self, rest: Mapping[str, Any]) -> None:
-        """Set what is no module and no optimizer."""
+        """Set what is not a module and no optimizer."""
         for name, one in self.others.items():
             one.load_state_dict(rest["others"][name])
 
@@ -154,7 +154,7 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
         directory: the tag directory.
         held: what else it holds: see `TrainerHost.carried`.
         writer: see above.
-        group: a process group on the CPU, of the writer alone; None: there is one rank.
+        group: a process group on the CPU, of the writer alone; None if there is one rank.
 
     Returns:
         of ``dcp_async``: done when this rank's part is written; on rank 0, when those of all ranks are.
@@ -292,7 +292,8 @@ def own_group() -> Any:
 
 
 class Background:
-    """A save that torch.distributed.checkpoint writes while training goes on: at most one. It counts once it is whole.
+    """A save that torch.distributed.checkpoint writes while training continues: at most one. It counts once it is
+    whole.
 
     Args:
         commit: makes it count: `Session.commit`.

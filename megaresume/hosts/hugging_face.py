@@ -9,12 +9,12 @@ Hooked on the Trainer:
     train                            what to resume from; the end of the run
     get_train_dataloader             our batches
     set_initial_training_values      how many steps the run has
-    _init_training_state             at which epoch it goes on: the Trainer skips nothing, as our loader is there
+    _init_training_state             at which epoch it continues: the Trainer skips nothing, as our loader is there
     _run_epoch                       how many batches this epoch has
     on_step_end (a callback)         a step was made
     _save_checkpoint                 saved by the session: commit, lock, ledger, retention
     _evaluate                        draws nothing from the generators of the training
-    _load_callback_state             the data state is no state of a callback
+    _load_callback_state             the data state is not a state of a callback
 
 The data state lies in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
 See docs/hugging-face.md. Importing this does not import transformers.
@@ -92,7 +92,7 @@ def attach(
     before ``trainer.train``.
 
     Batch size, workers and collator are the Trainer's; the seed of the order is its ``data_seed``, or ``seed``. With
-    ``resume_from_checkpoint=True`` it goes on from the newest complete checkpoint of ``output_dir``, or begins if there
+    ``resume_from_checkpoint=True`` it resumes from the newest complete checkpoint of ``output_dir``, or begins if there
     is none. ``save_total_limit`` keeps the newest so many complete ones.
 
     Args:
@@ -315,7 +315,7 @@ class TransformersHost(TrainerHost):
                 )
 
     def _chosen(self, asked: Any) -> str | None:
-        """The checkpoint to resume from, its data restored; None: there is none yet."""
+        """The checkpoint to resume from, its data restored; None if there is none yet."""
         root, pick = Path(self.trainer.args.output_dir), None
         if not isinstance(asked, bool):
             tag_dir = Path(os.path.abspath(asked))
@@ -330,13 +330,13 @@ class TransformersHost(TrainerHost):
         return str(choice.tag_dir)
 
     def set_initial_training_values(self, values: Any, *args: Any, **more: Any) -> Any:
-        """How many epochs and steps the run has, counted from the sample where it goes on."""
+        """How many epochs and steps the run has, counted from the sample where it continues."""
         _, *between, _ = values(*args, **more)
         epochs, steps = self.length()
         return (epochs, *between, steps)
 
     def init_training_state(self, init: Any, *args: Any, **more: Any) -> tuple[int, int]:
-        """Where it goes on: (epoch, batches to skip)."""
+        """Where it continues: (epoch, batches to skip)."""
         init(*args, **more)
         return self.loader.epoch, 0
 
@@ -391,7 +391,7 @@ class TransformersHost(TrainerHost):
 
         Args:
             choice: the checkpoint.
-            before: how the run was laid out when it saved; None: not known.
+            before: how the run was laid out when it saved; None if not known.
 
         Raises:
             StateError: trainer_state.json cannot be read, or what it holds of ours is damaged.

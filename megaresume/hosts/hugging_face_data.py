@@ -86,7 +86,7 @@ class InputLength:
 
 
 def _whole_epochs(args: Any) -> int | None:
-    """Epochs with which the run ends; None: it ends with a step, or in the middle of an epoch."""
+    """Epochs with which the run ends; None if it ends with a step, or in the middle of an epoch."""
     epochs = float(args.num_train_epochs)
     return int(epochs) if args.max_steps <= 0 and epochs.is_integer() and epochs > 0 else None
 

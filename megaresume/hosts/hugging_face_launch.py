@@ -3,7 +3,7 @@
     torchrun -m megaresume.run train.py ARGS --megaresume-keep-every 1000
 
 What is hooked is ``transformers.Trainer.train``, which the Trainers of TRL, LLaMA-Factory, ms-swift and Axolotl come to
-as well, in this process or in one that it starts. It then calls `attach`, and goes on from the newest complete
+as well, in this process or in one that it starts. It then calls `attach`, and resumes from the newest complete
 checkpoint of ``output_dir``, whatever the script says of resuming. A loop that trains without a Trainer is refused at
 its first step.
 

@@ -11,7 +11,7 @@ Hooked on the Trainer and on its loops:
     resume_start              the session begins; what to resume from is chosen and read
     _data_source.dataloader   our batches
     register_signal_handlers  not Lightning's where the run is to stop in time: they raise between two saves
-    fit_loop.run              at which epoch it goes on
+    fit_loop.run              at which epoch it continues
     epoch_loop.on_run_start   how many micro-batches this epoch has, and how many of them are trained
     val_loop.run              draws nothing from the generators of the training
     save_checkpoint           saved by the session: commit, lock, ledger, retention; the file asked for is a link to it
@@ -68,7 +68,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
     before ``trainer.fit``.
 
     The training data is a `DataLoader`: given to ``fit``, or made by ``train_dataloader`` of the model or the data
-    module. ``fit(ckpt_path="last")`` goes on from the newest complete checkpoint of ``save_dir``, or begins if there is
+    module. ``fit(ckpt_path="last")`` resumes from the newest complete checkpoint of ``save_dir``, or begins if there is
     none. Whenever a ModelCheckpoint saves, a complete checkpoint is made; its own file is a link into that. A Trainer
     with ``fast_dev_run``, which saves nothing, is left as it is.
 
@@ -143,7 +143,7 @@ class LightningHost(TrainerHost):
         self.is_open = False
         #: what the Trainer reads from, once a fit has begun.
         self.batches: Batches | None = None
-        #: what the checkpoint that is being made is to hold; None: none is.
+        #: what the checkpoint that is being made is to hold; None if none is.
         self.held: dict[str, Any] | None = None
         self._asked: Any = None
         #: optimizer steps that Lightning counted when the last step of the data was made.
@@ -380,7 +380,7 @@ class LightningHost(TrainerHost):
         on_rank_0(lambda: link(file, paths))
 
     def save_now(self) -> Path | None:
-        """A complete checkpoint of the last step; its file, or None if that failed and the run is to go on."""
+        """A complete checkpoint of the last step; its file, or None if that failed and the run is to continue."""
         self._is_due = False
         on_all_ranks(self.steps.check_save)
         tag = deepspeed_tag(self.iteration())
@@ -443,7 +443,7 @@ class LightningHost(TrainerHost):
 
         Args:
             choice: the checkpoint.
-            before: how the run was laid out when it saved; None: not known.
+            before: how the run was laid out when it saved; None if not known.
         """
 
         def check_and_read() -> None:

@@ -1,4 +1,4 @@
-"""Exact data resume for a training loop of one's own, in plain torch.
+"""Exact data resume for a custom training loop, in plain torch.
 
     loop = megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=Checkpoints(save_dir=...))
     loop.load()
@@ -148,21 +148,21 @@ class Loop(StepLoop):
 
         Raises, on every rank:
             StateError: in the middle of a step; or the ranks disagree on what they trained.
-            UsageError: some ranks alone call it; or the directory holds checkpoints that this run did not go on from.
+            UsageError: some ranks alone call it; or the directory holds checkpoints that this run did not resume from.
             CheckpointError: files are missing, another job writes there, or the disk refuses.
         """
         all_come("loop.save()")
         self.host.save_now()
 
     def load(self, directory: str | os.PathLike[str] | None = None, *, tag: str | None = None) -> Resume | None:
-        """Go on from the newest complete checkpoint, with what `megaresume.attach` was given to save.
+        """Resume from the newest complete checkpoint, with what `megaresume.attach` was given to save.
 
         Args:
             directory: the checkpoint root; None: where the loop saves.
             tag: exactly this checkpoint: ``global_step100``.
 
         Returns:
-            where it goes on; None: there is no checkpoint, and it begins.
+            where it continues; None if there is no checkpoint, and it begins.
 
         Raises, on every rank:
             CheckpointError: what was asked for is not whole, or the ranks see different directories.
@@ -191,7 +191,7 @@ def attach(
             and whatever else has ``state_dict`` and ``load_state_dict``, alike on every rank: schedulers, scalers.
         data: a `DataLoader`, or a `StreamLoader`.
         checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
-        writer: ``dcp``: torch.distributed.checkpoint. ``dcp_async``: the same, while training goes on; the checkpoint
+        writer: ``dcp``: torch.distributed.checkpoint. ``dcp_async``: the same, while training continues; the checkpoint
             counts after the last byte of all ranks. ``torch``: one file, which rank 0 writes.
         stop: when to save and exit, with `megaresume.Stopped`.
         context_parallel: processes that train the same samples together and over which DDP or FSDP averages as well.

@@ -65,7 +65,7 @@ class Steps(Count[str]):
 
     Args:
         feed: the micro-batches.
-        words: of the trainer; None: those of a loop of one's own.
+        words: of the trainer; None: those of a custom loop.
     """
 
     #: told of every step that begins.

@@ -54,7 +54,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: Stop
 
     The data is the Trainer's own dataloader, which must be a `DataLoader` or a `StreamLoader`. torchtitan's config says
     where and when it saves; ``checkpoint.keep_latest_k`` keeps the newest so many complete checkpoints. ``train()``
-    goes on from the newest complete one, on any number of ranks, or begins if there is none.
+    resumes from the newest complete one, on any number of ranks, or begins if there is none.
 
     Args:
         trainer: torchtitan's Trainer, or of a class made from it.
@@ -153,7 +153,7 @@ class TitanHost(TrainerHost):
         """See `TrainerHost`: the Trainer's own dataloader.
 
         Raises:
-            UsageError: it is no loader of megaresume's, or one for other ranks or steps than the Trainer's.
+            UsageError: it is not a loader of megaresume's, or one for other ranks or steps than the Trainer's.
         """
         trainer, loader = self.trainer, self.trainer.dataloader
         feed = feed_of(loader, whole_steps=True)
@@ -210,7 +210,7 @@ class TitanHost(TrainerHost):
         self.end()
 
     def _load(self, load: Any, step: int = -1) -> bool:
-        """Go on from the newest complete checkpoint, or from that of ``step``; begin if there is none.
+        """Resume from the newest complete checkpoint, or from that of ``step``; begin if there is none.
 
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.
@@ -239,7 +239,7 @@ class TitanHost(TrainerHost):
         self.background.look()
         if not self.manager._should_save(curr_step, last_step):
             return False
-        if last_step and self.manager.last_save_model_only:  # no checkpoint to go on from
+        if last_step and self.manager.last_save_model_only:  # no checkpoint to resume from
             self.settle()
             save(curr_step, last_step)
         else:

@@ -60,7 +60,7 @@ class TrainerHost(Host):
     #: what it has trained, and its session, once it is open.
     steps: Steps
     session: Session
-    #: what writes while training goes on; None: nothing does.
+    #: what writes while training continues; None if nothing does.
     background: Background | None = None
 
     def __init__(self, trainer: Any) -> None:
@@ -69,7 +69,7 @@ class TrainerHost(Host):
     # What a trainer declares
 
     def check(self) -> None:
-        """Refuse what is no such trainer, and settings under which the data would be other data. On every rank.
+        """Refuse what is not such a trainer, and settings under which the data would be other data. On every rank.
 
         Raises:
             UsageError: naming it, and the way out: see `check_new` and `refuse`.
@@ -85,7 +85,7 @@ class TrainerHost(Host):
 
     @property
     def device(self) -> Any:
-        """Whose generators are saved, besides those on the CPU; None: the trainer saves generators by itself."""
+        """Whose generators are saved, besides those on the CPU; None if the trainer saves generators by itself."""
         return self.trainer.device
 
     def begin(self) -> None:

@@ -60,7 +60,7 @@ def attach(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoin
     `megaresume.attach`.
 
     Dataset, batch size, workers and seed are those of VeRL's config, which also says where and when it saves, and how
-    many checkpoints it keeps. With ``resume_mode=auto`` it goes on from the newest complete checkpoint.
+    many checkpoints it keeps. With ``resume_mode=auto`` it resumes from the newest complete checkpoint.
 
     Args:
         trainer: VeRL's ``SFTTrainer``, or of a class made from it.
@@ -204,7 +204,7 @@ class VerlHost(TrainerHost):
         ]
 
     def _load(self, load: Any) -> Any:
-        """Go on from what ``resume_mode`` says; begin if there is nothing.
+        """Resume from what ``resume_mode`` says; begin if there is nothing.
 
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.
@@ -226,7 +226,7 @@ class VerlHost(TrainerHost):
         on_all_ranks(lambda: _check_ranks(choice.tag_dir))
         with replaced(self.trainer.ckpt_handler, resume_mode="resume_path", resume_from_path=str(choice.tag_dir)):
             result = load()
-        # Its own way to read the loader's state goes on without one, and by the name of today's rank.
+        # Its own way to read the loader's state continues without one, and by the name of today's rank.
         state = torch.load(choice.tag_dir / FILE, map_location="cpu", weights_only=True)
         envelope, step = Envelope.read(state[KEY]), tag_iteration(choice.tag)
         assert step is not None
@@ -325,8 +325,8 @@ def attach_prompts(trainer: Any, *, append: Append | None = None) -> None:
     """Give a trainer of VeRL's reinforcement learning its prompts in an exact order. See
     `megaresume.attach`.
 
-    Prompts, batch sizes, workers, shuffling and seed are those of VeRL's config. A resume goes on with the next prompt,
-    also with other batch sizes; without the state of the prompts it is refused.
+    Prompts, batch sizes, workers, shuffling and seed are those of VeRL's config. A resume continues with the next
+    prompt, also with other batch sizes; without the state of the prompts it is refused.
 
     Args:
         trainer: VeRL's ``PPOTrainer`` or ``RayPPOTrainer``, or of a class made from it.
@@ -370,7 +370,7 @@ def attach_prompts(trainer: Any, *, append: Append | None = None) -> None:
 
 
 def _load_prompts(trainer: Any, prompts: Prompts, load: Any) -> Any:
-    """VeRL's own, which goes on without a ``data.pt``."""
+    """VeRL's own, which continues without a ``data.pt``."""
     # The older trainer passes over a data.pt at what it takes for the end of an epoch, by today's batch size.
     prompts.is_loaded, prompts.total = False, sys.maxsize - 1
     result = load()

@@ -1,4 +1,5 @@
-"""Saves that DeepSpeed writes while training goes on (``checkpoint.writer.decoupled``): committed after the last byte.
+"""Saves that DeepSpeed writes while training continues (``checkpoint.writer.decoupled``): committed after the last
+byte.
 
     save_checkpoint    values captured, marker; DeepSpeed hands the state to a writer process of each rank and returns
     the next steps     forward and backward, while the writers write
@@ -96,7 +97,7 @@ def watch(engine: Any) -> None:
 
 
 def check_writer(engine: Any) -> None:
-    """Raise a CheckpointError where the writer is dead: DeepSpeed would hand it the state and say nothing."""
+    """Raise a CheckpointError if the writer is dead: DeepSpeed would hand it the state and say nothing."""
     process = engine.checkpoint_engine.ckpt_process if facts.is_decoupled(engine) else None
     if process is not None and not process.is_alive():
         raise _lost("the next checkpoint", f"the writer process {process.pid} has ended, {_ending(process)}")
@@ -114,7 +115,7 @@ def is_pending(engine: Any) -> bool:
 
 
 def settle(engine: Any) -> None:
-    """Wait for the save in flight and commit it; nothing where there is none. Collective.
+    """Wait for the save in flight and commit it; nothing if there is none. Collective.
 
     Raises, on every rank:
         CheckpointError: a writer failed, or the commit did; the pointers stay as they were.

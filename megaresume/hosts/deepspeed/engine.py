@@ -54,7 +54,7 @@ def check_ranks(stage: int | None, before: Topology | None, ranks: int, tag: str
 
     Args:
         stage: of ZeRO; None: not DeepSpeed.
-        before: how the run was laid out when it saved; None: not known.
+        before: how the run was laid out when it saved; None if not known.
         ranks: data-parallel ranks now.
         tag: of the checkpoint.
         begin_anew: how to load weights alone.
@@ -184,7 +184,7 @@ def stamped(engine: Any, save_id: str) -> contextlib.AbstractContextManager[None
 
 def checked(engine: Any, save_id: str | None) -> contextlib.AbstractContextManager[None]:
     """Within it, ``load_checkpoint`` raises an `OtherSaveError` for a file that another save has stamped: so a whole
-    file of another step is found without any checksum. None: nobody knows which save it is."""
+    file of another step is found without any checksum. None if nobody knows which save it is."""
     read = engine.checkpoint_engine.load
 
     @functools.wraps(read)

@@ -117,7 +117,7 @@ class EngineData(Batches):
 
     @property
     def attempt(self) -> int | None:
-        """Which start of the run this is, from 1; None: no step has begun yet, or no ``save_dir`` is known."""
+        """Which start of the run this is, from 1; None if no step has begun yet, or no ``save_dir`` is known."""
         return self.session.attempt
 
     @property

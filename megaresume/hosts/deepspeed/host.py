@@ -1,7 +1,7 @@
 """`EngineHost`: a DeepSpeed engine as the host of a `Session`.
 
-DeepSpeed's own ``latest`` is no commit marker: its rank 0 writes it, in place, while other ranks may still be writing
-their files. So it is told not to, and the commit writes it.
+DeepSpeed's own ``latest`` is not a commit marker: its rank 0 writes it, in place, while other ranks may still be
+writing their files. So it is told not to, and the commit writes it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EngineHost:
         engine: what ``deepspeed.initialize`` returned first.
         elastic: convert a ZeRO checkpoint of another number of ranks by itself.
         adopt: makes up the state of a checkpoint that was written without megaresume, from the samples that DeepSpeed
-            has trained; None: such a checkpoint is refused.
+            has trained; None if such a checkpoint is refused.
     """
 
     forgotten = "engine.load_checkpoint was forgotten, was given another directory, or load_module_only=True"
@@ -153,7 +153,7 @@ class EngineHost:
         """``engine.save_checkpoint``: ``write`` is DeepSpeed's method, its other arguments bound.
 
         Returns:
-            what DeepSpeed does, True; False: the save failed, and the run is to go on.
+            what DeepSpeed does, True; False: the save failed, and the run is to continue.
         """
         decoupled.watch(self.engine)
         self.settle()
@@ -283,7 +283,7 @@ def _check_written(errors: list[Exception], save: Save) -> None:
 
 
 def _check_loaded(path: object, choice: Choice) -> None:
-    """Raise a CheckpointError where DeepSpeed did not load what was chosen, which it says by returning None."""
+    """Raise a CheckpointError if DeepSpeed did not load what was chosen, which it says by returning None."""
     if path is None:
         raise CheckpointError(
             "DeepSpeed did not load the checkpoint",

@@ -128,7 +128,7 @@ class TrainingData(EngineData):
         self.stream.read_back(stream_of(state))
 
     def restore(self, state: DataState, choice: Choice | None = None) -> None:
-        """Go on from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.
+        """Resume from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.
 
         Raises:
             StateError: the state belongs to another config or other corpora, naming the fields that differ.
@@ -144,7 +144,7 @@ class TrainingData(EngineData):
         return change_lines(self.stream, self._schedule.size_at(self._base_sample))
 
     def __iter__(self) -> TrainingData:
-        """From the first micro-batch on that is not trained. In the middle of an accumulation: go on."""
+        """From the first micro-batch on that is not trained. In the middle of an accumulation: continue."""
         count = self._count
         is_over = count.failure is not None or self._closed is not None
         if not count.is_idle and self.is_untouched and not self._is_pipeline and not is_over:

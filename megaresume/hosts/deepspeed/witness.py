@@ -50,7 +50,7 @@ class MicroBatch:
 
     #: in words: its samples.
     name: str
-    #: fingerprint of its tokens, and their number; None: it cannot be recognised.
+    #: fingerprint of its tokens, and their number; None if it cannot be recognised.
     key: int | None = None
     tokens: int = 0
     #: for the log of samples.
@@ -101,7 +101,7 @@ class Witness:
     def seen(self, out: Sequence[MicroBatch]) -> list[MicroBatch] | None:
         """Which of the micro-batches that are out the model was given, in the order of its forwards; each once.
 
-        Those of other steps and engines are recognised as well, and count for nothing. None: a forward was given
+        Those of other steps and engines are recognised as well, and count for nothing. None if a forward was given
         something else as well, or there was none.
         """
         keys = [batch.key for batch in out if batch.key is not None]

@@ -47,7 +47,7 @@ class Facts:
     library: str
     #: worker processes of one data-parallel rank.
     workers: int
-    #: samples of one batch; None: the loader does not say.
+    #: samples of one batch; None if the loader does not say.
     batch_size: int | None
 
 
@@ -69,7 +69,7 @@ class Adapter(Protocol):
         """Put a state back, before the first batch of this process."""
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """The batches up to the end of an epoch; a later call goes on with the next."""
+        """The batches up to the end of an epoch; a later call continues with the next."""
 
 
 def adapter_of(loader: Any) -> Adapter:
@@ -214,7 +214,7 @@ def _next_index(worker: Any) -> int:
 
 
 def _batches_of(state: Any) -> int | None:
-    """Batches handed out before a `SavableDataLoaderState`; None: it does not say."""
+    """Batches handed out before a `SavableDataLoaderState`; None if it does not say."""
     if state is None:
         return 0
     workers = state.worker_states
@@ -224,7 +224,7 @@ def _batches_of(state: Any) -> int | None:
     return None if None in counts else sum(counts)
 
 
-#: Batches between two states that are taken though nothing is saved. Energon needs some 30 ms for one.
+#: Batches between two states that are taken though nothing is saved. Energon needs about 30 ms for one.
 SNAPSHOT_EVERY = 32
 
 
@@ -328,7 +328,7 @@ class LoaderReader:
         return state, trained - at
 
     def restore(self, pickled: bytes, skip: int) -> None:
-        """Go on from what `state` gave; before the first batch.
+        """Resume from what `state` gave; before the first batch.
 
         Args:
             pickled: the state.

@@ -117,7 +117,7 @@ NO_LOADER = LoaderRecord(facts=Facts(kind="none", library="none", workers=0, bat
 
 
 def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
-    """Raise a StateError where the states cannot be restored exactly into this run's loaders.
+    """Raise a StateError if the states cannot be restored exactly into this run's loaders.
 
     Args:
         record: of the checkpoint.
@@ -167,7 +167,7 @@ class Captured:
     """The states of a save that has begun, on one rank."""
 
     record: LoaderRecord
-    #: data-parallel rank and state, which this rank writes; None: another replica does.
+    #: data-parallel rank and state, which this rank writes; None if another replica does.
     mine: tuple[int, bytes] | None
 
     def write(self, root: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
@@ -195,7 +195,7 @@ def capture(
     """Take the states of all ranks. Collective; writes nothing.
 
     Args:
-        reader: of this process; None: it reads no data.
+        reader: of this process; None if it reads no data.
         dp_rank: data-parallel rank of this process.
         dp_size: data-parallel size.
         trained: batches that every data-parallel rank has trained, since the start of the run.

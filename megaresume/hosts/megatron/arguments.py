@@ -75,7 +75,7 @@ class Settings:
     accept: tuple[str, ...] = ()
     #: what becomes of a changed data config.
     on_change: OnChange = "refuse"
-    #: directory for the logs of samples; None: none are written.
+    #: directory for the logs of samples; None if none are written.
     log_samples: str | None = None
     #: ranges of samples that are not to be trained.
     skip_samples: tuple[str, ...] = ()

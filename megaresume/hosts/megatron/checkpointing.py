@@ -5,7 +5,7 @@
            (an asynchronous save: committed in its finalizer, with the values of when it began)
            Megatron-DeepSpeed: the same around the save of its engine (`engine`)
     load   the arguments in the checkpoint are seen on their way -> their state, read on every rank
-           -> `Session.accept`; the data goes on from it when it is built -> `Session.resume`, `Session.begin`
+           -> `Session.accept`; the data resumes from it when it is built -> `Session.resume`, `Session.begin`
 
 The state in the checkpoint is the truth: it is in the same file as the weights. What lies beside is its copy; a kill
 between Megatron's tracker and the copy costs nothing, since the next start writes it (`Session.record_loaded`).
@@ -165,7 +165,7 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
 def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``load_checkpoint(...) -> (iteration, ...)``, which also accepts the state of the data.
 
-    Only the load to go on from (``--load``) counts, not that of a teacher or of a reference model.
+    Only the load to resume from (``--load``) counts, not that of a teacher or of a reference model.
 
     Raises, on every rank:
         StateError: the state is damaged, or is not that of these weights, or not the one beside the checkpoint.
@@ -254,7 +254,7 @@ def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., 
 
 
 def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
-    """Take what Megatron has loaded as what the run goes on from. Collective."""
+    """Take what Megatron has loaded as what the run resumes from. Collective."""
     args = host.args
     if iteration == 0 or getattr(args, "finetune", False):
         _begin_anew(host)

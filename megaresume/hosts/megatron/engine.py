@@ -84,7 +84,7 @@ def check_micro_batches(engine: Any, args: Any) -> None:
 
 
 def _host_of(client_state: Mapping[str, Any]) -> MegatronHost | None:
-    """The host whose Megatron makes this save; None: somebody else does."""
+    """The host whose Megatron makes this save; None if somebody else does."""
     args = client_state.get("args")
     if args is None or "iteration" not in client_state or not hasattr(args, "consumed_train_samples"):
         return None

@@ -43,7 +43,7 @@ KEY = "megaresume_state"
 
 
 def envelope_on(args: Any) -> Envelope | None:
-    """The state on a namespace, a mapping, or nothing; None where there is none.
+    """The state on a namespace, a mapping, or nothing; None if there is none.
 
     Raises:
         StateError: damaged, see `Envelope.read`.
@@ -86,11 +86,11 @@ class MegatronHost:
         )
         #: of Megatron-DeepSpeed, once it has saved or loaded.
         self.engine: EngineHost | None = None
-        #: what our part of a load has chosen; None: Megatron chooses by itself.
+        #: what our part of a load has chosen; None if Megatron chooses by itself.
         self.choice: Choice | None = None
         #: what lies beside it.
         self.beside: StepFile | None = None
-        #: the namespace in the checkpoint that was loaded to go on from; None: nothing was.
+        #: the namespace in the checkpoint that was loaded to resume from; None if nothing was.
         self.loaded_args: Any = None
         #: a load of ours is running.
         self.is_loading = False
@@ -124,7 +124,7 @@ class MegatronHost:
 
     @property
     def loaded(self) -> Envelope | None:
-        """The data state of the checkpoint that was loaded; None: nothing was loaded, or it has none."""
+        """The data state of the checkpoint that was loaded; None if nothing was loaded, or it has none."""
         return None if self.session.loaded is None else self.session.loaded.envelope
 
     def start(self) -> None:
@@ -223,7 +223,7 @@ def megatron_host() -> MegatronHost:
 
 
 def latest_host() -> MegatronHost | None:
-    """The host that was last asked for; None: nobody has."""
+    """The host that was last asked for; None if nobody has."""
     return _host
 
 

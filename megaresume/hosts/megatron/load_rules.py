@@ -22,10 +22,10 @@ _MODES: dict[Kind, tuple[str, str]] = {
 
 
 def check_mode(kind: Kind | None, mode: str) -> None:
-    """Raise a StateError where a checkpoint of one mode is to be trained on in another.
+    """Raise a StateError if a checkpoint of one mode is to be trained on in another.
 
     Args:
-        kind: of the data state in the checkpoint; None: it has none.
+        kind: of the data state in the checkpoint; None if it has none.
         mode: of this launch: stream or guard.
     """
     if kind is None or _MODES[kind][0] == f"mode {mode}":
@@ -56,7 +56,7 @@ def check_stages(config: StreamConfig, seq_length: int) -> None:
 
 
 def without_state(iteration: int, position: int) -> StateError:
-    """The error for training that goes on somewhere, without a stream's state to go on from."""
+    """The error for training that continues somewhere, without a stream's state to resume from."""
     return StateError(
         "training goes on, but no data state was restored",
         found=f"iteration {iteration}, {position} samples trained, no data state",

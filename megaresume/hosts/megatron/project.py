@@ -85,7 +85,7 @@ class Project:
 
 
 def parse_version(version: str) -> tuple[int, int]:
-    """(major, minor) of ``0.16.1rc0``; what is no number counts as 0."""
+    """(major, minor) of ``0.16.1rc0``; what is not a number counts as 0."""
     numbers = [*(int(number) for number in re.findall(r"\d+", version)[:2]), 0, 0]
     return numbers[0], numbers[1]
 
@@ -143,7 +143,7 @@ def find_project(package: str | None = None) -> Project:
 
 
 def locate(dotted: str) -> Path | None:
-    """The file that ``import dotted`` would run, found without importing; None: there is no such module.
+    """The file that ``import dotted`` would run, found without importing; None if there is no such module.
 
     Of a package that is a mere namespace: None.
     """

@@ -124,7 +124,7 @@ def _bad_steps(text: str) -> UsageError:
 def _walk(
     size_at: Callable[[int], int], bounds: Sequence[float], running: Callable[[int], int], start: int
 ) -> BatchSchedule:
-    """Step by step where the size may change, in one leap where it cannot."""
+    """Step by step where the size may change, in one leap if it cannot."""
     segments: list[tuple[int, int]] = []
     sample = start
     while True:

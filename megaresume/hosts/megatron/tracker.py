@@ -81,7 +81,7 @@ def _instead(root: Path, tracker: Pointer, damaged: Mapping[Path, str] | None = 
 
 
 def _newest(root: Path, damaged: Mapping[Path, str] | None = None) -> Choice | None:
-    """The newest checkpoint that its manifest vouches for; None: nothing was ever committed.
+    """The newest checkpoint that its manifest vouches for; None if nothing was ever committed.
 
     Raises:
         CheckpointError: there are, or were, others alone.
@@ -131,7 +131,7 @@ def _remedy(root: Path) -> str:
 
 
 def mend_tracker(root: Path, choice: Choice | None) -> None:
-    """Let a tracker that names nothing name what is gone on from; none is left if that is nothing. On rank 0, as the
+    """Let a tracker that names nothing name what is resumed from; none is left if that is nothing. On rank 0, as the
     owner of the root. Raises CheckpointError."""
     if not names_nothing(read_pointer(root, TRACKER)):
         return
@@ -144,7 +144,7 @@ def mend_tracker(root: Path, choice: Choice | None) -> None:
 def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Choice | Theirs | None:
     """What Megatron is to load, and is it all right if there is no tracker? Reads only; on rank 0, before its load.
 
-    It is at the first start of a run that loads from where it will save, where nothing was ever finished. And where
+    It is at the first start of a run that loads from where it will save, if nothing was ever finished. And where
     Megatron loads something else: ``--ckpt-step`` that is there, ``--pretrained-checkpoint``, a non-persistent one.
 
     Args:
@@ -152,7 +152,7 @@ def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Ch
         damaged: tag directories that could not be read, with the reason.
 
     Returns:
-        the checkpoint, `Theirs` if it has no manifest; None: there is none, and the run begins.
+        the checkpoint, `Theirs` if it has no manifest; None if there is none, and the run begins.
 
     Raises:
         CheckpointError: the iteration of ``--ckpt-step`` is not there, or not whole; no checkpoint is whole; there are
@@ -225,7 +225,8 @@ def _advice(root: Path, candidates: Iterable[Candidate]) -> str:
 
 def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | Theirs | None:
     """The checkpoint that the tracker or --ckpt-step names, compared with its manifest, if it has one. If it is not
-    whole, and was not asked for by --ckpt-step, the newest one that is takes its place; None: none was ever committed.
+    whole, and was not asked for by --ckpt-step, the newest one that is takes its place; None if none was ever
+    committed.
     """
     tracker, step = read_pointer(root, TRACKER), getattr(args, "ckpt_step", None)
     if getattr(args, "non_persistent_ckpt_type", None):

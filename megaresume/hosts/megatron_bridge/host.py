@@ -53,16 +53,16 @@ def attach(
     """Give a run of Megatron-Bridge its data in an exact order, and its checkpoints the state of that data. Call it on
     every rank, before ``pretrain(config, forward_step)`` or ``finetune(config, forward_step)``.
 
-    It sets ``config.dataset`` and ``config.checkpoint.custom_manager_class``. With ``checkpoint.load`` the run goes on
-    from the newest complete checkpoint, on any number of ranks; Bridge's config says where and when it saves, and
-    ``checkpoint.most_recent_k`` keeps the newest so many complete ones.
+    It sets ``config.dataset`` and ``config.checkpoint.custom_manager_class``. With ``checkpoint.load`` the run
+    continues from the newest complete checkpoint, on any number of ranks; Bridge's config says where and when it saves,
+    and ``checkpoint.most_recent_k`` keeps the newest so many complete ones.
 
     Args:
         config: Bridge's ``ConfigContainer``.
         data: given the data-parallel rank and the number of such ranks, makes the loader of that rank: a `DataLoader`
             of batches as Bridge's forward step takes them, or a `StreamLoader`.
         validation: likewise what each evaluation reads, from its beginning on: any iterable of micro-batches, such as a
-            loader of torch's. None: nothing is evaluated.
+            loader of torch's. None if nothing is evaluated.
         checkpoints: what is kept besides the newest, how often a save is tried, and so on.
 
     Raises:
@@ -216,7 +216,7 @@ class BridgeHost(TrainerHost):
         """See `TrainerHost`.
 
         Raises:
-            UsageError: it is no loader of megaresume's, or one for other ranks, sizes or steps than the config's.
+            UsageError: it is not a loader of megaresume's, or one for other ranks, sizes or steps than the config's.
         """
         rank, ranks = self.ranks
         loader: Any = self._data(rank, ranks)

@@ -4,7 +4,7 @@
     save                  by the session: commit, lock, ledger, retention
     finalize_async_saves  called before every step, and when training has ended
 
-What is neither a run to go on with nor a save of one is left to Bridge's own manager.
+What is neither a run to continue with nor a save of one is left to Bridge's own manager.
 
 `Provider`: what a run iterates over, by Bridge's own contract for custom data.
 """
@@ -49,7 +49,7 @@ class Manager:
         return context
 
     def load(self, ctx: Any) -> tuple[int, int]:
-        """Go on from the newest complete checkpoint, or from that of ``ckpt_step``; or read weights alone.
+        """Resume from the newest complete checkpoint, or from that of ``ckpt_step``; or read weights alone.
 
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.

@@ -44,7 +44,7 @@ VERSION = 1
 #: job: converted while a run was loading; command: by `megaresume convert`.
 Maker = Literal["job", "command"]
 
-#: a conversion that is going on, or was killed; not a leftover of ours, which any start clears away.
+#: a conversion that is in progress, or was killed; not a leftover of ours, which any start clears away.
 _CONVERTING = re.compile(r"\..+_universal\.converting-[0-9a-f]{8}")
 
 
@@ -98,7 +98,7 @@ def read_universal(tag_dir: Path, save_id: str, *, checksums: bool = False) -> U
         checksums: read every file, and compare its checksum.
 
     Returns:
-        None: there is none.
+        None if there is none.
 
     Raises:
         CheckpointError: there is one that cannot be taken: not ours, of another save, or with files that are missing
@@ -185,7 +185,7 @@ def default_workers(size: int) -> int:
 
 @dataclass(slots=True)
 class Reporter:
-    """Says what goes on, not too often, and gives signs of life."""
+    """Reports progress, not too often, and gives signs of life."""
 
     say: Callable[[str], None]
     #: called often while there is nothing to say.
@@ -216,7 +216,7 @@ def convert(tag_dir: Path, *, save_id: str, made_by: Maker, report: Reporter, wo
         tag_dir: the checkpoint, complete.
         save_id: of its save.
         made_by: who asks for it; what a job made is removed after its next checkpoint.
-        report: told what goes on.
+        report: told about progress.
         workers: processes; None: by the size.
 
     Raises:
@@ -295,7 +295,7 @@ def _convert(tag_dir: Path, save_id: str, made_by: Maker, report: Reporter, work
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            there = read_universal(tag_dir, save_id)  # another job was faster, where there are no locks
+            there = read_universal(tag_dir, save_id)  # another job was faster, if there are no locks
             assert there is not None
             return there
         fsync_dir(target.parent)

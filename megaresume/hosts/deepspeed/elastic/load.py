@@ -39,7 +39,7 @@ _DOING = "converted a checkpoint"
 
 
 def check_restorable(engine: Any) -> None:
-    """Raise a CheckpointError where a universal load would silently leave something at its initial value."""
+    """Raise a CheckpointError if a universal load would silently leave something at its initial value."""
     buffers, frozen = _outside_the_optimizer(engine.module)
     if facts.is_pipeline(engine) and (buffers or frozen):
         what = "buffers and frozen parameters of a pipeline"
@@ -56,7 +56,7 @@ def check_restorable(engine: Any) -> None:
 
 
 def restore_rest(engine: Any, tag_dir: Path) -> None:
-    """Put back what DeepSpeed's universal load passed over. On every rank; reads files only where there is something.
+    """Put back what DeepSpeed's universal load passed over. On every rank; reads files only if there is something.
 
     Args:
         engine: which has loaded it.
@@ -125,7 +125,7 @@ def prepare_load(
 
 
 def conversion(choice: Choice, step: StepFile | None, now: Partitions, *, elastic: bool) -> str | None:
-    """The tag of the universal checkpoint to load in the place of the chosen one; None: that one loads as it is.
+    """The tag of the universal checkpoint to load in the place of the chosen one; None if that one loads as it is.
 
     Args:
         choice: what is to be loaded, the same on every rank.

@@ -114,14 +114,14 @@ class Partitions:
 
     def differ_from(self, before: Topology | None) -> bool:
         """Whether it was divided over another number of ranks: DeepSpeed would fail on it obscurely, or not notice at
-        all. ``before``: how the run was laid out when it saved; None: not known."""
+        all. ``before``: how the run was laid out when it saved; None if not known."""
         if before is None or before.zero_stage is None:
             return False
         return before.dp * before.cp != self.ranks and max(before.zero_stage, self.zero_stage) > 0
 
 
 def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: bool = False) -> Universal | None:
-    """Raise a CheckpointError where an engine could not load the optimizer state: it was divided over another number
+    """Raise a CheckpointError if an engine could not load the optimizer state: it was divided over another number
     of ranks, there is no conversion beside it, and none will be made.
 
     Args:
@@ -131,7 +131,7 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
         checksums: of a conversion, read every file.
 
     Returns:
-        the conversion that is there; None: it is not needed, or is to be made.
+        the conversion that is there; None if it is not needed, or is to be made.
     """
     if choice.step is None or not now.differ_from(choice.step.topology):
         return None

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
 
 
 def _tensors_only(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.load``, of a module's state without what is no tensor: megatron-core's layers put None there as their
+    """``torch.load``, of a module's state without what is not a tensor: megatron-core's layers put None there as their
     extra state, and ds_to_universal (0.19) takes all of it for tensors. The files themselves are copied as they are."""
 
     @functools.wraps(load)

@@ -12,7 +12,7 @@ Two kinds of samples:
     split              as GPTDataset's: a token's label is the token after it, also where that begins another document;
                        --reset-position-ids, --reset-attention-mask and --eod-mask-loss mean what they mean there
     best_fit, none     documents are kept apart: the last token of a document has no label, position ids begin again
-                       in every document, and where there is an attention mask it is the document's own
+                       in every document, and if there is an attention mask it is the document's own
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SampleForm:
     images: bool = False
     #: one ``text`` of S + 1 tokens instead of everything else.
     text: bool = False
-    #: labels go on into the next document, as GPTDataset's do; documents are ended by the token ``eod`` alone.
+    #: labels continue into the next document, as GPTDataset's do; documents are ended by the token ``eod`` alone.
     across: bool = True
     #: begin position ids again after every ``eod`` (``across``).
     reset_position_ids: bool = False
@@ -51,7 +51,7 @@ class SampleForm:
     cu_seqlens: Literal["padded", "exact"] | None = None
     #: segments start and end at multiples of this, in ``cu_seqlens``.
     align: int = 1
-    #: the end-of-document token; None: nothing asks for it.
+    #: the end-of-document token; None if nothing asks for it.
     eod: int | None = None
     #: add `SAMPLE_KEY` and `HASH_KEY`. Small tensors too are costly to hand over from worker processes.
     identity: bool = False

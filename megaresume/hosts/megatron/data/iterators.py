@@ -1,9 +1,9 @@
 """What happens around Megatron's ``build_train_valid_test_data_iterators``.
 
-By then the checkpoint is loaded, and ``args.consumed_train_samples`` is what training goes on from. All ranks are here,
+By then the checkpoint is loaded, and ``args.consumed_train_samples`` is what training resumes from. All ranks are here,
 also those that read no data, so this is where what concerns all of them is settled:
 
-    stream   open the streams (rank 0 first: it leaves fingerprints that the others find) -> go on from the state
+    stream   open the streams (rank 0 first: it leaves fingerprints that the others find) -> resume from the state
              -> every replica holds the same? -> Megatron's own function, with our provider
     guard    Megatron's own function, with the script's provider under guard -> every replica holds the same?
 
@@ -45,7 +45,7 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
     """Megatron's ``build_train_valid_test_data_iterators(provider)``, with our data or under our guard.
 
     Raises, on every rank:
-        StateError: training goes on and a rank has no state to go on from, or another one than rank 0.
+        StateError: training continues and a rank has no state to resume from, or another one than rank 0.
         UsageError, ConfigError, CorpusError, SetupError: see `check_flags`, `open_streams` and `form_of`.
         CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`Session.start`).
     """
@@ -86,7 +86,7 @@ def _streamed(current: MegatronHost, original: Callable[..., Any], provider: Cal
     after_data_is_built(current)
     current.launch = on_rank_0(time.time_ns)
     result = _build(current, original, order, form, provider)
-    order.follow(current.args)  # after the start of the workers: a fork is safest where there is one thread
+    order.follow(current.args)  # after the start of the workers: a fork is safest if there is one thread
     return result
 
 
@@ -242,7 +242,7 @@ def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterator
         current: the host; its settings name the directory.
         order: the training stream.
         form: of the items.
-        iterators: (train, valid, test); None where this rank reads no data.
+        iterators: (train, valid, test); None if this rank reads no data.
         chunk: of the virtual pipeline.
 
     Raises:

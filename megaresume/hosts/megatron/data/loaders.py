@@ -110,10 +110,10 @@ class LoaderOrder(Data):
 
 
 def build_with_loaders(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored where training goes on. Collective.
+    """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored where training continues. Collective.
 
     Raises, on every rank:
-        StateError: training goes on and there is no state, or it does not fit (`restore_states`).
+        StateError: training continues and there is no state, or it does not fit (`restore_states`).
         UsageError: a loader without a state.
     """
     from megaresume.hosts.megatron.checkpointing import after_data_is_built

@@ -34,7 +34,7 @@ class StreamOrder(Data):
 
     Args:
         streams: opened, the training stream at its start.
-        saved: the stream's state in the checkpoint that was loaded; None: none was.
+        saved: the stream's state in the checkpoint that was loaded; None if none was.
         position: samples trained: ``args.consumed_train_samples``.
         iteration: steps done: ``args.iteration``.
         schedule: planned global batch sizes.
@@ -43,7 +43,7 @@ class StreamOrder(Data):
         balance: how the samples of a step are dealt to the ranks; None: in the order of the stream.
 
     Raises:
-        StateError: training goes on somewhere and there is no state to go on from; or one of another config or other
+        StateError: training continues somewhere and there is no state to resume from; or one of another config or other
             corpora, naming the fields that differ; or ranks are balanced, and this is inside a step.
     """
 

@@ -203,7 +203,7 @@ def _beside(base: Callable[..., Any] | None, name: str) -> Callable[..., Any] | 
 
 
 def _index_split(project: Project, part: Part) -> Any:
-    """Megatron's name of the part, by which it chooses batch sizes for evaluation; None: it has none."""
+    """Megatron's name of the part, by which it chooses batch sizes for evaluation; None if it has none."""
     module = project.modules.get("builder", "").rpartition(".")[0]
     try:
         splits = importlib.import_module(f"{module}.utils").Split if module else None

@@ -48,7 +48,7 @@ class PartData:
     mapping: Mapping[str, Any]
     #: directory that relative paths in it start from.
     base_dir: Path
-    #: for sources without a split of their own; None: they are taken whole.
+    #: for sources without a split of their own; None if they are taken whole.
     split: str | None
     #: which part of the split.
     part: Part
@@ -73,7 +73,7 @@ def open_streams(
         args: Megatron's arguments.
         data_file: ``--megaresume-data``, if it was given.
         on_change: what becomes of a training config that is not the one of the checkpoint.
-        state: of the run that goes on: validation and test stay what they were when it began.
+        state: of the run that continues: validation and test stay what they were when it began.
 
     Raises:
         UsageError: flags that contradict each other, or that a stream cannot give.

@@ -113,7 +113,7 @@ def compare(record: BuilderRecord, request: Request) -> Comparison:
 
 
 def grown_too_far(record: BuilderRecord, samples: int | None) -> list[Difference]:
-    """The difference that a longer training set makes where nothing can be put after the recorded one.
+    """The difference that a longer training set makes if nothing can be put after the recorded one.
 
     Args:
         record: what was built.

@@ -12,7 +12,7 @@ Megatron asks for what a whole run of today's flags takes (``train_iters * globa
 ``consumed_train_samples``. A run that took larger global batches so far, or evaluated more often, would come to the
 end of its datasets before the end of its steps, and die there with a bare ``StopIteration``.
 
-What is asked for is raised by what was consumed beyond these flags, so nothing is added where nothing changed.
+What is asked for is raised by what was consumed beyond these flags, so nothing is added if nothing changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 
 #: entries hashed at once: 8 MB after the conversion.
 _CHUNK = 1 << 20
-#: what a dataset may hold that is no index: what it was given, and what it keeps for speed.
+#: what a dataset may hold that is not an index: what it was given, and what it keeps for speed.
 _NO_INDEX = frozenset({"indices", "cached_attention_mask", "cached_loss_mask", "cached_position_ids"})
 #: digests of files, and of arrays in memory (nobody writes to a built index).
 _memo: dict[tuple[object, ...], str] = {}
@@ -242,7 +242,7 @@ def _empty(
 
 
 def _enough(corpora: Sequence[Corpus], wanted: Sequence[bool]) -> str | None:
-    """The value of --split with the smallest sets beside the first that leaves no set empty; None: there is none."""
+    """The value of --split with the smallest sets beside the first that leaves no set empty; None if there is none."""
     fewest = min(corpus.documents for corpus in corpora)
     for documents in range(1, min(fewest, 64)):
         parts = [fewest - documents * sum(wanted[1:]), documents * wanted[1], documents * wanted[2]]

@@ -1,7 +1,7 @@
 """Further samples after the recorded ones, without moving any of these.
 
 A recorded order has an end: the number of samples that the run was going to train. When it is to train more, each
-corpus that runs out goes on with further epochs, one after another, each shuffled by itself; the blend goes on with
+corpus that runs out continues with further epochs, one after another, each shuffled by itself; the blend continues with
 the same weights. Epoch k is a pure function of the record and k, so the order does not depend on how often a run was
 prolonged, nor by how much.
 
@@ -33,7 +33,7 @@ _MIN_SAMPLES = 64
 class Extension:
     """What a split needs after its recorded samples. Plain, to be sent to all ranks."""
 
-    #: samples of the blend, or of each dataset where there is none.
+    #: samples of the blend, or of each dataset if there is none.
     samples: int
     #: per component: further epochs, and the samples to ask for to get one of them (None: just one pass).
     epochs: tuple[int, ...]

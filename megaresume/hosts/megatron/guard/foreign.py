@@ -38,7 +38,7 @@ def looks() -> bool:
 
 
 def observe_foreign(args: Any, datasets: Any) -> BuilderRecord | None:
-    """The record of what a provider returned; None: nothing in it has an index that we know."""
+    """The record of what a provider returned; None if nothing in it has an index that we know."""
     if not isinstance(datasets, list | tuple) or len(datasets) != 3:
         return None
     splits = tuple(_split(dataset) for dataset in datasets)

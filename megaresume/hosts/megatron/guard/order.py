@@ -98,7 +98,7 @@ class Pass:
         self.host = host
         #: samples trained when the data is built.
         self.samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
-        #: what this run must rebuild; None: nothing is recorded yet.
+        #: what this run must rebuild; None if nothing is recorded yet.
         self.recorded = recorded
         self.builders: list[BuilderRecord] = []
         self.accepted: list[str] = []
@@ -152,7 +152,7 @@ _current: Pass | None = None
 
 
 def current_pass() -> Pass | None:
-    """The provider call that is running; None: no provider of ours runs, builders are left alone."""
+    """The provider call that is running; None if no provider of ours runs, builders are left alone."""
     return _current
 
 

@@ -69,7 +69,7 @@ def observe(request: Request, datasets: Sequence[Any]) -> BuilderRecord:
 
 
 def observe_split(request: Request, dataset: Any) -> SplitRecord | None:
-    """One of train, valid, test; None: not built."""
+    """One of train, valid, test; None if not built."""
     components = components_of(dataset)
     if not components:
         return None

@@ -186,7 +186,7 @@ class Request:
     blend_per_split: tuple[Blend | None, ...] | None
     #: samples asked for, per split; None: one epoch.
     sizes: tuple[int | None, ...]
-    #: shares of the documents per split; None: the split is not built. All of each file where blends are per split.
+    #: shares of the documents per split; None if the split is not built. All of each file where blends are per split.
     shares: tuple[tuple[float, float] | None, ...]
 
     @property
@@ -195,7 +195,7 @@ class Request:
         return str(self.cls.__name__)
 
     def blend_of(self, split: int) -> Blend | None:
-        """The blend of a split; None: not built, or generated."""
+        """The blend of a split; None if not built, or generated."""
         if self.blend_per_split is not None:
             return self.blend_per_split[split]
         return self.blend if self.shares[split] is not None else None

@@ -36,7 +36,7 @@ def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
     """The data was not built through our hook. The same on every rank.
 
     Args:
-        current: the host; None: Megatron's arguments were never set.
+        current: the host; None if Megatron's arguments were never set.
         what: is about to happen.
     """
 
@@ -72,7 +72,7 @@ def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
 
 
 def not_loaded(iteration: int) -> MegaresumeError:
-    """Training goes on from a checkpoint that our hook has not seen. The same on every rank."""
+    """Training resumes from a checkpoint that our hook has not seen. The same on every rank."""
     name = seam_name(LOAD)
     return known_to_all(
         SetupError(

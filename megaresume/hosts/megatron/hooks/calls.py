@@ -9,7 +9,7 @@ read no data. And what it built is what is trained on: on global rank 0 (the fir
 tensor-parallel rank always need tokens), and on every rank that reads at all, as many samples were taken as Megatron
 counts as trained, or those of the step under way as well.
 
-    at the start  `check_load`       training goes on from something that was loaded past us
+    at the start  `check_load`       training resumes from something that was loaded past us
     at a step     `before_step`      nothing was built: stop before the weights change
     at a save     `check_save`       samples were trained, and no order was set, or others were taken
                   `around_save`      any ``torch.save`` of Megatron's arguments: they hold the state of their counter
@@ -155,7 +155,7 @@ def before_step(what: str) -> None:
 
 
 def check_load(current: MegatronHost) -> None:
-    """Before the data is built: what training goes on from was loaded through our hook.
+    """Before the data is built: what training resumes from was loaded through our hook.
 
     Raises:
         SetupError: the iteration is not 0, and our hook has seen no checkpoint. The same on every rank.
@@ -171,7 +171,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
 
     Args:
         current: the host.
-        iterators: (train, valid, test), as Megatron returns them; None where this rank reads no data.
+        iterators: (train, valid, test), as Megatron returns them; None if this rank reads no data.
     """
     current.built, current.building = True, False
     if process.handle is not None:
@@ -362,7 +362,7 @@ def _passed_by(current: MegatronHost | None) -> MegaresumeError | None:
 
 
 def _tracker(current: MegatronHost) -> str | None:
-    """What Megatron's tracker in ``--save`` says; None: there is none that we can read."""
+    """What Megatron's tracker in ``--save`` says; None if there is none that we can read."""
     directory = getattr(current.args, "save", None)
     try:
         return read_file(Path(directory, TRACKER)).decode().strip() if directory else None
@@ -374,7 +374,7 @@ def _tracker(current: MegatronHost) -> str | None:
 
 
 def _session() -> MegatronHost | None:
-    """The session of Megatron's arguments; None: this process has not set them."""
+    """The session of Megatron's arguments; None if this process has not set them."""
     try:
         name = current_project().modules["global_vars"]
         return _host_module().megatron_host() if name in sys.modules else None
@@ -424,7 +424,7 @@ def _step_size(args: Any) -> int:
 
 
 def _rerun_machine() -> Any:
-    """What runs a step of doubtful results again; None: this core has none."""
+    """What runs a step of doubtful results again; None if this core has none."""
     module = sys.modules.get(f"{package_name()}.core.rerun_state_machine")
     return None if module is None else module.get_rerun_state_machine()
 

@@ -43,8 +43,8 @@ def install(*, launched: bool = False) -> None:
         launched: by `megaresume.run`: then any training in this process is meant to be hooked.
 
     Raises:
-        SetupError: at once or from the import of the module: a name that we need is not there, or this is no Megatron
-            that we know.
+        SetupError: at once or from the import of the module: a name that we need is not there, or this is not a
+            Megatron that we know.
     """
     for name in modules_to_watch():
         _watch(name)
@@ -108,13 +108,13 @@ def provider(base: F | None = None) -> F:
 
     Args:
         base: the script's own provider, ``(train_val_test_num_samples[, vp_stage]) -> train, valid, test``; it is
-            called unless the stream takes its place. None: there is none, so the stream has to.
+            called unless the stream takes its place. None if there is none, so the stream has to.
 
     Returns:
         a function with the signature, the name and the attributes (``is_distributed``) of ``base``.
 
     Raises:
-        SetupError: this is no Megatron that we know, or a name that we need is not there.
+        SetupError: this is not a Megatron that we know, or a name that we need is not there.
         UsageError: when called: there is no ``base`` and no stream.
     """
     show_refusals()
@@ -149,7 +149,7 @@ def extra_args_provider(base: F | None = None) -> F:
     """Wrap an ``extra_args_provider``: its flags and ours, each once.
 
     Args:
-        base: the script's own, ``(parser) -> parser``; None: there is none.
+        base: the script's own, ``(parser) -> parser``; None if there is none.
 
     Returns:
         ``(parser) -> parser``.

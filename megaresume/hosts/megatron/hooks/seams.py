@@ -71,7 +71,7 @@ class Seam:
     used_by: tuple[str, ...] = ()
 
     def owner(self, module: ModuleType) -> Any:
-        """The module, or the class in it; None: there is no such class."""
+        """The module, or the class in it; None if there is no such class."""
         class_name, _, _ = self.name.rpartition(".")
         return getattr(module, class_name, None) if class_name else module
 
@@ -115,7 +115,7 @@ class Seam:
         )
 
     def is_reached_from(self, module: ModuleType) -> bool:
-        """Whether a call of the name in this module still comes to our wrapper; True where it has no such name."""
+        """Whether a call of the name in this module still comes to our wrapper; True if it has no such name."""
         owner, attribute = self.owner(module), self.name.rpartition(".")[2]
         holder = getattr(owner, attribute, None)
         return holder is None or reaches(holder, self.factory)

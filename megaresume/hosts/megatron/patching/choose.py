@@ -31,7 +31,7 @@ class Beside:
     """A folder that holds ``megatron``."""
 
     root: Path
-    #: of megatron.core; None where it has none.
+    #: of megatron.core; None if it has none.
     version: str | None
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ class Codemod(cst.CSTTransformer):
         #: argument -> what it is wrapped in.
         self._wrapped = {self._provider(): PROVIDER}
         flags = fit.arguments[recipe.flags.of].get(recipe.flags.parameter)
-        #: the call that the flags are added to; None: it has an argument to wrap.
+        #: the call that the flags are added to; None if it has an argument to wrap.
         self._without_flags = fit.calls[recipe.flags.of] if flags is None else None
         if flags is not None:
             self._wrapped[flags] = FLAGS

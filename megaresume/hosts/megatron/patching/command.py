@@ -94,7 +94,7 @@ def _show_diff(args: argparse.Namespace, old: bytes, result: Applied | Reverted)
 
 
 def _unified_diff(old: bytes, new: bytes, name: str) -> bytes:
-    """As `patch` and `git apply` take it; a lone ``\\r`` is no line end for them. Empty if the files are equal."""
+    """As `patch` and `git apply` take it; a lone ``\\r`` is not a line end for them. Empty if the files are equal."""
     before, after = (data.removesuffix(b"\n").split(b"\n") for data in (old, new))
     if not old.endswith(b"\n"):
         before[-1] += b"\n\\ No newline at end of file"

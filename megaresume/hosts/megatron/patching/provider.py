@@ -17,7 +17,7 @@ from megaresume.hosts.megatron.patching.script import dotted
 if TYPE_CHECKING:
     from megaresume.hosts.megatron.patching.script import Script
 
-#: names of the parameters that something still needs (None: not known, its name tells), and what shows it.
+#: names of the parameters that something still needs (None if not known, its name tells), and what shows it.
 _Needed = tuple[list[str] | None, cst.CSTNode]
 
 

@@ -149,7 +149,7 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a file.
 
     Raises:
-        ConfigError: it cannot be read, or is no valid recipe: with the line of the mistake.
+        ConfigError: it cannot be read, or is not a valid recipe: with the line of the mistake.
     """
     value = read_mapping(path, "a recipe", "name, version, upstream, calls and so on")
     try:
