@@ -24,6 +24,6 @@ Items of any map-style dataset, collated, `DataLoader`:
     items.py        items as documents of a stream, and read by their places
     map_style.py    whether a dataset has items by number; what to write instead of a streaming one
 
-A token's label is the next token of its document, also where the document goes on in another sample; the last token
+A token's label is the next token of its document, also where the document continues in another sample; the last token
 of a document has none. So labels never cross a document.
 """

@@ -89,7 +89,7 @@ class Guess:
 
     def __init__(self) -> None:
         self.gap, self.length = 0, 1
-        #: the sample expected next; None: not known.
+        #: the sample expected next; None if not known.
         self.next: int | None = None
         self._odd: int | None = None
 

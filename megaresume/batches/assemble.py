@@ -58,7 +58,7 @@ class Assembler:
         align: tokens that a segment's place is a multiple of (``packing.align``).
         pad_id: token written where there is no document.
         seed, names: of the stream and of its sources, which randomness in image-text documents is keyed by; needed
-            where there are such. Errors name sources by them.
+            if there are such. Errors name sources by them.
         cold: is told what is read.
 
     Raises:
@@ -88,7 +88,7 @@ class Assembler:
         #: of these, those that begin with a preference pair.
         self._pairs = [self.name_of(i) for i in self.masked if has_pairs(self.sources[i])]
         with_images = {i: s for i, s in enumerate(self.sources) if is_document_source(s)}
-        #: reads image-text documents; None where the blend has none.
+        #: reads image-text documents; None if the blend has none.
         self.documents: DocumentReader | None = None
         if with_images:
             assert seed is not None and len(names) == len(self.sources), "images need the seed and names of the stream"
@@ -140,7 +140,7 @@ class Assembler:
             out: the arrays.
             images: where to collect images.
             pairs: where to collect preference pairs, as `find_pairs` gives them.
-            samples: their numbers, where they are not consecutive.
+            samples: their numbers, if they are not consecutive.
 
         Raises:
             CorpusError: a document is damaged, or not as long as the index says; a preference pair is cut.
@@ -219,14 +219,14 @@ class Assembler:
         )
 
     def _mask(self, i: int, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> Int64Array:
-        """Take the loss away where it does not count; returns the preference pairs."""
+        """Take the loss away if it does not count; returns the preference pairs."""
         trained = spans_of(self.sources[i], plan.table[:, DOCUMENT][mine])
         assert trained is not None, f"{self.name_of(i)} had spans when it was opened"
         mask_segments(trained.starts, trained.spans, mine, plan.table, layout.rows, layout.columns, out.loss_mask)
         return find_pairs(trained, mine, plan, layout, self.sources[i], self.name_of(i))
 
     def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
-        """A source without one array of tokens: a call for each segment, with the token after it where there is one."""
+        """A source without one array of tokens: a call for each segment, with the token after it if there is one."""
         totals = source.lengths(plan.table[mine, DOCUMENT]).tolist()
         for k, total in zip(mine.tolist(), totals, strict=True):
             document, offset, length = plan.table[k, [DOCUMENT, OFFSET, LENGTH]].tolist()
@@ -312,7 +312,7 @@ def make_batch(
     Args:
         plan: the samples.
         assembler: reads them.
-        samples: their numbers, where they are not consecutive.
+        samples: their numbers, if they are not consecutive.
         fields: which of those that a loop can do without.
         attention_mask: add the document-diagonal mask.
         pin_memory: put tensors into page-locked memory.

@@ -143,7 +143,7 @@ class BatchArrays:
 
     #: int64[m, S].
     tokens: Int64Array
-    #: int64[m, S]: the next token of the same document; 0 where there is none.
+    #: int64[m, S]: the next token of the same document; 0 if there is none.
     labels: Int64Array
     #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; only where the
     #: spans of a corpus, or the template of image-text documents, say so.

@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 class DataLoader(RankLoader):
     """Batches of one rank, and the state of all ranks.
 
-    Every epoch of a dataset is a new permutation of its items. Batches go on across the end of an epoch, so that none
-    is short and no item comes twice or not at all; one ``for`` ends with the first step that reaches the end of the
-    epoch. What was handed out counts as trained: a ``for`` that was left goes on where it ended.
+    Every epoch of a dataset is a new permutation of its items. Batches continue across the end of an epoch, so that
+    none is short and no item comes twice or not at all; one ``for`` ends with the first step that reaches the end of
+    the epoch. What was handed out counts as trained: a ``for`` that was left continues where it ended.
 
     Args:
         dataset: with ``len(dataset)`` and ``dataset[i]``; or several, blended by item: ``{name: (dataset, weight)}``.
@@ -56,13 +56,13 @@ class DataLoader(RankLoader):
         num_workers, pin_memory, persistent_workers: as of torch's ``DataLoader``.
         drop_last: drop the last step if it is short. Without ``max_epochs`` none is.
         accumulation: micro-batches of an optimizer step: a ``for`` ends with a whole step.
-        max_epochs: the end of every dataset, or by name; None: no end. The last batch may then be short, and is dealt
-            out evenly.
+        max_epochs: the end of every dataset, or by name; None for no end. The last batch may then be short, and is
+            dealt out evenly.
         append: what a resume does if a dataset has grown: its new items come from the next epoch on
-            (``next_epoch``), or mixed into the rest of this one (``now``); None: it is refused.
+            (``next_epoch``), or mixed into the rest of this one (``now``); None if it is refused.
         on_change: what a resume does if weights, packing or datasets changed: ``refuse`` it, or begin a ``stage``
             there.
-        seq_length: pack items into samples of so many tokens; None: an item is a sample.
+        seq_length: pack items into samples of so many tokens; None if an item is a sample.
         packing: ``best_fit`` or ``knapsack``, with whole items; ``split``, which cuts them; or as in a data.yaml.
         lengths: tokens of each item: name of a column, a list, or a function of an item; or by dataset. None:
             ``len(item["input_ids"])``, counted once.
@@ -275,7 +275,7 @@ class DataLoader(RankLoader):
             )
 
     def __copy__(self) -> DataLoader:
-        """Another loader, of the same datasets, which goes on by itself from the same sample."""
+        """Another loader, of the same datasets, which continues by itself from the same sample."""
         return copy.deepcopy(self, {id(one): one for one, _ in item_options.named(self.dataset).values()})
 
     def __len__(self) -> int:
@@ -317,7 +317,7 @@ class DataLoader(RankLoader):
         return available(self.stream, sample, wanted) == wanted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, on any number of ranks, workers, and items a batch.
+        """Resume from what `state_dict` gave, on any number of ranks, workers, and items a batch.
 
         Raises:
             StateError: it is damaged, or of other datasets: naming what differs. The loader stays as it was.

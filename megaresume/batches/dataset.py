@@ -94,7 +94,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     @property
     def stream(self) -> Stream:
-        """This process's stream, which goes on where that of the parent did when this process was started."""
+        """This process's stream, which continues where that of the parent did when this process was started."""
         if self._owner != os.getpid():
             # Forked: the parent's lock may have been held at that moment.
             self._stream, self._owner = copy.copy(self._stream), os.getpid()
@@ -103,7 +103,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     @property
     def assembler(self) -> Assembler:
-        """Reads the tokens of planned samples of the stage that the stream goes on in."""
+        """Reads the tokens of planned samples of the stage that the stream continues in."""
         return self.assembler_of(self.stream.start, self.stream.start + 1)
 
     def assembler_of(self, first: int, stop: int) -> Assembler:

@@ -85,7 +85,7 @@ class DocumentReader:
 
     @functools.cached_property
     def levels(self) -> Levels | None:
-        """How 8-bit levels of all sources become pixels; None: not all have levels, or not in one way."""
+        """How 8-bit levels of all sources become pixels; None if not all have levels, or not in one way."""
         found = {getattr(source, "levels", None) for source in self.sources.values()}
         return found.pop() if len(found) == 1 else None
 

@@ -245,7 +245,7 @@ class Collated:
 
 
 def _rows(batch: Any) -> int | None:
-    """Of the first tensor; None: it has none."""
+    """Of the first tensor; None if it has none."""
     if not isinstance(batch, torch.Tensor):
         if isinstance(batch, Mapping):
             batch = next(iter(batch.values()), None)

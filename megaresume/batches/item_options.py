@@ -83,7 +83,7 @@ class ItemOptions(TypedDict, total=False):
 class Packing:
     """How items become samples."""
 
-    #: tokens of a sample; None: an item is a sample.
+    #: tokens of a sample; None if an item is a sample.
     seq_length: int | None
     #: ``packing`` of a data.yaml.
     how: str | Mapping[str, Any]
@@ -197,7 +197,7 @@ def config_of(
     keyed: bool,
     group: Mapping[str, int] | None,
 ) -> dict[str, Any]:
-    """The data config of a stream of these datasets. ``group``: see `windows_of`; None: lengths do not count.
+    """The data config of a stream of these datasets. ``group``: see `windows_of`; None if lengths do not count.
 
     Raises:
         UsageError: a stage that packs items of which nobody knows the lengths.

@@ -14,7 +14,7 @@ then depends on nothing else.
 
     items        a a a | b b | c c c c          total = 9
     position_ids 0 1 2   0 1   0 1 2 3
-    labels      -100 a a -100 b -100 c c c      a model shifts them: the first token of an item is no target
+    labels      -100 a a -100 b -100 c c c      a model shifts them: the first token of an item is not a target
     cu_seq_lens  0, 3, 5, 9
 """
 
@@ -41,7 +41,7 @@ from megaresume.stream.state import Fingerprint
 Int64Array = npt.NDArray[np.int64]
 Measure = Callable[[Any], int]
 
-#: the label that is no target.
+#: the label that is not a target.
 IGNORED = -100
 #: items that are read for a fingerprint, spread evenly: each may be a picture to decode.
 PLACES = 32
@@ -55,10 +55,10 @@ class ItemSource:
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
         name: for errors and progress.
-        lengths: int64[items] tokens of each item; None: an item is a sample.
+        lengths: int64[items] tokens of each item; None if an item is a sample.
         whole: items are never cut.
         kept: file of the lengths, or of the sizes.
-        sizes: int64[items], by which items that are samples are grouped; None: they are not.
+        sizes: int64[items], by which items that are samples are grouped; None if they are not.
     """
 
     #: the call that made it, for errors.
@@ -118,7 +118,7 @@ class ItemSource:
         return replace(sized_fingerprint(self.lengths, self.sizes, items, what), contents=contents)
 
     def changed(self, name: str, before: Fingerprint, now: Fingerprint) -> StateError:
-        """Why a state of other items cannot be gone on from, in the words of the call that made the dataset a source.
+        """Why a state of other items cannot be resumed from, in the words of the call that made the dataset a source.
 
         Args:
             name: of the dataset, in the state.
@@ -237,7 +237,7 @@ def _hash_into(hasher: Any, value: Any) -> None:
 
 
 def token_count(item: Any) -> int:
-    """Tokens of an item: ``len(item["input_ids"])``, or ``len(item)`` if it is no mapping."""
+    """Tokens of an item: ``len(item["input_ids"])``, or ``len(item)`` if it is not a mapping."""
     return len(item["input_ids"] if isinstance(item, Mapping) else item)
 
 

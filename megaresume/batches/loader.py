@@ -184,7 +184,7 @@ class RankLoader:
 
         Args:
             first: where a step begins.
-            end: where the last one is cut off; None: it begins before `stop`, and is whole.
+            end: where the last one is cut off; None if it begins before `stop`, and is whole.
             most: samples.
 
         Yields:
@@ -288,7 +288,7 @@ class StreamLoader(RankLoader):
         balance: deal the samples of each global batch so that all ranks have as much to do; None: as they come.
         read_ahead: MiB of records of tar shards that are read before they are needed (by each worker); 0: none.
         requests: to an object store at a time (of each worker).
-        cache_dir: directory on a local disk that keeps records of shards on an object store; None: none are kept.
+        cache_dir: directory on a local disk that keeps records of shards on an object store; None if none are kept.
         cache_gib: GiB that it may take.
 
     Raises:

@@ -40,7 +40,7 @@ def check_main_guard(start_method: str | None) -> None:
 
 
 def _unguarded_line() -> int | None:
-    """The line of the script's own statement that runs now; None: workers do not run it, or nobody can tell."""
+    """The line of the script's own statement that runs now; None if workers do not run it, or nobody can tell."""
     frame = _frame_of_main()
     if frame is None or not _is_run_by_workers():
         return None

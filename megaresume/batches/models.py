@@ -19,7 +19,7 @@ Of transformers (checked with version 5):
     position_ids   0 1 2 3 | 0 1 2 | 0 0 0     begin again in every document: with no attention mask and no cache,
                                                transformers keeps documents apart by that alone, in every attention
 
-`labels` there name the token itself, and the model shifts them; where a document goes on in the next sample, its last
+`labels` there name the token itself, and the model shifts them; where a document continues in the next sample, its last
 label would be lost in that shift. So `shift_labels` are passed too, which the losses of transformers prefer.
 """
 
@@ -206,7 +206,7 @@ def for_hf(
         sliding_window: of the model's config; ``gemma3`` needs it.
 
     Returns:
-        input_ids, position_ids, labels, shift_labels, use_cache; pixel_values where there are images, for ``qwen2_vl``
+        input_ids, position_ids, labels, shift_labels, use_cache; pixel_values if there are images, for ``qwen2_vl``
         with image_grid_thw, for ``llava_next``, ``llava_onevision`` and ``pixtral`` with image_sizes (height, width);
         for ``gemma3`` token_type_ids and attention_mask; attention_mask with ``mask_dtype``.
         Without an image in the batch the vision model is left out.
@@ -340,7 +340,7 @@ def _positions_of_axes(batch: Batch) -> torch.Tensor:
     """Rotary positions of Qwen2-VL, from 0 in every document, as its `get_rope_index` gives them for that one alone.
 
     A token of text has the same position on all three axes. Those of an image are those of its place in the grid,
-    counted from the position after the text before it; the text after goes on from the largest of them.
+    counted from the position after the text before it; the text after continues from the largest of them.
 
     Returns:
         int64[4, m, S]: plain positions, by which documents are told apart, and those in time, height and width.

@@ -51,7 +51,7 @@ def open_stream(
         part: train, valid or test.
         base_dir: directory that paths in a mapping or list are relative to; that of the file for a data.yaml.
         objects: sources that are Python objects, by name.
-        state: where to go on; None: from sample 0.
+        state: where to continue; None: from sample 0.
         on_change: what a restore does where the config is not the one that the state was made with: ``refuse``, or
             ``stage``: begin a new stage there.
 
@@ -97,7 +97,7 @@ def open_validation(
         data: as for `open_stream`; its key ``validation`` names the sets.
         training: the training stream: what no set may hold.
         seq_length, seed, split, base_dir, objects: as for `open_stream`.
-        state: of the run that goes on; default: what ``training`` was restored from.
+        state: of the run that continues; default: what ``training`` was restored from.
 
     Returns:
         streams from sample 0, by name of the set.
@@ -128,7 +128,7 @@ def check_held_out(training: Stream, held_out: Stream, name: str, state: StreamS
     Args:
         training, held_out: the streams.
         name: of the validation set.
-        state: of the run that goes on; None: it begins.
+        state: of the run that continues; None if it begins.
 
     Raises:
         ConfigError: naming both ranges.
@@ -162,8 +162,8 @@ def open_part(
     Args:
         data, seq_length, seed, split, base_dir, objects: as for `open_stream`.
         part: valid or test.
-        state: of the run; None: it begins.
-        own: seed, seq_length, packing and blend where they are not those of the training.
+        state: of the run; None if it begins.
+        own: seed, seq_length, packing and blend if they are not those of the training.
         left_out: sources of the training that have no such part.
     """
     named = DataConfig.of(data, base_dir)

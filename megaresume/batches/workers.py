@@ -93,7 +93,7 @@ class Parcel(NamedTuple):
 
     #: process and number of a room that is used again; None: ``room`` belongs to this batch.
     key: tuple[int, int] | None
-    #: uint8[n], in shared memory; None: the training process knows it.
+    #: uint8[n], in shared memory; None if the training process knows it.
     room: torch.Tensor | None
     #: bytes of the room that are used.
     end: int
@@ -262,7 +262,7 @@ class Workers:
         self.generator = torch.Generator()
         self._requests = _Requests(requests)
         if num_workers:
-            # What torch itself puts into page-locked memory is no room any more.
+            # What torch itself puts into page-locked memory is no longer a room.
             ahead = None if options.get("pin_memory") else prefetch_factor or 2
             collate_fn = Outbox(collate_fn, ahead=ahead)
         self.torch = torch.utils.data.DataLoader(
