@@ -53,7 +53,7 @@ class FirstError:
     """Which rank failed first, as far as the logs tell."""
 
     node: str
-    #: None: not known.
+    #: None if not known.
     rank: int | None
     exit: int | None
     #: what it printed; (): nothing that looks like an error.
@@ -91,7 +91,7 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
         said: what srun printed.
 
     Returns:
-        None: no log shows an error.
+        None if no log shows an error.
     """
     texts = {log.stem: _tail(log) for log in logs}
     of_srun = _of_srun(said)

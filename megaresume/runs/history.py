@@ -65,7 +65,7 @@ class History:
         return self.newest.stream
 
     def before(self, sample: int) -> StreamState | None:
-        """The last usable state at or before a sample; None: there is none, the stream begins at 0."""
+        """The last usable state at or before a sample; None if there is none, the stream begins at 0."""
         while index := bisect_right(self.saved, sample, key=lambda p: p.samples):
             state = self.read(self.saved[index - 1])
             if state is not None:
@@ -315,7 +315,7 @@ class Span:
 
 
 def schedule_of(history: History) -> BatchSchedule | None:
-    """Batch sizes of a run: those recorded, then the last one for ever. None: no record tells."""
+    """Batch sizes of a run: those recorded, then the last one for ever. None if no record tells."""
     state = history.state
     segments = list(state.batches)
     if not segments:
@@ -427,7 +427,7 @@ class Steps:
         return self._span(sample, sample + 1)
 
     def step_of(self, sample: int) -> int | None:
-        """The step of a sample; None where no record tells."""
+        """The step of a sample; None if no record tells."""
         span = self.span(sample)
         if span.batch_size is None:
             return None

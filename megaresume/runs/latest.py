@@ -5,8 +5,8 @@
     records of ours  `choose`: exactly what a resume under megaresume takes
       |   none, or nothing complete by them
     pointer          the one that it names, then older ones; what is newer than a pointer that is moved last was never
-      |              finished; what is newer than DeepSpeed's ``latest`` is taken only where nothing else is complete
-    files            each one held against what its layout demands (`Layout.look`)
+      |              finished; what is newer than DeepSpeed's ``latest`` is taken only if nothing else is complete
+    files            each one checked against what its layout demands (`Layout.look`)
 
 Reads only, and never unpickles.
 
@@ -46,7 +46,7 @@ class Newest(Answer):
 
     root: Path = live()
     whose: Layout = live()
-    #: the checkpoint directory; None: there is no checkpoint at all.
+    #: the checkpoint directory; None if there is no checkpoint at all.
     path: Path | None
     iteration: int | None = None
     #: whether a manifest of megaresume's says that it is complete, or its files alone.
@@ -75,7 +75,7 @@ class Newest(Answer):
 
 
 def recognise(root: Path) -> Layout | None:
-    """Whose checkpoints these are, by names alone; None: there is nothing.
+    """Whose checkpoints these are, by names alone; None if there is nothing.
 
     Raises:
         UsageError: checkpoints of several programs, or one checkpoint instead of a directory of them.
@@ -292,7 +292,7 @@ class _Walk:
         self.passed.append(Rejected(tag=name, iteration=self.numbers[name], reason=reason))
 
     def _reason(self, name: str) -> str | None:
-        """Why not this one; None: it is complete."""
+        """Why not this one; None if it is complete."""
         candidate = self.candidates.get(name)
         if candidate is not None and not self._is_done_by_megatron(candidate):
             examined = self.run.examine(candidate)

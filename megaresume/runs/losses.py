@@ -4,7 +4,7 @@
      iteration       11/     100 | ... | lm loss: 5.250000E+00 | ...                  what Megatron-LM prints
     steps: 11 loss: 5.2500 iter time (s): 0.511 samples/sec: 31.3                     what a DeepSpeed pipeline prints
 
-A run that was killed and went on retraced its steps: the last line of a step counts.
+A run that was killed and continued retraced its steps: the last line of a step counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Loss:
     """The loss of one step, as exactly as its log says it."""
 
     value: float
-    #: as printed; None: the value is exact.
+    #: as printed; None if the value is exact.
     text: str | None = None
 
     def rounded_as(self, text: str) -> float:
@@ -52,7 +52,7 @@ class LossLog:
     path: Path
     #: by step, from 1: the last line of it.
     steps: dict[int, Loss]
-    #: (step that the run went on from, steps that had been done beyond it).
+    #: (step that the run resumed from, steps that had been done beyond it).
     restarts: tuple[tuple[int, int], ...] = ()
     #: by name of the validation set, by step.
     validations: dict[str, dict[int, Loss]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class LossDifference:
 
     @property
     def size(self) -> float:
-        """NaN if one loss is no number and the other is."""
+        """NaN if one loss is not a number and the other is."""
         return abs(self.first - self.second)
 
 

@@ -34,16 +34,16 @@ class RankStep:
     """What one process wrote down about one step."""
 
     step: int
-    #: of the process in the job; None: the line is of all ranks together.
+    #: of the process in the job; None if the line is of all ranks together.
     rank: int | None
-    #: data-parallel rank and size, and samples of a micro-batch; None where the line does not say.
+    #: data-parallel rank and size, and samples of a micro-batch; None if the line does not say.
     dp_rank: int | None
     dp: int | None
     micro_batch_size: int | None
     #: [first, stop) samples, in the order in which they were handed out; or those of the whole step, of which this rank
     #: had its part (``part``).
     samples: tuple[tuple[int, int], ...]
-    #: hash over the samples' identities; over their tokens (None: not recorded). 16 hex digits.
+    #: hash over the samples' identities; over their tokens (None if not recorded). 16 hex digits.
     order: str
     content: str | None
     #: whether ``content`` is of their loss masks, too.

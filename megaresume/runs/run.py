@@ -107,12 +107,12 @@ class Run:
 
     @property
     def choice(self) -> Choice | None:
-        """What a resume takes; None: there is no checkpoint, or it takes none: see ``error``."""
+        """What a resume takes; None if there is no checkpoint, or it takes none: see ``error``."""
         return self._decided[0]
 
     @property
     def error(self) -> MegaresumeError | None:
-        """Why a resume stops; None: it does not."""
+        """Why a resume stops; None if it does not."""
         return self._decided[1]
 
     def choose(self, iteration: int | None = None) -> Choice | None:

@@ -43,7 +43,7 @@ class DirectoryReport:
     """What was looked at, and the size of a checkpoint."""
 
     checks: list[Check] = field(default_factory=list)
-    #: the newest complete checkpoint: bytes, files; None: there is none.
+    #: the newest complete checkpoint: bytes, files; None if there is none.
     size: int | None = None
     num_files: int | None = None
 
@@ -60,7 +60,7 @@ def directory_checks(
     Args:
         run: where checkpoints lie side by side.
         layout: whose; None: recognised.
-        dp: data-parallel size of the next launch; None: not asked.
+        dp: data-parallel size of the next launch; None if not asked.
         zero_stage: its ZeRO stage; None: as it was.
         last: how many of the newest checkpoints are looked at, besides the one that would be taken.
 
@@ -107,7 +107,7 @@ def _newest(run: Run, layout: Layout, found: DirectoryReport) -> Newest | None:
 
 
 def _state(root: Path, iteration: int, tag: str, found: DirectoryReport) -> None:
-    """Whether a start can go on from the data state of a checkpoint."""
+    """Whether a start can resume from the data state of a checkpoint."""
     try:
         state = read_step_file(step_path(root, iteration, tag)).state
         if isinstance(state, StreamState):

@@ -1,4 +1,4 @@
-"""A launch log, held against the table of known symptoms (``known.yaml``). Streamed: a log may have many gigabytes.
+"""A launch log, checked against the table of known symptoms (``known.yaml``). Streamed: a log may have many gigabytes.
 
 file (plain, or gzip by its first bytes)  ->  blocks of whole lines  ->  texts of the table  ->  its expressions
 """

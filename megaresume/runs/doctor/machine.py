@@ -200,7 +200,7 @@ def filesystem_checks(directory: Path, newest: int | None, num_files: int | None
 
     Args:
         directory: it must be there.
-        newest: bytes of the newest checkpoint; None: there is none.
+        newest: bytes of the newest checkpoint; None if there is none.
         num_files: of it.
     """
     mount = mount_of(directory, Path("/proc/self/mountinfo").read_text())

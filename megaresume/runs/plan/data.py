@@ -40,7 +40,7 @@ from megaresume.stream.state import Fingerprint
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
 
-#: nothing: the order goes on. new stage: from the resume point on. refused: the launch stops.
+#: nothing: the order continues. new stage: from the resume point on. refused: the launch stops.
 Outcome = Literal["nothing", "new stage", "refused"]
 
 
@@ -79,7 +79,7 @@ class Data:
         }
 
     def stream(self, launch: Launch) -> Stream | None:
-        """What the launch would train on; None: the corpora were not opened."""
+        """What the launch would train on; None if the corpora were not opened."""
         if not self.sources or self.config is None:
             return None
         from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
@@ -97,7 +97,7 @@ def read_data(launch: Launch, *, end: int | None) -> Data:
 
     Args:
         launch: without a schedule no step can be skipped.
-        end: samples trained at the end of the run; None: not known, so that anything can be skipped.
+        end: samples trained at the end of the run; None if not known, so that anything can be skipped.
     """
     data = Data()
     try:
@@ -241,7 +241,7 @@ class Gain:
 
 
 def gain(launch: Launch, data: Data) -> Gain | None:
-    """Plan the next steps, and deal them both ways. None: something for it is not known, as a note tells."""
+    """Plan the next steps, and deal them both ways. None if something for it is not known, as a note tells."""
     now, balance = launch.now, launch.findings.attempt(lambda: launch.flags.balanced)
     if balance is None:
         return None
@@ -259,7 +259,7 @@ def gain(launch: Launch, data: Data) -> Gain | None:
 def _expected(
     stream: Stream, schedule: BatchSchedule, balance: Balance, *, sample: int, micro: int, dp: int
 ) -> Gain | None:
-    """The gain of the steps from a sample on; None: there is no such step, which other findings tell."""
+    """The gain of the steps from a sample on; None if there is no such step, which other findings tell."""
     from megaresume.stream.dealing import costs, dealt_order
 
     waited, means, steps, first = [0, 0], 0.0, 0, sample

@@ -43,12 +43,12 @@ class Ending:
     sample: int
     #: nothing is left to train.
     finished: bool
-    #: (step, sample) of the end with the batch size that the checkpoint was saved with; None: it is the same.
+    #: (step, sample) of the end with the batch size that the checkpoint was saved with; None if it is the same.
     before: tuple[int, int] | None
 
 
 def ending(launch: Launch, planned: BatchSchedule) -> Ending | None:
-    """The end of the run; None: neither steps nor samples are given.
+    """The end of the run; None if neither steps nor samples are given.
 
     Args:
         launch: under Megatron it ends as Megatron's training loop does, otherwise as `megaresume.cluster.training`.
@@ -140,13 +140,13 @@ class Ahead:
     now: SourceOutlook
     #: epochs that may still be begun or finished, the one at hand included; None: no end.
     epochs_left: int | None
-    #: the end of the epoch at hand; None: the source is not drawn.
+    #: the end of the epoch at hand; None if the source is not drawn.
     sample: int | None
     step: int | None
-    #: the end of its last epoch; None: it has none, or is not drawn.
+    #: the end of its last epoch; None if it has none, or is not drawn.
     last_sample: int | None
     last_step: int | None
-    #: epochs drawn when the run ends, with a fraction; None: not known.
+    #: epochs drawn when the run ends, with a fraction; None if not known.
     epochs_at_end: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class DryRun(Answer):
     found: StartingPoint = live()
     #: what the launch would be told, the most important first.
     findings: Findings = field(default_factory=Findings)
-    #: how the run was laid out when it saved, and would be now; None: not recorded.
+    #: how the run was laid out when it saved, and would be now; None if not recorded.
     before: Topology | None = live(default=None)
     now: Topology | None = live(default=None)
     #: planned global batch sizes of the whole run, the past included.
@@ -284,17 +284,17 @@ class DryRun(Answer):
     sources: list[Ahead] = field(default_factory=list)
     #: samples that the stream holds, where it ends before the run; None: enough.
     stream_ends: int | None = None
-    #: what balanced ranks gain; None: not asked for, or not known.
+    #: what balanced ranks gain; None if not asked for, or not known.
     balance: Gain | None = None
     #: of Megatron's own datasets.
     guard: Guarded | None = None
-    #: by promise; where they cannot be 0, the launch is refused.
+    #: by promise; if they cannot be 0, the launch is refused.
     repeated: int = 0
     skipped: int = 0
 
     @property
     def state(self) -> StreamState | None:
-        """The data state that the launch would go on from."""
+        """The data state that the launch would resume from."""
         state = None if self.found.choice is None else self.found.choice.state
         return state if isinstance(state, StreamState) else None
 
@@ -374,7 +374,7 @@ class DryRun(Answer):
 
     @told
     def end_with_the_batch_size_before(self) -> dict[str, int] | None:
-        """None: it is the same."""
+        """None if it is the same."""
         if self.ending is None or self.ending.before is None:
             return None
         return dict(zip(("step", "samples"), self.ending.before, strict=True))

@@ -75,7 +75,7 @@ def requested_of(recorded: int, old: int, new: int, weight: float, *, alone: boo
         alone: a single corpus without a weight.
 
     Returns:
-        None: the recorded number comes from no rule that is known (``--mid-level-dataset-surplus``).
+        None if the recorded number comes from no rule that is known (``--mid-level-dataset-surplus``).
     """
     for rule in _SIZES[:1] if alone else _SIZES[1:]:
         if rule(old, weight) == recorded:
@@ -88,7 +88,7 @@ class Component:
     """One corpus of the training set, as stock Megatron would build it."""
 
     path: str | None
-    #: when it was recorded, and with the new flags; None: not known.
+    #: when it was recorded, and with the new flags; None if not known.
     before: Epochs | None
     now: Epochs | None
 
@@ -110,7 +110,7 @@ class Guarded:
 
     @told
     def stock_reshuffles(self) -> bool | None:
-        """Whether stock Megatron would train another order, silently; None: not known."""
+        """Whether stock Megatron would train another order, silently; None if not known."""
         if self.components is None:
             return None
         if any(c.is_reshuffled for c in self.components if c.before is not None and c.now is not None):
@@ -119,7 +119,7 @@ class Guarded:
 
 
 def train_size(flags: Flags) -> int | None:
-    """Training samples that Megatron asks its datasets for; None: the flags do not say.
+    """Training samples that Megatron asks its datasets for; None if the flags do not say.
 
     Raises:
         UsageError: steps without a batch size: the guard does not record any.
@@ -139,7 +139,7 @@ def train_size(flags: Flags) -> int | None:
 
 
 def compare_with_record(record: OrderRecord, flags: Flags, findings: Findings) -> Guarded | None:
-    """Hold the flags to the record; None: nothing is recorded."""
+    """Hold the flags to the record; None if nothing is recorded."""
     if not record.builders:
         return None
     size = train_size(flags)

@@ -39,7 +39,7 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What the ledger says of a run, in the layout of its newest checkpoint; seconds, None where it says nothing."""
+    """What the ledger says of a run, in the layout of its newest checkpoint; seconds, None if it says nothing."""
 
     #: the whole of a save, and of how many it is the median.
     save: float | None = None

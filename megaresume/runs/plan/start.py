@@ -1,6 +1,6 @@
 """`Finding`: something that whoever launches the run should know; `Findings`: all of them; and what the launch says.
 
-`Launch`: where the launch would go on: which checkpoint it loads, on which ranks, with which batches.
+`Launch`: where the launch would continue: which checkpoint it loads, on which ranks, with which batches.
 
 Under DeepSpeed we choose the checkpoint (`Run.choose`). Megatron-LM loads what its tracker names, and we check
 beforehand that this is whole (`integrations.megatron.tracker`).
@@ -60,7 +60,7 @@ class Flags:
     #: how ranks are balanced; None: as recorded, and nothing is planned to tell what it gains.
     balance: Objective | None = None
     balance_token_cost: int = TOKEN_COST
-    #: the length of the run, once: in steps or in samples. None: not said, and not recorded anywhere.
+    #: the length of the run, once: in steps or in samples. None if not said, and not recorded anywhere.
     train_iters: int | None = None
     train_samples: int | None = None
 
@@ -139,7 +139,7 @@ Kind = Literal["stream", "guard", "adopt", "inside", "fresh"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingPoint:
-    """What the launch would go on from."""
+    """What the launch would resume from."""
 
     kind: Kind | None
     #: whether Megatron-LM wrote the directory.
@@ -153,7 +153,7 @@ class StartingPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A launch that goes on from a state of a stream: what every question about it needs."""
+    """A launch that resumes from a state of a stream: what every question about it needs."""
 
     root: Path
     flags: Flags
@@ -165,11 +165,11 @@ class Launch:
     step: int
     #: how it is laid out.
     now: Topology
-    #: planned global batch sizes of the whole run, the past included; None: not known.
+    #: planned global batch sizes of the whole run, the past included; None if not known.
     schedule: BatchSchedule | None = None
 
     def steps_until(self, target: int) -> int | None:
-        """The last step that ends at or before a sample; None: not known."""
+        """The last step that ends at or before a sample; None if not known."""
         return None if self.schedule is None else self.step + steps_until(self.schedule, self.state.samples, target)
 
 
@@ -314,7 +314,7 @@ def topology(before: Topology, flags: Flags) -> Topology:
 
 
 def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool, start: int = 0) -> BatchSchedule | None:
-    """The global batch sizes that the flags mean, from a step on that begins at ``start``; None: not known.
+    """The global batch sizes that the flags mean, from a step on that begins at ``start``; None if not known.
 
     Raises:
         UsageError: a bad ramp-up.

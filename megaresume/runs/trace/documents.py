@@ -36,9 +36,9 @@ TRAINED = ("⟦", "⟧")
 class Picture:
     """An image of a document."""
 
-    #: its name in the record; None: the source has no records.
+    #: its name in the record; None if the source has no records.
     member: str | None
-    #: in pixels, as stored and turned upright; None: its header cannot be read, or the source has no records.
+    #: in pixels, as stored and turned upright; None if its header cannot be read, or the source has no records.
     size: tuple[int, int] | None
     #: place of its first image token in the document, its image tokens, and the place after the last one; None: the
     #: model is not shown it.
@@ -57,7 +57,7 @@ class Shown:
 
     key: Key
     encoded: EncodedDocument
-    #: None: the source has no records, or this one cannot be read.
+    #: None if the source has no records, or this one cannot be read.
     record: Record | None
     pictures: list[Picture]
     encoder: ImageTextEncoder | None
@@ -77,7 +77,7 @@ class Shown:
         return "".join([*words, decode(at, None)])
 
     def fault(self) -> dict[str, str] | None:
-        """What its policy did, as plain JSON; None: nothing was the matter."""
+        """What its policy did, as plain JSON; None if nothing was the matter."""
         fault = self.encoded.fault
         return None if fault is None else {"policy": fault.policy, "reason": fault.reason}
 

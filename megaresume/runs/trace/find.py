@@ -28,7 +28,7 @@ Status = Literal["trained", "partly trained", "waiting", "left out", "to come", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A segment of the document; None where no record tells."""
+    """A segment of the document; None if no record tells."""
 
     step: int | None
     sample: int
@@ -269,7 +269,7 @@ def _scan(
         trace: the run.
         targets: what to look for: pieces by their positions, or what is to come of documents.
         first, stop, start, progress: see `Replan.plans`.
-        later: go on to ``stop``, and look for the same documents in later epochs too.
+        later: continue to ``stop``, and look for the same documents in later epochs too.
     """
     drawn = {name: source.position for name, source in trace.history.state.sources.items()}
     pieces = {(t.source, t.position): t for t in targets if t.position is not None}

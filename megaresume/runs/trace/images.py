@@ -54,7 +54,7 @@ def check_directory(directory: Path) -> None:
     """Refuse a directory that holds what `write_images` did not write.
 
     Raises:
-        UsageError: it does, or it is no directory.
+        UsageError: it does, or it is not a directory.
     """
     if not directory.exists():
         return

@@ -183,11 +183,11 @@ class RankCheck:
     #: lines of steps that were lost and done again: those that agree, those of another branch of the run.
     lost: int = 0
     given_up: int = 0
-    #: (step, data-parallel ranks without a line); no rank is named where none has one.
+    #: (step, data-parallel ranks without a line); no rank is named if none has one.
     missing: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     #: [first, stop) steps of launches of which no rank wrote down anything.
     unlogged: list[tuple[int, int]] = field(default_factory=list)
-    #: the first line that agrees without saying what the model was given: step, rank in words; None: there is none.
+    #: the first line that agrees without saying what the model was given: step, rank in words; None if there is none.
     unseen: tuple[int, str] | None = None
     #: why it could not be checked to its end.
     error: MegaresumeError | None = None

@@ -107,7 +107,7 @@ class Replan:
         history: the run.
         sources: the corpora, by name; those that are missing are missed where a sample needs them.
         schedule: batch sizes, for stages to come that are declared by step.
-        compare: whether what is planned is held against every recorded point.
+        compare: whether what is planned is checked against every recorded point.
 
     Raises:
         StateError: a corpus is not the one of the run.
@@ -173,7 +173,7 @@ class Replan:
 
         Args:
             first: first sample.
-            stop: one after the last; None: as long as the caller asks, or the stream goes on.
+            stop: one after the last; None: as long as the caller asks, or the stream continues.
             start: a state at or before ``first`` to plan from; None: the nearest.
             progress: called with the samples planned since the last call, those before ``first`` included.
             left_out: also what was left out just before one of them.

@@ -46,7 +46,8 @@ class Recorded:
     digest: str
     #: the fields of the state that say where the stream was, if it was recorded as a whole.
     position: dict[str, Any] | None = None
-    #: that the run gave up when it began again from an earlier step: its stages may be others. None: it is the present.
+    #: that the run gave up when it began again from an earlier step: its stages may be others. None if it is the
+    #: present.
     branch: Branch | None = None
 
 
@@ -55,7 +56,7 @@ class Replayed:
     """A recorded point, and what planning it again gave."""
 
     recorded: Recorded
-    #: None: the stream could not be planned up to here.
+    #: None if the stream could not be planned up to here.
     digest: str | None
     #: fields of the position that differ.
     fields: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def shard_source(source: object) -> tuple[ShardSource, int] | None:
-    """The tar shards of a source, and the number there of its first document; None: it has none."""
+    """The tar shards of a source, and the number there of its first document; None if it has none."""
     if not is_document_source(source):  # text has no need for what reads shards
         return None
     from megaresume.data.shard_source import ShardSource
@@ -164,7 +164,7 @@ class Piece:
     #: uint64[n]: identities of the samples.
     hashes: npt.NDArray[np.uint64]
     #: int64[s, 7]: `SEGMENT_COLUMNS`: place is that in the sample, end the offset after the segment; all in tokens.
-    #: int64[s, 11] where there are ``shards``: `RECORD_COLUMNS` too.
+    #: int64[s, 11] if there are ``shards``: `RECORD_COLUMNS` too.
     segments: Int64Array
     #: int64[n + 1]: the segments of sample k are ``starts[k] .. starts[k + 1]``.
     starts: Int64Array
@@ -255,7 +255,7 @@ class Trace:
     Args:
         run: the run.
         sources: its corpora, by name; those that are missing are missed where a sample needs them.
-        compare: whether what is planned is held against every recorded point.
+        compare: whether what is planned is checked against every recorded point.
 
     Raises:
         StateError: a corpus is not the one of the run.
@@ -274,7 +274,7 @@ class Trace:
         return self.replan.names
 
     def place(self, sample: int) -> tuple[int | None, int | None, int | None]:
-        """(step, rank, micro-batch) of a sample; None where no record tells.
+        """(step, rank, micro-batch) of a sample; None if no record tells.
 
         Raises:
             StateError: ranks were balanced by another version of megaresume.
