@@ -96,7 +96,7 @@ class Job(Protocol):
             when it was stopped: seconds of `time.time`.
 
         Raises:
-            SetupError: it cannot be stopped so, or went on.
+            SetupError: it cannot be stopped so, or continued.
         """
 
     def wait(self, timeout: float) -> int:
@@ -128,7 +128,7 @@ class Launcher(Protocol):
         """
 
     def start(self, launch: Launch, *, after: Job | None = None) -> Job:
-        """Start it; ``after``: it goes on where this stopped job was."""
+        """Start it; ``after``: it continues where this stopped job was."""
 
 
 class Watch:
@@ -211,7 +211,7 @@ def own_directory(out: Path, *, mark: str, what: str, overwrite: bool) -> None:
         overwrite: remove what an earlier one has left.
 
     Raises:
-        UsageError: it is not empty, and not to be removed; it is no directory, or cannot be made.
+        UsageError: it is not empty, and not to be removed; it is not a directory, or cannot be made.
     """
     try:
         _make(out, mark, what, overwrite)

@@ -43,7 +43,7 @@ def read_records(path: str | Path) -> RunRecords:
     """Read a file of JSON lines. A last line that a kill cut short is left out.
 
     Raises:
-        UsageError: no such file, or a line that is no record.
+        UsageError: no such file, or a line that is not a record.
     """
     path = Path(path)
     try:
@@ -138,7 +138,7 @@ def compare_all(twin: RunRecords, run: RunRecords) -> Comparison:
 
 
 def read_any(path: Path) -> RunRecords | None:
-    """The records of a run; None: there are none yet.
+    """The records of a run; None if there are none yet.
 
     Raises:
         UsageError: a file of something else.
@@ -240,7 +240,7 @@ class Outcome:
     #: steps that both runs have; steps whose hashes can be compared directly.
     compared: int
     hashed: int
-    #: the first difference, in words; None: there is none.
+    #: the first difference, in words; None if there is none.
     first: str | None
 
     @property

@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 
 class GaveUp(MegaresumeError):
-    """It cannot go on; what was found so far is still reported.
+    """It cannot continue; what was found so far is still reported.
 
     Args:
         headline, more: of every error.
@@ -63,18 +63,18 @@ class Attempt:
     number: int
     #: what it runs on, see `Scenario.layouts`.
     layout: Any
-    #: the step that it went on from, and the last one that it did.
+    #: the step that it resumed from, and the last one that it did.
     first: int
     last: int
     #: seconds of `time.time` at which its first step was done.
     first_step_at: float
-    #: seconds that its first step was late because of the data; None: not recorded.
+    #: seconds that its first step was late because of the data; None if not recorded.
     data_seconds: float | None
 
 
 @dataclass(kw_only=True, slots=True)
 class Stopped:
-    """One stop, and how the run came back; None: it did not."""
+    """One stop, and how the run came back; None if it did not."""
 
     kind: str
     before: Any

@@ -24,7 +24,7 @@ class Layout:
     #: samples.
     micro_batch_size: int
     start_method: str | None = None
-    #: fraction of the run's steps after which everything is killed, in the middle of the next step; None: it ends.
+    #: fraction of the run's steps after which everything is killed, in the middle of the next step; None if it ends.
     killed_after: float | None = None
 
     nodes = 1
@@ -107,7 +107,7 @@ class Demo:
     #: what the data is, in words, and what the model gets of it besides which samples.
     data: str
     content: str
-    #: what packing did not do; None: a sample is an item.
+    #: what packing did not do; None if a sample is an item.
     packing: str | None = None
     #: what the weights count.
     unit: str = "tokens"

@@ -242,7 +242,7 @@ def _expected(tokens: list[int]) -> list[bool]:
     """Whether the loss counts at each place: if the next token is to be learned."""
     if tokens[0] != IM_START:
         text = any(tokens)
-        # Nothing follows the end of a document; a text that is split goes on in another sample.
+        # Nothing follows the end of a document; a text that is split continues in another sample.
         return [text] * (len(tokens) - 1) + [text and tokens[-1] != END_OF_TEXT]
     learned, role, answers = [], None, False
     for token in tokens:

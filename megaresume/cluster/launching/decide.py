@@ -42,7 +42,7 @@ class Status:
 
     #: exit status of the launcher.
     exit: int
-    #: exit status of the rank that failed first, which launchers hide; None: not known.
+    #: exit status of the rank that failed first, which launchers hide; None if not known.
     rank_exit: int | None = None
     #: the first error of that rank, one line; "": not known.
     error: str = ""
@@ -62,7 +62,7 @@ class Status:
 class SlurmState:
     """What Slurm says of the attempt, and what may follow it."""
 
-    #: why Slurm has ended it; None: it has not.
+    #: why Slurm has ended it; None if it has not.
     reason: Reason | None = None
     #: whether Slurm has queued the job again by itself.
     requeued: bool = False
@@ -70,12 +70,12 @@ class SlurmState:
     preempting: bool = False
     #: whether the job may be queued again (REQUEUE).
     may_requeue: bool = True
-    #: the next job of the chain; None: there is none.
+    #: the next job of the chain; None if there is none.
     successor: str | None = None
     #: nodes that the job could have in the place of its own.
     other_nodes: int = 0
-    #: nodes of this job that would be left over if it went on without those that failed; negative: too few to go on;
-    #: None: all of its nodes train (TRAIN_NODES is not given).
+    #: nodes of this job that would be left over if it continued without those that failed; negative: too few to
+    #: continue. None if all of its nodes train (TRAIN_NODES is not given).
     spares: int | None = None
 
 
@@ -85,7 +85,7 @@ class Progress:
 
     #: the last step, if the run has said that it is over.
     finished: int | None = None
-    #: the step of its newest checkpoint; None: it has saved none.
+    #: the step of its newest checkpoint; None if it has saved none.
     saved: int | None = None
 
 
@@ -95,7 +95,7 @@ class History:
 
     #: attempts in a row without a new checkpoint.
     fruitless: int = 0
-    #: the furthest step that an attempt has saved; None: none has saved.
+    #: the furthest step that an attempt has saved; None if none has saved.
     best: int | None = None
     #: how many the run comes back from (MAX_RESTARTS).
     max_restarts: int = 3
@@ -169,7 +169,7 @@ def _decide(status: Status, signal: str | None, slurm: SlurmState, progress: Pro
 
 
 def decide_start(history: History) -> Decision | None:
-    """Whether an attempt may begin at all: Slurm itself may have brought back one too many. None: it may."""
+    """Whether an attempt may begin at all: Slurm itself may have brought back one too many. None if it may."""
     if history.fruitless <= history.max_restarts:
         return None
     why = f"{history.fruitless} attempts in a row without a new checkpoint, MAX_RESTARTS={history.max_restarts}"

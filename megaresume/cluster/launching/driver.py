@@ -49,7 +49,7 @@ class Settings:
     flags: tuple[str, ...]
 
     def check_numbers(self, names: Iterable[str]) -> None:
-        """Raise UsageError if one of these settings is no number."""
+        """Raise UsageError if one of these settings is not a number."""
         for name in names:
             if not (value := getattr(self, name.lower())).isdecimal():
                 raise UsageError(f"{name}={value} is not a number")
@@ -83,7 +83,8 @@ class Settings:
             raise UsageError(f"there is no PYTHON={self.python}{where}", action=action)
 
     def ranks_per_node(self, auto: Callable[[], str]) -> int:
-        """PROCS_PER_NODE, which ``auto`` finds out if nobody gave it. Raises UsageError if it is no number of ranks."""
+        """PROCS_PER_NODE, which ``auto`` finds out if nobody gave it. Raises UsageError if it is not a number of
+        ranks."""
         words = auto() if self.procs_per_node == "auto" else self.procs_per_node
         if not words.isdecimal() or int(words) < 1:
             raise UsageError(f"PROCS_PER_NODE={words} is not a number of ranks")
@@ -177,7 +178,7 @@ class Attempts:
 
     #: in a row without a new checkpoint.
     fruitless: int = 0
-    #: the furthest step that one of them has saved; None: none has saved.
+    #: the furthest step that one of them has saved; None if none has saved.
     best: int | None = None
     #: nodes that are left out, and why.
     excluded: dict[str, str] = field(default_factory=dict)
@@ -238,7 +239,7 @@ def checkpoint_roots(words: Sequence[str], directory: Path) -> tuple[Path, ...]:
 def without_pins(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """A training command without the flags that say at which checkpoint to begin; and those flags.
 
-    They are for the first attempt: once one has saved, the next goes on from there.
+    They are for the first attempt: once one has saved, the next resumes from there.
     """
     kept: list[str] = []
     left_out: list[str] = []
@@ -256,7 +257,8 @@ class Ledgers:
 
     Args:
         roots: see `checkpoint_roots`.
-        attempt: as its lines are signed; see `megaresume.checkpoint.ledger.ATTEMPT`. None: not known, all lines count.
+        attempt: as its lines are signed; see `megaresume.checkpoint.ledger.ATTEMPT`. None if not known, all lines
+            count.
 
     Raises:
         StateError: a ledger cannot be read.
@@ -270,7 +272,7 @@ class Ledgers:
         """What the attempt has done so far.
 
         Args:
-            status: exit status of the training; None: it still runs. A start that found nothing to train is an end
+            status: exit status of the training; None if it still runs. A start that found nothing to train is an end
                 only if it ended well: it may have had something to validate.
         """
         own = [entry for path, count in self._begin.items() for entry in self._own(path, count)]

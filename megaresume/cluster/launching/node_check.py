@@ -234,7 +234,7 @@ def _come(name: str, address: str, port: int, patience: float) -> list[str]:
 
 
 def answer_of(line: str) -> dict[str, Any] | None:
-    """The answer in a line of output; None: it is something else."""
+    """The answer in a line of output; None if it is something else."""
     _, mark, text = line.partition(MARK)
     if not mark:
         return None

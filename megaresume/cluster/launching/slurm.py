@@ -2,7 +2,7 @@
 
     settings refused, or        the count of attempts: written before anything starts
     nodes check themselves   -> training under srun; signals are passed on to the ranks
-    its end                  -> `decide` -> queued again, a chain goes on, the run is over, refused, or
+    its end                  -> `decide` -> queued again, a chain continues, the run is over, refused, or
                                             all of this again in the same job, where spare nodes are (TRAIN_NODES)
 
 Every event and every decision is one line, in the batch log and in RUN_DIR/logs/batch.log.
@@ -256,7 +256,7 @@ class SlurmDriver(Driver):
         return [*command, *options, *words], env
 
     def _check_nodes(self, ranks: int) -> Status | None:
-        """Let every node look at itself; None: all are well."""
+        """Let every node look at itself; None if all are well."""
         if self.settings.node_check == "no":
             return None
         gpus = ranks if self.job.asked_for_gpus() else 0
@@ -396,7 +396,7 @@ class SlurmDriver(Driver):
         ignoring = 0
         with suppress(OSError):
             ignoring = self._ignoring.stat().st_size
-        # Else it would end tasks that have just begun. A disk that takes no byte is no reason to wait longer.
+        # Else it would end tasks that have just begun. A disk that takes no byte is not a reason to wait longer.
         if ignoring >= self._tasks or time.monotonic() > self._began + _YOUNG:
             self.job.signal_ranks()
 

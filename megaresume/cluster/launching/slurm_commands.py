@@ -170,7 +170,7 @@ def ask(*words: str, env: Mapping[str, str] | None = None, failing: str | None =
 
 
 def find_job(job: str) -> JobInfo | None:
-    """A job; None: Slurm has forgotten it, minutes after its end.
+    """A job; None if Slurm has forgotten it, minutes after its end.
 
     Raises:
         SetupError: see `ask`.
@@ -272,7 +272,7 @@ def script_options(script: Path) -> list[str]:
 
 
 def option(words: Sequence[str], long: str, short: str = "") -> str | None:
-    """The value of an option of sbatch, as its last mention has it; None: not there."""
+    """The value of an option of sbatch, as its last mention has it; None if not there."""
     value = None
     for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, inline = word.partition("=")

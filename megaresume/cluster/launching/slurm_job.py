@@ -130,7 +130,7 @@ class SlurmJob:
         Args:
             nodes: other ones, which do little for it.
             log: of decisions.
-            requeue: queue it again; else it is cancelled, and a chain goes on.
+            requeue: queue it again; else it is cancelled, and a chain continues.
         """
         count, end = len(nodes), "scontrol requeue" if requeue else "scancel"
         words = ["srun", "--overlap", "--no-kill", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]

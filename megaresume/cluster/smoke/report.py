@@ -28,7 +28,7 @@ class Result(Found):
     reference: RunRecords | None = None
     run: RunRecords | None = None
     outcome: Outcome | None = None
-    #: what ``megaresume verify`` found of the run; None: it could not be asked.
+    #: what ``megaresume verify`` found of the run; None if it could not be asked.
     verified: bool | None = None
     seconds: float = 0.0
     reference_seconds: float = 0.0

@@ -103,7 +103,7 @@ class SlurmLauncher:
             _ = self.urgent
         if "node-down" in kinds:
             checks.may_set_nodes_down(working[0])
-        # One more than a launch has, where there is one: the job of a lost node goes on there.
+        # One more than a launch has, if there is one: the job of a lost node continues there.
         count = min(len(working), most + ("node-down" in kinds), self.partition.max_nodes or len(working))
         for directory in sorted({launch.run_dir.parent for launch in launches}):
             directory.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class SlurmLauncher:
         return self._job(launch, answer.strip().split(";")[0], restarts=0)
 
     def _again(self, after: SlurmJob, launch: Launch) -> SlurmJob | None:
-        """The requeued job, with the nodes of the next launch; None: it may not be changed, and was cancelled."""
+        """The requeued job, with the nodes of the next launch; None if it may not be changed, and was cancelled."""
         info = after.info
         assert info is not None  # it is pending
         tasks = launch.nodes * max(1, after.tasks_per_node)

@@ -8,7 +8,7 @@ The ways in which it is stopped, each with the real thing: Slurm's own timer, it
     sigkill     srun --overlap on the last node: SIGKILL for one rank
     sigterm     scancel --batch --signal=TERM
     requeue     scontrol requeue
-    node-down   scontrol update state=down, of a node without the batch script where there is one
+    node-down   scontrol update state=down, of a node without the batch script if there is one
     walltime    scontrol update TimeLimit: to the minute after the next: the timer sends what --signal says, or kills
     preempt     a job of the urgent partition on the same nodes
 """
@@ -101,7 +101,7 @@ class SlurmJob:
 
     @property
     def info(self) -> JobInfo | None:
-        """What Slurm says; None: it has forgotten the job."""
+        """What Slurm says; None if it has forgotten the job."""
         return find_job(self.id)
 
     @property

@@ -4,5 +4,5 @@
     deepspeed.py                                        reads the stream of a data.yaml
     megatron.sh                                         the same, for Megatron-LM's own script
 
-They run as they are, on any number of ranks, and go on exactly after a kill. Nothing imports them.
+They run as they are, on any number of ranks, and continue exactly after a kill. Nothing imports them.
 """

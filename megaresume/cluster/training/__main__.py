@@ -125,7 +125,7 @@ def _run(args: Arguments) -> int:
     on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
     sets = {}
     if args.eval_iters:
-        # After the load: a run that goes on measures what it measured when it began.
+        # After the load: a run that continues measures what it measured when it began.
         sets = on_all_ranks(lambda: open_validation(training=stream, **data_options))
     held_out = None
     if args.megaresume_held_out is not None:
@@ -191,7 +191,7 @@ def _skip(args: Arguments) -> Any:
 
 
 def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
-    """Samples at the end of the run, by the batch sizes that it had and will have; None: it has no end."""
+    """Samples at the end of the run, by the batch sizes that it had and will have; None if it has no end."""
     if args.train_iters is None and args.train_samples is None:
         return None
     return end_of_run(data.schedule, int(engine.global_steps), data.samples_trained, **args.length)[1]
@@ -250,7 +250,7 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 
 
 def _load(args: Arguments, engine: Any) -> None:
-    """Go on from --load, or make sure that a fresh start overwrites nothing."""
+    """Resume from --load, or make sure that a fresh start overwrites nothing."""
     from megaresume.checkpoint.session.ranks import on_rank_0
     from megaresume.checkpoint.start import check_fresh_start
 

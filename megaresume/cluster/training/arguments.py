@@ -179,7 +179,7 @@ def _check_vision(args: Arguments) -> None:
 
 
 def stop_conditions(args: Arguments) -> StopConditions | None:
-    """When to save and exit; None: no flag says it.
+    """When to save and exit; None if no flag says it.
 
     Raises:
         UsageError: times that are none, or an end of the job that nobody tells.

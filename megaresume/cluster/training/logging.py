@@ -96,7 +96,7 @@ class StepRecord:
     samples: tuple[int, int]
     #: hash over the identities of those samples, and over their tokens, labels, masks, positions and images; 16 hex
     #: digits.
-    #: None where no log is written.
+    #: None if no log is written.
     order: str | None
     content: str | None
     #: by data-parallel rank: hash over the identities of its samples, and over their tokens and pixels, as

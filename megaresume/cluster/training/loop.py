@@ -46,7 +46,7 @@ class Validation:
     Args:
         args: the flags.
         sets: name -> stream (`megaresume.batches.open`).
-        held_out: None: no accuracy is measured.
+        held_out: None if no accuracy is measured.
         global_batch_size: samples; the final one, so that a ramp-up does not change what is measured.
         vocab_size: token ids below this exist.
         device: of the model.

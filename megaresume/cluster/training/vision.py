@@ -44,7 +44,7 @@ class VisionShape:
     patch_features: int
     #: M: patches of a side of the square that becomes one token.
     merge: int
-    #: P: side of the patches that tiles [k, 3, height, width] are cut into, in pixels; None: the processor has cut.
+    #: P: side of the patches that tiles [k, 3, height, width] are cut into, in pixels; None if the processor has cut.
     patch_size: int | None
 
 
@@ -160,7 +160,7 @@ def encoders_of(sources: Sequence[Any]) -> list[Any]:
 
 
 def image_encoder(args: Arguments, sources: Sequence[Any]) -> Any | None:
-    """The encoder of the image sources of a blend; None: the data has no images.
+    """The encoder of the image sources of a blend; None if the data has no images.
 
     Raises:
         UsageError: the data has images and the model no vision encoder, or the other way round.
