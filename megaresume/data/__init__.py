@@ -26,7 +26,7 @@ files.py               whether files are those that were opened; files mapped, a
 
 Raw files of text
 inputs.py              which files, in which order, of which format
-streams.py             a file opened and decompressed, or unpacked once on each machine; what is no text is refused
+streams.py             a file opened and decompressed, or unpacked once on each machine; what is not text is refused
 row_lines.py           rows of Parquet, Arrow, CSV and arrays of JSON as JSON lines; where lines lie
 documents.py           the bytes of a file as texts, or conversations
 document_encoder.py    documents to tokens

@@ -30,7 +30,7 @@ LONGEST = 1 << 20
 class _Entry:
     users: int = 0
     done: bool = False
-    #: None: not read here.
+    #: None if not read here.
     data: bytes | None = None
 
 
@@ -116,7 +116,7 @@ class Ahead:
                 files.ahead = None
 
     def _start(self) -> bool:
-        """One more thread; False: the system has none left, and those that there are go on."""
+        """One more thread; False: the system has none left, and those that there are continue."""
         try:
             threading.Thread(target=self._work, name="megaresume-ahead", daemon=True).start()
         except RuntimeError as error:

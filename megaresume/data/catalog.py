@@ -4,9 +4,9 @@
     megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default. Of a corpus
                 without a .bin: inputs (directory or URL of its raw files, if it is not the one of the index)
     python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
-webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
+webdataset  index (``.shards.idx``), path (tar shards, if they are not where the index says), on_fault, too_long,
             max_tokens, augment, encoder: see `megaresume.data.shard_options`
-image_folder  index, path (JSON lines) and image_folder (their images), where they are not where the index says, and as
+image_folder  index, path (JSON lines) and image_folder (their images), if they are not where the index says, and as
             webdataset
 energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
 items       items (how many), contents, lengths (a file), keyed, group_by_length: of a dataset that only the
@@ -268,7 +268,7 @@ def _warn_of_shared(sources: Mapping[str, Source]) -> None:
 
 
 def _vocabulary(source: Source) -> tuple[str, str] | None:
-    """The hash of a source's vocabulary and, for people, its tokenizer; None: nobody knows."""
+    """The hash of a source's vocabulary and, for people, its tokenizer; None if nobody knows."""
     while isinstance(source, RangeSource):
         source = source.source
     if isinstance(source, IndexedDocuments):

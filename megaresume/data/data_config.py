@@ -96,7 +96,7 @@ class DataConfig:
     words: tuple[str, ...] = ()
     #: relative paths start there.
     directory: Path
-    #: the declared validation sets by name; None: none are declared.
+    #: the declared validation sets by name; None if none are declared.
     validation: Mapping[str, ValidationSet] | None = None
 
     @classmethod

@@ -85,7 +85,7 @@ class MadeDocument(NamedTuple):
     #: its tokens, and the end of document.
     arrays: tuple[npt.NDArray[Any], ...]
     text_bytes: int
-    #: None: every token is trained.
+    #: None if every token is trained.
     spans: list[tuple[int, int]] | None = None
     shortened: bool = False
 

@@ -26,7 +26,7 @@ from megaresume.stream.errors import CorpusError
 
 #: what to do with bytes that are not UTF-8 (and with half surrogates in JSON).
 InvalidText = Literal["error", "replace", "skip"]
-#: what to do with lines that are no JSON object with a text.
+#: what to do with lines that are not a JSON object with a text.
 BadLines = Literal["error", "skip"]
 #: what a document is in a text file.
 TextUnit = Literal["file", "line", "paragraph"]
@@ -74,11 +74,11 @@ class LeftOut:
 
 
 class BadLine(CorpusError):
-    """A line that is no JSON object with a text, or with a conversation."""
+    """A line that is not a JSON object with a text, or with a conversation."""
 
 
 def bad_conversation(where: str, row: BadRow) -> BadLine:
-    """A row that is no conversation, in words."""
+    """A row that is not a conversation, in words."""
     return BadLine(
         f"{where} {row.what}",
         found=row.found,

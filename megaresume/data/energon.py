@@ -98,7 +98,7 @@ class Fields:
 
 
 def fields_of(dataset: Mapping[str, Any], where: str) -> Fields | None:
-    """The field map in a dataset.yaml; None where members are taken as they are.
+    """The field map in a dataset.yaml; None if members are taken as they are.
 
     Raises:
         CorpusError: it needs code, or is a kind of sample that has no place in a document of text and images.
@@ -133,7 +133,7 @@ def _places(text: str) -> list[list[str]]:
 
 
 def _find(record: Record, place: Sequence[str]) -> Any:
-    """The value; None where it is not."""
+    """The value; None if it is not."""
     content = record.members.get(place[0])
     if content is None:
         return None
@@ -209,7 +209,7 @@ class EnergonDataset:
     counts: Mapping[str, int]
     #: shard -> keys of records to leave out.
     excluded: Mapping[str, frozenset[str]]
-    #: None: the members are taken as they are (crude data sets).
+    #: None if the members are taken as they are (crude data sets).
     fields: Fields | None
     #: xxh3_128 of what was read: changes when the split or the field map does.
     hash: str

@@ -36,7 +36,7 @@ class FileIdentity:
         return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino)
 
     def is_the_file(self, other: FileIdentity) -> bool:
-        """Whether a run may go on with it: a touch, a chmod or a hard link is no reason to stop one."""
+        """Whether a run may continue with it: a touch, a chmod or a hard link is not a reason to stop one."""
         return (self.size, self.inode) == (other.size, other.inode)
 
 
@@ -47,7 +47,7 @@ class CorpusIdentity:
     idx: FileIdentity
     #: the .bin, or what stands in its place.
     bin: FileIdentity
-    #: None: it has none.
+    #: None if it has none.
     spans: FileIdentity | None = None
 
     @classmethod

@@ -54,7 +54,7 @@ def plain_lines(path: str, files: ShardFiles) -> tuple[str, int]:
 
 
 def folder_of(index: ShardIndex) -> str | None:
-    """Where the images lie that the rows of an index name: a directory or URL; None: it is one of tar shards."""
+    """Where the images lie that the rows of an index name: a directory or URL; None if it is one of tar shards."""
     folder = index.header.get("folder")
     return None if folder is None else resolved(folder["path"], index.path)
 
@@ -148,7 +148,7 @@ class Folder:
 
     @classmethod
     def of(cls, index: ShardIndex, path: str | None, files: ShardFiles) -> Folder | None:
-        """The folder of an index, or another one with the same images; None: it is an index of tar shards."""
+        """The folder of an index, or another one with the same images; None if it is an index of tar shards."""
         known = folder_of(index)
         if known is None:
             return None

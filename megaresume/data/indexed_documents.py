@@ -192,7 +192,7 @@ class IndexedDocuments(ABC):
             raise IndexError(f"tokens {offset} to {offset + length} of document {i}, which has {total}")
 
     def trained_spans(self, ids: Int64Array) -> Spans | None:
-        """Which tokens of each document are trained; None: the corpus has no .spans, and all are.
+        """Which tokens of each document are trained; None if the corpus has no .spans, and all are.
 
         Raises:
             IndexError: an id is not in [0, len).

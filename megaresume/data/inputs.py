@@ -312,7 +312,7 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _saved_dataset(directory: Path) -> list[Path] | None:
-    """The files of a dataset that ``save_to_disk`` wrote, in its order; None: the directory holds none.
+    """The files of a dataset that ``save_to_disk`` wrote, in its order; None if the directory holds none.
 
     Raises:
         UsageError: several datasets.

@@ -270,7 +270,7 @@ def _epochs(max_epochs: Any, leaf: _Leaf, name: str) -> int:
 
 
 def _unit(data: Mapping[str, Any]) -> str | None:
-    """None where the config does not say it."""
+    """None if the config does not say it."""
     blend = data.get("blend")
     return str(blend["unit"]) if isinstance(blend, Mapping) and "unit" in blend else None
 

@@ -1,4 +1,4 @@
-"""Sources that are no files of a corpus: any Python object, and ``kind: items``, which knows items by number alone.
+"""Sources that are not files of a corpus: any Python object, and ``kind: items``, which knows items by number alone.
 
 Of an object ``__len__``, ``length(i)`` and ``get(i)`` are enough:
 
@@ -91,7 +91,7 @@ class PythonSource:
 
         Raises:
             IndexError: i is not in [0, len).
-            CorpusError: the object answers with something that is no length.
+            CorpusError: the object answers with something that is not a length.
         """
         self._check_id(i)
         length = self.thing.length(i)
@@ -108,7 +108,7 @@ class PythonSource:
 
         Raises:
             IndexError: an id is not in [0, len).
-            CorpusError: the object answers with something that is no length.
+            CorpusError: the object answers with something that is not a length.
         """
         ids = np.asarray(ids, np.int64)
         own = getattr(self.thing, "lengths", None)
@@ -162,7 +162,7 @@ class PythonSource:
             recompute: ask for every length even if the object has a fingerprint.
 
         Raises:
-            CorpusError: the object answers with something that is no fingerprint, or not of this object.
+            CorpusError: the object answers with something that is not a fingerprint, or not of this object.
         """
         return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
 

@@ -83,7 +83,7 @@ def missing_library(name: str, why: str) -> SetupError:
 
 
 def _status(error: BaseException) -> int | None:
-    """What an HTTP server answered, of an error or of what it came from; None: it is of another kind."""
+    """What an HTTP server answered, of an error or of what it came from; None if it is of another kind."""
     seen: BaseException | None = error
     while seen is not None:
         status = getattr(seen, "status", None)

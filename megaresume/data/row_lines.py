@@ -91,7 +91,7 @@ class _Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-#: a string, which may go on after the chunk; or what counts outside of strings.
+#: a string, which may continue after the chunk; or what counts outside of strings.
 _WORD = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?|[\[\]{},\n\r]', re.DOTALL)
 _REST = re.compile(rb'(?:[^"\\]++|\\.)*+(")?', re.DOTALL)
 _NEWLINE, _SPACE = ord("\n"), ord(" ")
@@ -147,7 +147,8 @@ class ArrayLines(Lines):
 class CsvLines(Lines):
     """Rows of CSV as objects under the names of the header: row 17 is line 17, counted from 1.
 
-    A row with another number of fields is a line that is no object, so that it is named, or left out as bad lines are.
+    A row with another number of fields is a line that is not an object, so that it is named, or left out as bad lines
+    are.
 
     Args:
         source: of its bytes.
@@ -186,7 +187,7 @@ def csv_errors() -> tuple[type[Exception], ...]:
 
 
 class TableLines(Lines):
-    """A stream of JSON lines of the rows of a table; columns of times, and of bytes that are no text, are left out.
+    """A stream of JSON lines of the rows of a table; columns of times, and of bytes that are not text, are left out.
 
     Args:
         schema: of the table.
@@ -251,7 +252,7 @@ class ParquetLines(TableLines):
 
     Raises:
         SetupError: the library `pyarrow` is missing.
-        pyarrow.ArrowException: it is no Parquet file, or its footer is damaged.
+        pyarrow.ArrowException: it is not a Parquet file, or its footer is damaged.
     """
 
     def __init__(self, file: Any, size: int, key: str | None = None) -> None:
@@ -296,7 +297,7 @@ class ArrowLines(TableLines):
 
     Raises:
         SetupError: the library `pyarrow` is missing.
-        pyarrow.ArrowException: it is no Arrow file, or it is damaged.
+        pyarrow.ArrowException: it is not an Arrow file, or it is damaged.
     """
 
     def __init__(self, file: Any, size: int, key: str | None = None) -> None:

@@ -212,7 +212,7 @@ class RawFiles:
         return path if "://" in path else f"{self._root}/{path}"
 
     def bytes_of(self, place: RecordPlace) -> Place | None:
-        """The range of bytes that is a document; None: it is none, or of a file that is compressed.
+        """The range of bytes that is a document; None if it is none, or of a file that is compressed.
 
         Raises:
             CorpusError: the index is damaged there.

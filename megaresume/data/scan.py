@@ -52,7 +52,7 @@ def scan_fingerprint(
         lengths: int64[n] document numbers to int64[n] tokens.
         documents: of the source.
         what: for the progress, a few words.
-        read: (document, offset, count) to its tokens, for the contents; None: they are not looked at.
+        read: (document, offset, count) to its tokens, for the contents; None if they are not looked at.
         tokenizer: its fingerprint, if known.
     """
     hasher, tokens = xxhash.xxh3_128(), 0

@@ -45,7 +45,7 @@ class ShardFiles:
 
     Args:
         max_open: local files kept open; the one that was not read for longest is closed first.
-        cache: keeps what is read of stores; None: nothing is kept.
+        cache: keeps what is read of stores; None if nothing is kept.
     """
 
     def __init__(self, max_open: int = MAX_OPEN, cache: DiskCache | None = None) -> None:

@@ -129,7 +129,7 @@ class ShardSource:
 
     @property
     def levels(self) -> Levels | None:
-        """How 8-bit levels of its images become their pixels; None: they are not made of levels, or nobody knows."""
+        """How 8-bit levels of its images become their pixels; None if they are not made of levels, or nobody knows."""
         return self.encoder.levels if type(self) is ShardSource else None
 
     def augmented(self, steps: object) -> ShardSource:

@@ -167,7 +167,7 @@ def write_tokenizer(
         tokenizer: ``fingerprint`` and what else is worth knowing, plain JSON.
         idx_bytes: size of the .idx.
         bin_bytes: size of the .bin.
-        spans_bytes: size of the .spans; None: every token is trained.
+        spans_bytes: size of the .spans; None if every token is trained.
         spans_hash: of the .spans, as its header has it.
 
     Raises:
@@ -251,7 +251,7 @@ def kept_list(source: LengthSource, prefix: Path, idx: FileIdentity, piece: int)
 
 
 def _read_pieces(path: Path, header: list[int]) -> LongDocuments | None:
-    """None: there is none, or of another corpus, or damaged."""
+    """None if there is none, or of another corpus, or damaged."""
     begin = len(header) + 2
     try:
         with open(path, "rb") as file:

@@ -128,7 +128,7 @@ def check_is_prepared(found: SpanFile, prepared: str | None) -> None:
 
     Args:
         found: what lies beside the corpus.
-        prepared: hash of the one that was written with the corpus; None: nobody knows.
+        prepared: hash of the one that was written with the corpus; None if nobody knows.
 
     Raises:
         CorpusError: it is another one: other tokens would be trained.
@@ -148,7 +148,7 @@ def check_needs_none(path: Path, prepared: int | None) -> None:
 
     Args:
         path: where it would be.
-        prepared: bytes of the one that was written with the corpus; None: there was none, or nobody knows.
+        prepared: bytes of the one that was written with the corpus; None if there was none, or nobody knows.
 
     Raises:
         CorpusError: it is gone: every token would be trained.

@@ -215,7 +215,7 @@ class DocumentRangeSource(PlacedRangeSource):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest document of the whole source; None: it does not say."""
+        """Tokens of the longest document of the whole source; None if it does not say."""
         found: int | None = getattr(cast(Any, self.source), "longest", None)
         return found
 

@@ -1,4 +1,4 @@
-"""A file of the input, opened, decompressed and looked at: one that is no text, or that changed, is refused.
+"""A file of the input, opened, decompressed and looked at: one that is not text, or that changed, is refused.
 
 What cannot be read from the middle on is unpacked once on each machine, beside other caches: compressed files, and
 JSON lines of a store that name images, as what they name can be read ahead only by who has the lines.
@@ -50,7 +50,7 @@ class InputStream:
 
     Raises:
         CorpusError: the file is gone, changed since `find_inputs`, or its compression is damaged.
-        UsageError: it is no text: an archive, a table, an image.
+        UsageError: it is not text: an archive, a table, an image.
         SetupError: the library for its compression is missing.
     """
 

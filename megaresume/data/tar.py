@@ -51,7 +51,7 @@ def headers(file: BlockFile) -> Iterator[Header | int]:
     """Every member, in order; at last the offset at which no header stands any more.
 
     Raises:
-        tarfile.TarError: a damaged header; a member that goes on after the end of the file.
+        tarfile.TarError: a damaged header; a member that continues after the end of the file.
     """
     offset = 0
     while True:
@@ -129,7 +129,7 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
         ignored: called with the name of every file that belongs to no record (without an extension, or ``__meta__``).
 
     Raises:
-        CorpusError: not a plain tar; cut, damaged or empty; a member that points out of it or is no file.
+        CorpusError: not a plain tar; cut, damaged or empty; a member that points out of it or is not a file.
     """
     check_plain(file, shard, "a plain .tar: records are read by their offset")
     current: Extent | None = None

@@ -14,7 +14,7 @@ import yaml
 
 from megaresume.stream.errors import ConfigError, NoFileError
 
-#: values that the aliases of a file may stand for, beyond which it is no configuration.
+#: values that the aliases of a file may stand for, beyond which it is not a configuration.
 MAX_VALUES = 1_000_000
 
 #: a character that JSON escapes in two halves, after an even number of backslashes.
@@ -44,7 +44,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
         loader: PyYAML's `SafeLoader`, or a class of it.
 
     Raises:
-        yaml.YAMLError: it is no YAML, nested too deeply, within itself, or stands for too much.
+        yaml.YAMLError: it is not YAML, nested too deeply, within itself, or stands for too much.
     """
 
     try:

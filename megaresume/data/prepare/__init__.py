@@ -12,5 +12,5 @@ measure.py   one shard to a part; merge.py: parts to the index
 join.py      the indexes of several machines to one
 
 command.py   its flags; command_chat.py: of conversations, command_shards.py: of tar shards
-work.py      what is finished, so that a rerun goes on there; worker processes
+work.py      what is finished, so that a rerun continues there; worker processes
 """

@@ -4,7 +4,7 @@
     N = 3   |---- 1 ----|----------- 2 --------|----- 3 -----|
 
 A block is a function of the position where it starts, and of nothing else. Therefore the blocks are the same whatever
-the number of workers, and a run that was killed goes on at the end of any block that is finished.
+the number of workers, and a run that was killed resumes at the end of any block that is finished.
 
 A stretch is a function of the files and of N alone. It starts with a file, or with a line of one that can be read from
 the middle on. Its blocks follow from where it starts, so that no machine needs to know what the others do.
@@ -96,7 +96,7 @@ class BlockReader:
             raw_before = self._stream.raw_position() if self._at.offset else 0
             wanted = self._size - size
             if self._at.file == self._stop.file:
-                # One byte less: what is read goes on to the end of its line.
+                # One byte less: what is read continues to the end of its line.
                 wanted = min(wanted, self._stop.offset - self._at.offset - 1)
             data = self._read_documents(self._stream, unit, wanted)
             self._stream.check_unchanged()

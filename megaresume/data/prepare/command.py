@@ -224,7 +224,7 @@ def _piped(args: argparse.Namespace) -> Path:
     with open(new, "wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
     if path.exists() and filecmp.cmp(new, path, shallow=False):
-        new.unlink()  # the same command, again: it goes on with what the first one began
+        new.unlink()  # the same command, again: it continues with what the first one began
     else:
         new.replace(path)
     return path

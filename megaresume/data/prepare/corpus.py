@@ -91,7 +91,7 @@ class PrepareSummary:
     empty: int
     #: documents that are not UTF-8, left out (``invalid: skip``).
     skipped: int
-    #: lines that are no JSON object with a text or a conversation, left out (``bad_lines: skip``).
+    #: lines that are not a JSON object with a text or a conversation, left out (``bad_lines: skip``).
     bad_lines: int
     #: conversations longer than ``max_tokens``: left out, and made shorter.
     too_long: int
@@ -104,9 +104,9 @@ class PrepareSummary:
     linked_twice: list[str]
     #: UTF-8 bytes of the documents.
     text_bytes: int
-    #: size of the .bin; None: not merged yet, or none.
+    #: size of the .bin; None if not merged yet, or none.
     bin_bytes: int | None
-    #: size of the .places, if it is all that was asked for; None: not merged yet, or none.
+    #: size of the .places, if it is all that was asked for; None if not merged yet, or none.
     places_bytes: int | None
     #: compressed files of an index alone, which every machine unpacks that reads them.
     to_unpack: int

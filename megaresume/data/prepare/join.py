@@ -73,7 +73,7 @@ def _tasks(index: ShardIndex) -> list[ShardTask]:
     tasks = []
     for shard in index.files:
         path = resolved(shard.path, index.path)
-        # Otherwise the new index would send every run to a place where nothing is.
+        # Otherwise the new index would send every run to a place where there is nothing.
         files.check(path, shard.size)
         tasks.append(ShardTask(path=path, size=shard.size, identity=""))
     return tasks

@@ -44,7 +44,7 @@ class Part:
     tokens: int
     #: documents without a token, left out.
     empty: int
-    #: documents that are not UTF-8, and lines that are no JSON object with a text: left out.
+    #: documents that are not UTF-8, and lines that are not a JSON object with a text: left out.
     skipped: int
     bad_lines: int
     #: where the first few of both are, and what is wrong with them.
@@ -52,7 +52,7 @@ class Part:
     #: conversations that were too long: left out, and made shorter.
     too_long: int
     shortened: int
-    #: spans of trained tokens, and these tokens; None: every token is trained.
+    #: spans of trained tokens, and these tokens; None if every token is trained.
     spans: int | None
     trained: int | None
     #: of the documents, UTF-8 bytes; of conversations, as the template writes them.
@@ -61,7 +61,7 @@ class Part:
     raw_bytes: int
     #: where the next block starts.
     end: Position
-    #: files of the input, by number, and documents of each; None: it holds tokens, not places.
+    #: files of the input, by number, and documents of each; None if it holds tokens, not places.
     places: list[list[int]] | None
 
 
@@ -132,7 +132,7 @@ def merge_parts(
         dtype: of the tokens.
         tokenizer: for the sidecar.
         tick: called with the documents written.
-        raw: the header of a .places, of which ``files`` lack their records; None: a .bin is written.
+        raw: the header of a .places, of which ``files`` lack their records; None if a .bin is written.
 
     Raises:
         CorpusError: a part is damaged.

@@ -97,7 +97,7 @@ def prepare_shards(
         inputs: patterns of tar shards, or of JSON lines, in order; or one directory that Energon has prepared.
         output: where the index goes, with or without ``.shards.idx``.
         encoder: measures the records; the index keeps its spec.
-        folder: of the images that rows of JSON lines name: a directory or URL; None: the inputs are tar shards.
+        folder: of the images that rows of JSON lines name: a directory or URL; None if the inputs are tar shards.
         invalid: what becomes of a record that cannot be measured: ``error``, ``mask`` (one token, masked), ``drop``
             (length 0: the stream passes over it).
         decode: decode every image, so that truncated ones are found here and not in training.

@@ -1,6 +1,6 @@
 """What preparing text and preparing shards share: a directory of finished parts, and worker processes.
 
-``OUTPUT.prepare/`` has what is finished, so that a rerun after a kill goes on there:
+``OUTPUT.prepare/`` has what is finished, so that a rerun after a kill continues there:
 
     plan.json     the input and the settings; another plan is refused
     lock          held while a prepare runs
