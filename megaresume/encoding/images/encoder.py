@@ -107,7 +107,7 @@ class ImageTextEncoder:
 
     @property
     def levels(self) -> Levels | None:
-        """How 8-bit levels become the pixels; None: its pixels are not made of levels, or nobody knows."""
+        """How 8-bit levels become the pixels; None if its pixels are not made of levels, or nobody knows."""
         return getattr(self.processor, "levels", None) if type(self) is ImageTextEncoder else None
 
     def most_rows(self, num_tokens: int) -> int:

@@ -76,7 +76,7 @@ class ChatTemplate:
         Args:
             messages, tools: of it.
             options: further variables.
-            prompt: with what asks the assistant to go on at the end.
+            prompt: with what asks the assistant to continue at the end.
             around: texts to put around what is said in {% generation %}.
 
         Raises:

@@ -99,7 +99,7 @@ class ConversationEncoder:
         self._finder = TurnFinder(template, tokenizer.special_tokens, options.selection)
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow | None]:
-        """Each conversation as a document; why it is none; None: it is left out because it is too long.
+        """Each conversation as a document; why it is none; None if it is left out because it is too long.
 
         Raises:
             CorpusError: one is too long, and nothing was said of such.
@@ -225,7 +225,7 @@ def _overlapping(runs: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64]
     own = np.flatnonzero(offsets[:, 1] > offsets[:, 0])
     begins, ends = offsets[own, 0], offsets[own, 1]
     chars = np.array(runs, np.int64).reshape(-1, 2)
-    # Nearly always in order; where they are not, the bounds are a little wide.
+    # Nearly always in order; if they are not, the bounds are a little wide.
     firsts = np.searchsorted(np.maximum.accumulate(ends), chars[:, 0], "right")
     stops = np.searchsorted(np.minimum.accumulate(begins[::-1])[::-1], chars[:, 1], "left")
     for (first, stop), i, k in zip(runs, firsts, stops, strict=True):

@@ -49,7 +49,7 @@ Message = dict[str, Any]
 
 
 class BadRow(Exception):
-    """A row that is no conversation.
+    """A row that is not a conversation.
 
     Args:
         what: is wrong, to follow the name of the row.

@@ -86,11 +86,11 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def token_id(self, token: str) -> int | None:
-        """None: no token has a text of its own."""
+        """None if no token has a text of its own."""
         return None
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Bytes that are no UTF-8 (a document cut inside a character) become U+FFFD.
+        """Bytes that are not UTF-8 (a document cut inside a character) become U+FFFD.
 
         Raises:
             CorpusError: a token outside the vocabulary.

@@ -80,7 +80,7 @@ class TurnFinder:
         self._any = re.compile(any_special) if longest_first else None
         #: white space and a special token.
         self._end = re.compile(rf"\s*(?:{any_special})") if longest_first else None
-        #: by options of the template, what it adds to ask the assistant to go on.
+        #: by options of the template, what it adds to ask the assistant to continue.
         self._prompts: dict[str, str] = {}
         self._ends = self._end_of_answers()
 
@@ -113,7 +113,8 @@ class TurnFinder:
         return self._template.render(said.messages, tools=said.tools, options=said.options, **how)
 
     def end_of_turn(self, text: str, at: int) -> int | None:
-        """Where the special tokens end that stand there to end a turn, white space before them aside; None: none do."""
+        """Where the special tokens end that stand there to end a turn, white space before them aside; None if none
+        do."""
         found = next((found for end in self._ends if (found := end.match(text, at)) is not None), None)
         return None if found is None else found.end()
 
@@ -123,7 +124,7 @@ class TurnFinder:
         return ends[-1] if ends else None
 
     def prompt(self, options: dict[str, Any]) -> str:
-        """What the template adds after a question to ask the assistant to go on."""
+        """What the template adds after a question to ask the assistant to continue."""
         key = repr(options)
         if key not in self._prompts:
             question = Conversation(messages=[{"role": "user", "content": "?"}], options=options)
@@ -322,7 +323,7 @@ class _Rendered:
         return len(before) + common if common else first.first
 
     def _before(self, i: int, *, prompt: bool = False) -> str | None:
-        """The text of the messages before the i-th; None: the template does not take them alone."""
+        """The text of the messages before the i-th; None if the template does not take them alone."""
         alone = replace(self._conversation, messages=self._conversation.messages[:i])
         try:
             return self._finder.render(alone, prompt=prompt)
@@ -362,7 +363,7 @@ class _Rendered:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     def _after(self, i: int, said: int) -> str | None:
-        """What follows message i, which ends there, before the next one begins; None: that cannot be told."""
+        """What follows message i, which ends there, before the next one begins; None if that cannot be told."""
         messages = self._conversation.messages[: i + 1]
         if len(messages) == len(self._conversation.messages):
             return self._text[said:]

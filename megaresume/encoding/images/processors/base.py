@@ -70,7 +70,7 @@ def pattern_of(processor: Processor, width: int, height: int) -> Pattern:
 
     Raises:
         CorpusError: the processor cannot take the size.
-        ConfigError: what it returns is no pattern.
+        ConfigError: what it returns is not a pattern.
     """
     if not isinstance(processor, Patterned):
         return (processor.num_tokens(width, height),)

@@ -170,7 +170,7 @@ class Tiles(Options):
     The defaults are InternVL's: 256 tokens a tile, 1 to 12 tiles and a thumbnail.
 
     Raises:
-        ConfigError: ``tile_size`` is no multiple of ``patch_size * merge``, or more tiles at least than at most.
+        ConfigError: ``tile_size`` is not a multiple of ``patch_size * merge``, or more tiles at least than at most.
     """
 
     kind: ClassVar[str] = "tiles"

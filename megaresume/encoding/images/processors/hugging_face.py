@@ -84,7 +84,7 @@ def json_object(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is no file.
 
     Raises:
-        ConfigError: it cannot be read, or is no JSON object.
+        ConfigError: it cannot be read, or is not a JSON object.
     """
     if not path.is_file():
         return {}

@@ -168,7 +168,7 @@ class Room:
             _ROOM.reset(token)
 
     def take(self, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
-        """The next rows; None: there are too few, or they are shaped otherwise."""
+        """The next rows; None if there are too few, or they are shaped otherwise."""
         end = self._used + shape[0]
         if shape[1:] != self._rows.shape[1:] or end > len(self._rows):
             return None

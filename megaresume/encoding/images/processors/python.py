@@ -49,7 +49,7 @@ class PythonProcessor(Options):
     """The object that a factory returns.
 
     Raises:
-        ConfigError: the factory cannot be imported, or what it returns is no processor.
+        ConfigError: the factory cannot be imported, or what it returns is not a processor.
     """
 
     kind: ClassVar[str] = "python"

@@ -59,7 +59,7 @@ class Template(Protocol):
 
     @property
     def split(self) -> int | None:
-        """Tokens above which a record becomes several documents; None: it is always one."""
+        """Tokens above which a record becomes several documents; None if it is always one."""
         ...
 
     @property
