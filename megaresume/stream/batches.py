@@ -225,7 +225,7 @@ class Balance:
         algorithm: the version of megaresume's.
 
     Raises:
-        UsageError: another objective, or a cost that is no whole number from 0 to `MOST_COST`.
+        UsageError: another objective, or a cost that is not a whole number from 0 to `MOST_COST`.
     """
 
     objective: Objective = "step"

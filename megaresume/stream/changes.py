@@ -30,7 +30,7 @@ def check_recorded(state: StreamState) -> None:
     """Read the data configs that a state holds, as a resume does.
 
     Raises:
-        StateError: one cannot be read: no resume can go on from the state.
+        StateError: one cannot be read: no run can resume from the state.
     """
     try:
         for config in (state.config, *(record.config for record in state.stages)):
@@ -61,7 +61,7 @@ class SourceOutlook:
     #: them.
     remaining: int
     size: int
-    #: samples until the epoch is over, about; None: the source is not drawn.
+    #: samples until the epoch is over, about; None if the source is not drawn.
     samples_left: int | None
 
 
@@ -130,7 +130,7 @@ def _seq_length(state: StreamState) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconciled:
-    """How a stream goes on from a state."""
+    """How a stream resumes from a state."""
 
     #: the config of today over all sources that the run ever had.
     config: StreamConfig
@@ -181,15 +181,15 @@ def reconcile(
     end: int | None = None,
     sources: Mapping[str, LengthSource] | None = None,
 ) -> Reconciled:
-    """Decide how to go on from a state.
+    """Decide how to resume from a state.
 
     Args:
         config: of today.
         fingerprints: of its sources, by their names in it.
         state: the state.
-        on_change: what to do where the stage at hand would not go on as it was.
+        on_change: what to do where the stage at hand would not continue as it was.
         skip, steps_to_samples, end: what is skipped by other ways than the config; see `left_out.decide`.
-        sources: by their names in ``config``, for corpora that have grown; None: no corpus is at hand.
+        sources: by their names in ``config``, for corpora that have grown; None if no corpus is at hand.
 
     Raises:
         StateError: a change that is refused, with every field that differs.
@@ -231,7 +231,7 @@ def _reconcile(
         if written != today:
             accepted.append("the stages to come were changed")
     else:
-        # Another seed or shuffle is no stage: every epoch that is begun would be ordered anew.
+        # Another seed or shuffle is not a stage: every epoch that is begun would be ordered anew.
         refuses = on_change == "refuse" and not _only_length(now, then)
         if refuses or now.seed != then.seed or _reshuffled(now, then):
             raise _refusal(now, then, state)

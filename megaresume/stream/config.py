@@ -53,7 +53,7 @@ class SourceConfig:
     weight: int
     #: epochs after which ``on_exhausted`` applies; None: no end.
     max_epochs: int | None = None
-    #: ``drop``: the others go on in their proportions; ``stop``: the stream ends; ``repeat``: go on, with a note.
+    #: ``drop``: the others continue in their proportions; ``stop``: the stream ends; ``repeat``: continue, with a note.
     on_exhausted: ExhaustedPolicy = "drop"
     #: in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
@@ -65,7 +65,8 @@ class SourceConfig:
     augment: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     #: whether what its items draw at random follows from seed, epoch and item. No part of the order either.
     keyed: bool = False
-    #: what a resume does if the corpus has grown; None: it is refused. No part of the order: the state knows what came.
+    #: what a resume does if the corpus has grown; None if it is refused. No part of the order: the state knows what
+    #: came.
     append: Append | None = field(default=None, compare=False)
     #: names that it was given since, the last one is that of today. See `megaresume.stream.aliases`.
     names: tuple[str, ...] = field(default=(), compare=False)

@@ -95,7 +95,7 @@ def arrays_of(
     """The planner's arrays at a state: the inverse of `fields_of`.
 
     Args:
-        state: where to go on.
+        state: where to continue.
         course: the stages up to it and from it on; is told the orders of the sources.
         sources: of the course.
         lists: of their long documents, if they are known already.

@@ -122,7 +122,7 @@ def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, d
     """The samples of a global batch in the order in which `micro_batches` hands them out.
 
     Args:
-        plan: of the global batch. One that is no whole number of micro-batches for every rank (the last one of all)
+        plan: of the global batch. One that is not a whole number of micro-batches for every rank (the last one of all)
             stays as it is.
         balance: None: as it is.
         micro_batch_size: samples.

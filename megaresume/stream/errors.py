@@ -108,7 +108,7 @@ class StreamExhausted(MegaresumeError):
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = None) -> SetupError | None:
-    """What to install where an import failed; None: it is no package of our extras.
+    """What to install where an import failed; None if it is not a package of our extras.
 
     Args:
         error: of the import.

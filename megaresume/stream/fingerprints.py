@@ -108,7 +108,7 @@ def check_fingerprint(
     Args:
         name: that the run knows it by.
         before, now: what it was, and is.
-        source: may word the error by itself, with a method ``changed``; None: it is not at hand.
+        source: may word the error by itself, with a method ``changed``; None if it is not at hand.
 
     Raises:
         StateError: naming each field that differs.

@@ -120,7 +120,7 @@ class SkipConfig:
 
         Args:
             data: that.
-            names: of the sources; None: not checked.
+            names: of the sources; None if not checked.
             where: its name, for errors.
 
         Raises:

@@ -65,7 +65,7 @@ class AbsentSource:
 
     Args:
         name: of the source.
-        state: that the run goes on from; None: there was none with the source.
+        state: that the run resumes from; None if there was none with the source.
     """
 
     def __init__(self, name: str, state: StreamState | None) -> None:

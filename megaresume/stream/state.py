@@ -1,6 +1,6 @@
 """`StreamState`: a cursor of the stream as plain JSON, the same on every rank.
 
-The state says how far the stream was *trained*, and holds everything needed to go on from there: nothing of ranks,
+The state says how far the stream was *trained*, and holds everything needed to resume from there: nothing of ranks,
 workers, devices or paths. It is a few kilobytes; ``json.loads(json.dumps(state)) == state``.
 
 Raise `VERSION` when the meaning of a field or the order of samples changes, and keep an example of every version in
@@ -41,9 +41,9 @@ class Fingerprint:
     #: fingerprint of the tokenizer that made the corpus, if known; of image-text data, of its whole encoder.
     tokenizer: str | None = None
     #: xxh3_64 of tokens at fixed places (`megaresume.data.scan`), or of the hashes of all records of shards;
-    #: None: not known, of a source that has lengths only.
+    #: None if not known, of a source that has lengths only.
     contents: str | None = None
-    #: xxh3_64 of the spans of trained tokens (`megaresume.data.spans`); None: every token is trained, or the source
+    #: xxh3_64 of the spans of trained tokens (`megaresume.data.spans`); None if every token is trained, or the source
     #: decides it with its documents. In a state it is left out if it is None.
     trained: str | None = None
 

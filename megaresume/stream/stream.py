@@ -36,7 +36,7 @@ from megaresume.stream.state import Fingerprint, StreamState
 
 
 class _Opened(NamedTuple):
-    """What a stream is made of that goes on from a state: see `Stream._restore`."""
+    """What a stream is made of that resumes from a state: see `Stream._restore`."""
 
     config: StreamConfig
     course: Course
@@ -54,7 +54,7 @@ class Stream:
     Args:
         config: what defines the order.
         sources: one for each of ``config.sources``, in that order.
-        state: where to go on; None: at sample 0.
+        state: where to continue; None: at sample 0.
         origin: a data config that opens the same sources again (`megaresume.batches.open`), if there is one. Kept for
             `megaresume verify`; never part of a state.
         fingerprints: what `fingerprints` gives, where it is known already.
@@ -102,7 +102,7 @@ class Stream:
         self._steps: dict[Range, Range] = dict(copied.get("steps", {}))
         self._fingerprints = fingerprints
         self._lock = threading.RLock()
-        #: the state that the stream goes on from; None: it began at sample 0.
+        #: the state that the stream resumes from; None if it began at sample 0.
         self.base_state: StreamState | None = None
         #: differences between that and the config of today, that were accepted, in words.
         self.accepted: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class Stream:
         return self.base_state.samples if self.base_state is not None else 0
 
     def restore(self, state: StreamState | None) -> None:
-        """Go on from a state (None: from sample 0). O(1): no sample before it is planned.
+        """Resume from a state (None: from sample 0). O(1): no sample before it is planned.
 
         Raises:
             StateError: as above; the stream stays as it was.
@@ -194,11 +194,11 @@ class Stream:
             self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
 
     def _open(self, state: StreamState | None, lists: Mapping[str, PieceLists] | None = None) -> _Opened:
-        """What follows from a state (None: from nothing) for a stream that goes on from it. Changes nothing.
+        """What follows from a state (None: from nothing) for a stream that resumes from it. Changes nothing.
 
         Args:
             state: the state.
-            lists: of long documents, by the names that the run knows the sources by; None: they are to be made.
+            lists: of long documents, by the names that the run knows the sources by; None if they are to be made.
         """
         config, sources, past = self._given
         accepted: tuple[str, ...] = ()
@@ -238,7 +238,7 @@ class Stream:
         """Open a state of this stream as a resume with the same config would, from its text, and drop it.
 
         Raises:
-            StateError: no resume could go on from it.
+            StateError: no run could resume from it.
         """
         with self._lock:
             orders = self._course.orders.get(len(state.stages) - 1)
@@ -282,7 +282,7 @@ class Stream:
         return self._blocks.size
 
     def check(self, state: StreamState) -> None:
-        """Raise a `StateError` naming what differs unless the stream can go on from the state."""
+        """Raise a `StateError` naming what differs unless the stream can resume from the state."""
         self._reconcile(state)
 
     def config_at(self, sample: int) -> StreamConfig:

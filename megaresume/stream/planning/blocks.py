@@ -58,7 +58,7 @@ class Blocks:
     Args:
         course: the stages.
         sources: those of every stage, in order.
-        base: the planner's arrays to go on from; None: at sample 0.
+        base: the planner's arrays to resume from; None: at sample 0.
         config: over all stages.
     """
 
@@ -104,7 +104,7 @@ class Blocks:
         return concatenate(parts) if parts else replace(self._planner.advance(0), first=first)
 
     def digest_at(self, sample: int) -> int | None:
-        """Rolling digest of all samples before one in the last block; None: it is in another one."""
+        """Rolling digest of all samples before one in the last block; None if it is in another one."""
         if not self.kept or not (plan := self.kept[-1].plan).first < sample <= plan.stop:
             return None
         return int(plan.digests[sample - plan.first - 1])
@@ -130,7 +130,7 @@ class Blocks:
         if self.kept and sample >= self.kept[0].plan.first:
             feeds, snapshot = self._planner.feeds, self._kept_block(sample).snapshot
         else:
-            # Feeds of their own: beside the front, which a loader goes on from.
+            # Feeds of their own: beside the front, which a loader resumes from.
             feeds, snapshot = None, self._anchors.before(sample)
         return Planner(self._course, self._sources, snapshot, feeds=feeds)
 
@@ -184,7 +184,7 @@ class Blocks:
         size = min(max(self.front - self.start, FIRST_BLOCK), self.size)
         try:
             plan = self._planner.advance(size)
-        except BaseException:  # half done, and whoever reads ahead may go on without the error
+        except BaseException:  # half done, and whoever reads ahead may continue without the error
             self._planner = Planner(self._course, self._sources, snapshot)
             raise
         if len(plan):

@@ -125,7 +125,7 @@ def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: 
     Args:
         course: the stages and what is left out of them.
         sources: those that are here, by the names of the course.
-        state: that the run goes on from; None: it begins.
+        state: that the run resumes from; None if it begins.
 
     Raises:
         ConfigError: naming the source.

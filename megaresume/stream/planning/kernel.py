@@ -146,7 +146,7 @@ class Arrays(NamedTuple):
     link: Int64Array
     #: int64[w, SEGMENT_WIDTH]: taken out of the bins of the stage before, to be placed before anything is drawn.
     carried: Int64Array
-    #: int64[TAILS, SEGMENT_WIDTH], where nothing is packed by ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS
+    #: int64[TAILS, SEGMENT_WIDTH], if nothing is packed by ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS
     #: ends of documents that were cut, the oldest at FIRST_TAIL.
     tails: Int64Array
     #: int64[F, SEGMENT_WIDTH], of a source that fills, else F = 0: NUM_FILLERS pieces that wait, the oldest first.

@@ -1,7 +1,7 @@
 """`Planner`: drives the planning loop forward from a snapshot, feeding it documents.
 
 A planner only moves forward, from stage to stage. `snapshot` is a copy of its few small arrays (microseconds); a
-planner built on a snapshot goes on exactly from there, whatever was looked ahead before.
+planner built on a snapshot continues exactly from there, whatever was looked ahead before.
 
 Samples that the run leaves out are planned as all others and then given up, just before the next sample that stays: so
 a planner that stands before them has not decided about them yet.
@@ -68,7 +68,7 @@ def orders_of(
     """Those that a state knows; of the other sources, and without a state, nothing is known yet.
 
     Args:
-        state: None: the run begins.
+        state: None if the run begins.
         config: of the stage of the state.
         sources: of the config.
         lists: of their long documents, if they are known already.
@@ -113,7 +113,7 @@ def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource]
             now=entry.name in stage.grown_now,
             stage=number,
         )
-        # A source that pauses has grown all the same: its new documents are there when it goes on.
+        # A source that pauses has grown all the same: its new documents are there when it continues.
         if entry.weight > 0 or (entry.name in stage.grown_now and order.eras)
         else order
         for order, entry, source, position in zip(orders, config.sources, sources, positions, strict=True)
@@ -362,7 +362,7 @@ class Planner:
         kernel.set_deadline(self._arrays.sources, i, units)
 
     def _exhaust(self, i: int) -> None:
-        """A source has ended: the stream ends with it, or the others go on with deficits from zero."""
+        """A source has ended: the stream ends with it, or the others continue with deficits from zero."""
         sources = self._arrays.sources
         sources[i, kernel.IS_EXHAUSTED] = 1
         stop = self._config.sources[i].on_exhausted == "stop"

@@ -1,7 +1,7 @@
 """The stages of a run: those that were, and those that are declared to come.
 
 A stage is a range of the stream with one blend and one packing. Where one ends and the next begins (`arrays.enter`),
-every source goes on at its own position and the deficits of the blend start at zero, so that a new weight causes no
+every source resumes at its own position and the deficits of the blend start at zero, so that a new weight causes no
 burst of catch-up. Documents in open bins are kept: as they are where the packing stays the same, else they are taken
 out, in the order in which they were put in, and are the first to be packed anew.
 """
@@ -120,7 +120,7 @@ class Course:
         return self.samples_left(index - 1, samples, tokens) == 0
 
     def samples_left(self, index: int, samples: int, tokens: int) -> int | None:
-        """Samples of stage ``index`` that can be planned before the next one may begin; None: there is no next.
+        """Samples of stage ``index`` that can be planned before the next one may begin; None if there is no next.
 
         ``samples`` and ``tokens`` are what was planned so far.
 
