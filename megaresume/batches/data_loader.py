@@ -353,18 +353,28 @@ class DataLoader(RankLoader):
         turn = self._turn = object()
         text = f"{self.stream.config.seed} {self._position}"
         self._workers.generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
-        for batch in self._read():
-            if self._turn is not turn:
-                raise StateError(
-                    "the loader was moved while it was being read",
-                    found="another for over the same loader, or load_state_dict, between two batches",
-                    expected="one for at a time",
-                    action="make a second loader for the other loop",
-                )
+        batches = self._read()
+        while True:
+            # Before a batch is taken, too: workers that are kept would lose it for the other loop.
+            self._check_turn(turn)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._check_turn(turn)
             end, items = self._ahead.popleft()
             self._collated.check(batch, items)
             self._position = end
             yield batch
+
+    def _check_turn(self, turn: object) -> None:
+        if self._turn is not turn:
+            raise StateError(
+                "the loader was moved while it was being read",
+                found="another for over the same loader, or load_state_dict, between two batches",
+                expected="one for at a time",
+                action="make a second loader for the other loop",
+            )
 
     def _warn_of_epochs(self) -> None:
         """Once after a resume: a loop that never asked in which epoch it is trains as many epochs again."""

@@ -277,14 +277,29 @@ class Workers:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches. Raises what the requests raise, after the batches before it; and as `check_main_guard`."""
+        """The batches. Raises what the requests raise, after the batches before it; and as `check_main_guard`.
+
+        Raises:
+            RuntimeError: a dataset or collate_fn raised StopIteration.
+        """
         if self.torch.num_workers:
             context = self.torch.multiprocessing_context
             check_main_guard(None if context is None else context.get_start_method())
         if not self.torch.persistent_workers:
             self.inbox = Inbox(pin_memory=self._copies_to_pinned)
         self.inbox.begin()
-        yield from map(self.inbox.unpack, self.torch) if self.torch.num_workers else self.torch
+        taken, batches = 0, iter(self.torch)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration as error:
+                # torch passes on a StopIteration of a dataset as it is: it would look like the end of the data.
+                if taken < self._requests.asked:
+                    text = f":\n{error.value}" if error.value else ""
+                    raise RuntimeError(f"a dataset or its collate_fn raised StopIteration{text}") from error
+                break
+            taken += 1
+            yield self.inbox.unpack(batch) if self.torch.num_workers else batch
         if self._requests.ended is not None:
             raise self._requests.ended
 
@@ -296,11 +311,15 @@ class _Requests:
     def __init__(self, requests: Callable[[], Iterator[Any]]) -> None:
         self._requests = requests
         self.ended: Exception | None = None
+        #: batches.
+        self.asked = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.ended = None
+        self.ended, self.asked = None, 0
         try:
-            yield from self._requests()
+            for request in self._requests():
+                self.asked += 1
+                yield request
         except Exception as error:  # noqa: BLE001  raised by `Workers`
             self.ended = error
 

@@ -300,6 +300,37 @@ def test_two_loops_at_a_time_are_refused() -> None:
         next(other)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_loop_that_is_refused_takes_no_batch_of_the_other(persistent_workers: bool) -> None:
+    alone = [batch["number"].tolist() for batch in megaresume.DataLoader(Numbers(), 4)]
+    loader = megaresume.DataLoader(Numbers(), 4, num_workers=1, persistent_workers=persistent_workers)
+    one, other = iter(loader), iter(loader)
+    found = [next(one), next(other)]
+    with pytest.raises(StateError, match="moved while it was being read"):
+        next(one)
+    assert [batch["number"].tolist() for batch in [*found, *other]] == alone
+
+
+class Unfound(Numbers):
+    """``next`` finds nothing for one item, once it is told."""
+
+    armed = False
+
+    def __getitem__(self, i: int) -> Any:
+        return next(iter(())) if self.armed and i == 17 else super().__getitem__(i)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stop_iteration_of_a_dataset_does_not_end_the_epoch(num_workers: int) -> None:
+    dataset = Unfound()
+    loader = megaresume.DataLoader(dataset, 4, num_workers=num_workers, max_epochs=1)
+    dataset.armed = True
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(loader)
+
+
 def test_a_collate_fn_that_drops_a_batch_is_refused() -> None:
     with pytest.raises(UsageError, match="collate_fn gave nothing"):
         next(iter(megaresume.DataLoader(Numbers(), 4, collate_fn=lambda items: None)))
