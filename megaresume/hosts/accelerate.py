@@ -118,7 +118,15 @@ class AcceleratorHost(TrainerHost):
     """
 
     package = "accelerate"
-    words = words_of(clock="optimizer.step()")
+    words = words_of(
+        clock="optimizer.step()",
+        early_save=(
+            "the loop saves before the optimizer step, or after every micro-batch of an accumulation; or steps are "
+            "made by another optimizer than the one that was prepared",
+            "save after optimizer.step() of what was returned by accelerator.prepare, and end a step with its last "
+            "micro-batch",
+        ),
+    )
     forgotten = "accelerator.load_state() was not called"
     load = "accelerator.load_state() before the first step"
     begin_anew = "load its weights with safetensors.torch.load_model, and save to another directory"
@@ -127,8 +135,6 @@ class AcceleratorHost(TrainerHost):
     def __init__(self, trainer: Any, data: DataLoader | StreamLoader) -> None:
         super().__init__(trainer)
         self.data, self.record = data, DataRecord()
-        #: whether Accelerate is saving or loading.
-        self.is_at_files = False
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""
@@ -197,6 +203,8 @@ class AcceleratorHost(TrainerHost):
         """See `TrainerHost`."""
         self.loop = AcceleratedLoop(self)
         self.trainer.register_for_checkpointing(self.record)
+        # Those within: a step that is made by them directly is not counted.
+        self.watch(optimizer.optimizer for optimizer in self.trainer._optimizers)
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
@@ -244,6 +252,8 @@ class AcceleratorHost(TrainerHost):
 
         on_all_ranks(check_and_read)
         self._forget_gradients()
+        # A save after a `for` that was left in the middle of a step wrote how far it was: it begins anew.
+        self.trainer.step = 0
         return self.resumed(self.record.carried)
 
     def _forget_gradients(self) -> None:

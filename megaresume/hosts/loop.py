@@ -32,6 +32,7 @@ from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
+from megaresume.hosts.instances import replaced
 from megaresume.hosts.shares import check_averaged
 from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
@@ -69,7 +70,8 @@ class LoopHost(TrainerHost):
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
         carried = self.carried(save)
-        future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
+        with replaced(self, is_at_files=True):
+            future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
         if future is not None:
             self.background.begin(future, save)
 
@@ -80,6 +82,7 @@ class LoopHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         self._group = files.own_group()
+        self.watch(optimizer for optimizer, _ in self.objects.optimizers.values())
 
     def save_now(self) -> None:
         """Save the step that was made last. Collective."""

@@ -2,6 +2,7 @@
 
     for batch in steps     take() and use(): whatever was handed out may be in the gradients
     steps.stepped()        an optimizer step was made
+    steps.changed()        an optimizer has changed the weights, where a loop says only later that it made a step
     a save                 between two steps; what a ``for`` that has ended has left over may be out
 
 The rules are those of `Count`.
@@ -49,7 +50,8 @@ def words_of(*, trainer: str = "the loop", name: str = "loop", clock: str = "loo
             f"take each batch from `for batch in {name}`, and end a step {last}; nothing of this step was saved",
         ),
         early_save=(
-            "the loop saves before the optimizer step, or after every micro-batch of an accumulation",
+            "the loop saves before the optimizer step, or after every micro-batch of an accumulation"
+            + ("" if clock == "optimizer.step()" else f"; or a `for` was left between that step and {clock}"),
             f"save after {clock}, and end a step {last}",
         ),
         other_count=(
@@ -75,12 +77,13 @@ class Steps(Count[str]):
         self.feed = feed
         #: the ``for`` that runs: only the last one may.
         self._turn: object = None
+        self._is_changed = False
         super().__init__(words or words_of())
 
     def loaded(self, step: int, samples: int) -> None:
         """See `Count`. A ``for`` that runs is over."""
         super().loaded(step, samples)
-        self._turn = None
+        self._turn, self._is_changed = None, False
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -94,6 +97,7 @@ class Steps(Count[str]):
     def stepped(self, unseen: Any = ()) -> Sequence[str]:
         """See `Count`."""
         done = super().stepped(unseen)
+        self._is_changed = False
         self.feed.trained(self.samples)
         return done
 
@@ -138,9 +142,17 @@ class Steps(Count[str]):
         while self.feed.has(self.samples):
             yield from self
 
+    def changed(self) -> None:
+        """An optimizer has changed the weights: what is out is in them, and no save may follow before `stepped`."""
+        if self.out:
+            self._is_changed, self.used = True, len(self.out)
+
     def leave(self) -> None:
-        """The ``for`` has ended: what it has left over of a step is in no gradient that counts. A save may follow."""
-        self._turn, self.used = None, 0
+        """The ``for`` has ended: what it has left over of a step is in no gradient that counts. A save may follow,
+        unless the weights were `changed`."""
+        self._turn = None
+        if not self._is_changed:
+            self.used = 0
 
     def _hand_out(self, batch: Any) -> None:
         begin, end = self.end, self.feed.after(batch, self.end)

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
@@ -62,6 +64,8 @@ class TrainerHost(Host):
     session: Session
     #: what writes while training continues; None if nothing does.
     background: Background | None = None
+    #: whether files are written or read. torch then makes the state of an optimizer by a step that changes nothing.
+    is_at_files = False
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -116,6 +120,18 @@ class TrainerHost(Host):
         self.open(on_all_ranks(self.feed), checkpoints, stop)
         self.begin()
         self.put_hooks()
+
+    def watch(self, optimizers: Iterable[Any]) -> None:
+        """Under a loop of the user's, who may leave it between the step of an optimizer and what counts it, and save:
+        the weights have trained what is out. See `Steps.changed`."""
+
+        def changed(*_: Any) -> None:
+            if not self.is_at_files:
+                self.steps.changed()
+
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_post_hook(changed)
 
     def put_hooks(self) -> None:
         """Hook its methods, and note that it is attached."""

@@ -183,6 +183,14 @@ def save_before_the_step(t: Tried) -> None:
         t.train(batch)
 
 
+def step_past_the_accelerator(t: Tried) -> None:
+    for batch in t.loop:
+        t.accelerator.backward(t.model(batch.float()).sum())
+        t.optimizer.optimizer.step()
+        break
+    t.accelerator.save_state()
+
+
 @pytest.mark.parametrize(
     ("habit", "words"),
     [
@@ -192,6 +200,7 @@ def save_before_the_step(t: Tried) -> None:
         (read_the_loader, "no micro-batch was taken for it"),
         (evaluate_with_the_loop, "taken and not trained"),
         (save_before_the_step, "in the middle of a step"),
+        (step_past_the_accelerator, r"in the middle of a step(.|\n)*by accelerator\.prepare"),
     ],
 )
 def test_stopped(tmp_path: Path, habit: Callable[[Tried], None], words: str) -> None:
@@ -213,6 +222,27 @@ def test_a_save_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
                 tried.accelerator.save_state()
             break
     tried.loop.close()
+
+
+def test_a_save_after_a_for_that_was_left_within_an_accumulation(tmp_path: Path) -> None:
+    """Accelerate saves how far it is in the accumulation; a resume begins with the first micro-batch of the step."""
+    tried = Tried(tmp_path / "run", accumulation=4)
+    for number, batch in enumerate(tried.loop):
+        tried.train(batch)
+        if number == 5:
+            break
+    tried.accelerator.save_state()
+    tried.loop.close()
+    again = Tried(tmp_path / "run", accumulation=4)
+    again.accelerator.load_state()
+    taken = 0
+    for batch in again.loop:
+        again.train(batch)
+        taken += 1
+        if again.loop.step == 3:
+            break
+    assert taken == 8 and again.loop.samples == 48
+    again.loop.close()
 
 
 def test_two_optimizers_of_one_step(tmp_path: Path) -> None:

@@ -106,6 +106,24 @@ def save_before_the_step(t: Tried) -> None:
         t.train(batch)
 
 
+def leave_before_it_is_said(t: Tried) -> None:
+    """By `break`, or an exception, between the optimizer's step and ours: a resume would train the batch again."""
+    t.train_one()
+    for batch in t.loop:
+        t.model(batch.float()).sum().backward()
+        t.optimizer.step()
+        break
+    t.loop.save()
+
+
+def step_after_the_for(t: Tried) -> None:
+    for batch in t.loop:
+        t.model(batch.float()).sum().backward()
+        break
+    t.optimizer.step()
+    t.loop.save()
+
+
 def two_at_a_time(t: Tried) -> None:
     one, other = iter(t.loop), iter(t.loop)
     for batches in (one, other, one):
@@ -142,6 +160,8 @@ def catch_the_error(t: Tried) -> None:
         (evaluate_with_the_loader, "read by somebody else(.|\n)*sample 100; the steps of the run at sample 4"),
         (evaluate_with_the_loop, "taken and not trained"),
         (save_before_the_step, r"in the middle of a step(.|\n)*end a step if loop\.ends_step"),
+        (leave_before_it_is_said, r"in the middle of a step(.|\n)*left between that step and loop\.stepped\(\)"),
+        (step_after_the_for, "in the middle of a step"),
         (two_at_a_time, "moved while it was being read"),
         (load_in_a_for, "moved while it was being read"),
         (catch_the_error, "no micro-batch was taken"),
@@ -157,6 +177,23 @@ def test_stopped(tried: Tried, habit: Callable[[Tried], None], words: str) -> No
         tried.loop.save()
     after = choose(tried.loop.session.save_dir or "")
     assert (None if after is None else after.tag) == before
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_saves_of_what_a_for_has_left_over(directory: Path, writer: str) -> None:
+    """torch makes a step of zeros to save an optimizer without a state: none of the loop's."""
+    t = Tried(directory, writer=writer)
+    t.train_one()
+    batches = iter(t.loop)
+    batch = next(batches)
+    del batches
+    for _ in range(2):
+        t.loop.save()
+    t.train(batch)
+    t.loop.save()
+    resumed = t.loop.load()
+    assert resumed is not None and resumed.samples == 8
+    t.loop.close()
 
 
 def test_an_accumulation_that_the_loader_was_not_told(directory: Path) -> None:
