@@ -91,11 +91,14 @@ class Packing:
     groups: bool = False
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """``packing`` of a data.yaml, as a mapping; its mode is ``best_fit`` if none is named."""
+        return {"mode": "best_fit", **({"mode": self.how} if isinstance(self.how, str) else self.how)}
+
+    @property
     def cuts(self) -> bool:
         """Whether items are cut."""
-        if self.seq_length is None:
-            return False
-        return (self.how if isinstance(self.how, str) else self.how["mode"]) == "split"
+        return self.seq_length is not None and self.settings["mode"] == "split"
 
 
 def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -224,7 +227,7 @@ def config_of(
     return {
         "seed": seed,
         "seq_length": packing.seq_length if packed else 1,
-        "packing": packing.how if packed else "none",
+        "packing": packing.settings if packed else "none",
         "blend": {"unit": blend or ("tokens" if packed else "documents")},
         "sources": sources,
         "stages": [dict(stage) for stage in stages],

@@ -355,9 +355,8 @@ class TransformersHost(TrainerHost):
         steps = self.steps
         if self.trainer.control.should_training_stop:  # perhaps in the middle of a step
             steps.leave()
-        steps.check_save()
         steps.compare(int(self.trainer.state.global_step))
-        self.session.save(
+        self.save_by(
             self.trainer.args.output_dir,
             lambda save: self.write(save, lambda: write(model, trial)),
             tag=hugging_face_tag(steps.step),

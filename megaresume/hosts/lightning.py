@@ -382,9 +382,8 @@ class LightningHost(TrainerHost):
     def save_now(self) -> Path | None:
         """A complete checkpoint of the last step; its file, or None if that failed and the run is to continue."""
         self._is_due = False
-        on_all_ranks(self.steps.check_save)
         tag = deepspeed_tag(self.iteration())
-        file: Path | None = self.session.save(self.save_dir, self.write, tag=tag, tracker=False)
+        file: Path | None = self.save_by(self.save_dir, self.write, tag=tag, tracker=False)
         return file
 
     def save_if_due(self, *, is_over: bool = False) -> None:

@@ -86,8 +86,7 @@ class LoopHost(TrainerHost):
 
     def save_now(self) -> None:
         """Save the step that was made last. Collective."""
-        on_all_ranks(self.steps.check_save)
-        self.session.save(self.save_dir, self.write, tag=deepspeed_tag(self.steps.step), tracker=False)
+        self.save_by(self.save_dir, self.write, tag=deepspeed_tag(self.steps.step), tracker=False)
 
 
 class StepLoop:

@@ -258,7 +258,7 @@ class TitanHost(TrainerHost):
             if future is not None:
                 self.background.begin(future, save)
 
-        self.session.save(self.folder, write, tag=torchtitan_tag(step), tracker=False)
+        self.save_by(self.folder, write, tag=torchtitan_tag(step), tracker=False)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed
 from megaresume.hosts.files import Background
-from megaresume.hosts.instances import SLOT, hook, refuse
+from megaresume.hosts.instances import SLOT, hook
 from megaresume.hosts.shares import check_shares
 from megaresume.hosts.steps import Steps, words_of
 from megaresume.stream.errors import UsageError
@@ -50,6 +51,21 @@ Hook = tuple[Any, str, Callable[..., Any]]
 
 class TrainerHost(Host):
     """See above.
+
+    A host must have: ``package``, ``words``, ``forgotten``, ``load``, ``begin_anew``, `check`, `settings`, `feed`,
+    `begin`, `hooks`, `save_now`; ``device``, if the trainer has no attribute of that name. It may have:
+    `expected_files`, `Host.committed`, ``background``.
+
+    Its hooks must call
+        steps.stepped()                      after an optimizer step, or `steps.check_step()` before it as well
+        steps.compare(step)                  where the trainer counts steps by itself
+        save_by(directory, write, tag=...)   in the place of the trainer's save; ``write`` calls the trainer's own by
+                                             `write_all`, and puts `carried(save)` into what it saves: the state must
+                                             lie in the file of the weights, as an entry of it, or as an object that
+                                             the trainer asks for its state (`Carried`)
+        load_by(read)                        in the place of its load; ``read`` loads `choice.tag_dir` and returns
+                                             `resumed(...)` of what `carried` gave
+        end()                                when the trainer has trained all it wanted
 
     Args:
         trainer: of which it is the host.
@@ -219,6 +235,15 @@ class TrainerHost(Host):
         with self.steps.loading():
             return session.load(root, read, pick=pick)
 
+    def save_by(self, save_dir: str | os.PathLike[str], write: Callable[[Save], Any], *, tag: str, **more: Any) -> Any:
+        """`Session.save`, unless it is asked for within a step.
+
+        Raises, on every rank:
+            StateError: see `Count.check_save`.
+        """
+        on_all_ranks(self.steps.check_save)
+        return self.session.save(save_dir, write, tag=tag, **more)
+
 
 class Carried:
     """The data state in a checkpoint of a trainer's, as an object that it asks for its state."""
@@ -325,11 +350,14 @@ def of_trainer(checkpoints: Checkpoints, *, save_dir: tuple[str, Any], keep_last
     """
     own = {"save_dir": f"set {save_dir[0]}", "keep_last": f"set {keep_last[0]}"}
     own |= dict.fromkeys(("elastic", "adopt"), "leave it out: it is DeepSpeed's")
-    found = {name: getattr(checkpoints, name) for name in own}
-    refuse(
-        {name: (found[name] and f"Checkpoints({name}={found[name]!r})", own[name]) for name in own},
-        expected="not set",
-    )
+    for name, action in own.items():
+        if given := getattr(checkpoints, name):
+            raise UsageError(
+                f"{name} cannot be used with megaresume.attach under this trainer",
+                found=f"Checkpoints({name}={given!r})",
+                expected="not set",
+                action=action,
+            )
     return replace(checkpoints, save_dir=save_dir[1], keep_last=keep_last[1] or None)
 
 

@@ -246,7 +246,7 @@ class VerlHost(TrainerHost):
             self.batches.text = saving.envelope.to_text()
             write_all(saving, lambda: save(*args, **more))
 
-        self.session.save(self.save_dir, write, tag=verl_tag(self.steps.step))
+        self.save_by(self.save_dir, write, tag=verl_tag(self.steps.step))
 
 
 def _check_ranks(tag_dir: Path) -> None:

@@ -196,7 +196,7 @@ class StreamConfig:
     def _check_fillers(self, where: str) -> None:
         """Refuse a source that is to fill what another packing than ``best_fit`` leaves free."""
         names = [source.label for source in self.sources if source.packing is not None]
-        if names and self.packing.mode not in ("best_fit", "split"):
+        if names and not (self.packing.traits.can_be_filled or self.packing.traits.cuts):
             raise ConfigError(
                 f"source '{names[0]}' cannot be packed by split beside packing {self.packing.mode}{where}",
                 found=f"packing {self.packing.mode}, and packing: split of {', '.join(names)}",
@@ -208,7 +208,7 @@ class StreamConfig:
     @property
     def fillers(self) -> tuple[bool, ...]:
         """Which sources are cut to fill what the whole documents of the others leave free."""
-        return tuple(self.packing.mode == "best_fit" and source.packing == "split" for source in self.sources)
+        return tuple(self.packing.traits.can_be_filled and source.packing == "split" for source in self.sources)
 
     @property
     def least_part(self) -> int:
@@ -273,8 +273,9 @@ def _default_packing(sources: Iterable[SourceConfig]) -> PackingMode:
 
 
 def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
-    used = {"best_fit": ("open_bins", "max_age"), "knapsack": ("lookahead", "max_age")}.get(packing.mode, ())
-    fragment = {"min_fragment": packing.min_fragment} if packing.min_fragment and packing.mode == "best_fit" else {}
+    traits = packing.traits
+    used = () if traits.bins is None else (traits.bins, "max_age")
+    fragment = {"min_fragment": packing.min_fragment} if packing.min_fragment and traits.can_be_filled else {}
     return {name: getattr(packing, name) for name in ("mode", "align", *used)} | fragment
 
 

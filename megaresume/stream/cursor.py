@@ -129,7 +129,7 @@ def arrays_of(
     if len(state.tails) > most:
         raise _contradiction(f"{len(state.tails)} ends of documents kept back", f"at most {most}")
     put_tails(arrays, _rows_of(state.tails, orders), orders)
-    most_open = 0 if config.packing.mode == "none" else constants.open_bins
+    most_open = 0 if config.packing.traits.is_one_document else constants.open_bins
     opened = [b.opened_at for b in state.bins]
     if len(state.bins) > most_open or opened != sorted(opened):
         raise _contradiction(f"bins opened at samples {opened}", f"at most {most_open}, the oldest first")

@@ -42,11 +42,38 @@ Bins = Annotated[int, Within(1, MAX_OPEN_BINS)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """What everybody has to know of a packing mode. `kernel.MODES` numbers them for the compiled loop, which packs."""
+
+    #: documents are concatenated, and cut at the end of a sample.
+    cuts: bool = False
+    #: a sample is one document, and nothing is open between two samples.
+    is_one_document: bool = False
+    #: the setting that says how many bins are open at a time; None: one at most.
+    bins: Literal["open_bins", "lookahead"] | None = None
+    #: documents that are small wait together in a bin.
+    groups: bool = False
+    #: what stays free may be filled by the sources that say ``packing: split``.
+    can_be_filled: bool = False
+
+
+#: A new mode is a row here and in `kernel.MODES`, a branch of `kernel.advance`, and a method in
+#: tests/stream/reference.py.
+MODES: Mapping[PackingMode, Mode] = {
+    "best_fit": Mode(bins="open_bins", can_be_filled=True),  # whole documents, each where it fits best
+    "knapsack": Mode(
+        bins="lookahead", groups=True
+    ),  # whole documents, those of some that wait which fill a sample best
+    "split": Mode(cuts=True),
+    "none": Mode(is_one_document=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig(Options):
     """How documents become samples."""
 
-    #: ``best_fit``: whole documents into open bins; ``knapsack``: whole documents, those of some that wait which fill a
-    #: sample best; ``split``: concatenate and cut; ``none``: one document a sample.
+    #: see `MODES`.
     mode: PackingMode = "split"
     #: samples that are being filled at the same time (``best_fit``).
     open_bins: Bins = 16
@@ -58,6 +85,16 @@ class PackingConfig(Options):
     align: Annotated[int, Within(1, 1 << 20)] = 1
     #: tokens of the shortest part into which a source that fills is cut (``best_fit``); None: see `MIN_FRAGMENT`.
     min_fragment: Annotated[int, Within(1, 1 << 20)] | None = None
+
+    @property
+    def traits(self) -> Mode:
+        """What its mode does."""
+        return MODES[self.mode]
+
+    @property
+    def num_bins(self) -> int:
+        """Bins that are open at the same time, at most."""
+        return 1 if self.traits.bins is None else getattr(self, self.traits.bins)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

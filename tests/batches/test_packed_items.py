@@ -348,3 +348,14 @@ def test_where_epochs_end(skip: Any, max_epochs: int | None) -> None:
             assert (
                 list(megaresume.DataLoader(**options, seq_length=seq_length, collate_fn=collate).epoch_ends()) == ends
             )
+
+
+def test_settings_of_a_packing_without_its_mode() -> None:
+    """They are those of the default, ``best_fit``."""
+    items = [[1] * 5, [2] * 9, [3] * 4, [4] * 7]
+    with_mode, without = (
+        megaresume.DataLoader(items, batch_size=1, seq_length=16, packing=packing, max_epochs=1)
+        for packing in ({"mode": "best_fit", "open_bins": 2}, {"open_bins": 2})
+    )
+    assert without.state_dict() == with_mode.state_dict()
+    assert "open_bins" in json.dumps(without.state_dict())

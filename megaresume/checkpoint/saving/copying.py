@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -163,9 +164,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     if data_path(local).is_file():
         write_atomic(data_path(shared), data_path(local).read_bytes())
     keep_superseded(shared, step)
-    copy = Manifest(
-        iteration=iteration, tag=tag, save_id=step.save_id, digest=manifest.digest, files=files, beside=beside
-    )
+    copy = replace(manifest, files=files, beside=beside, durable=True, boots=())
     write_step_file(step_path(shared, iteration, tag), step)
     write_fenced(shared, manifest_path(shared, iteration, tag), copy.to_bytes())
     if latest:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megaresume.command_line import given_of, names_of
+from megaresume.encoding.text.chat_styles import STYLES
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
     chat.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="a jinja2 template in the place of the tokenizer's own, or chatml, llama3, vicuna or plain",
+        help=f"a jinja2 template in the place of the tokenizer's own, or one of {', '.join(STYLES)}",
     )
     chat.add_argument("--chat-date", metavar="YYYY-MM-DD", help="what a template that writes today's date takes for it")
     chat.add_argument(

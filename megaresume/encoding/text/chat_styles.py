@@ -21,7 +21,11 @@ RoleName = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role(Options):
-    """Texts around a turn; special tokens in them are special tokens."""
+    """Texts around a turn; special tokens in them are special tokens.
+
+    What a style cannot say: a token before the whole conversation, texts that are trimmed, a role that is written as
+    part of another's turn. A model that needs these has a jinja template of its own.
+    """
 
     #: system, user, assistant or tool.
     role: RoleName = "user"

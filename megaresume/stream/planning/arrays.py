@@ -36,14 +36,14 @@ SPARE = 512
 def kernel_config(config: StreamConfig) -> kernel.Config:
     """The constants that the loop needs."""
     packing = config.packing
+    traits = packing.traits
     # What waits together has a bin of its own.
-    open_bins = {"best_fit": packing.open_bins, "knapsack": packing.lookahead}.get(packing.mode, 1)
-    group = min(2 * config.seq_length // packing.lookahead, config.seq_length) if packing.mode == "knapsack" else 0
+    group = min(2 * config.seq_length // packing.num_bins, config.seq_length) if traits.groups else 0
     return kernel.Config(
         mode=kernel.MODES[packing.mode],
         seq_length=config.seq_length,
-        open_bins=open_bins,
-        max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
+        open_bins=packing.num_bins,
+        max_age=(1 << 62) if traits.bins is None else packing.max_age,
         align=packing.align,
         fills=any(config.fillers),
         least=config.least_part,
@@ -96,7 +96,7 @@ def _weigh(sources: Int64Array, config: StreamConfig) -> None:
 def _fresh(config: StreamConfig) -> dict[str, Any]:
     """Bins that are all free, without a pool, and room for what packing ``split`` keeps back."""
     num_bins, fills = kernel_config(config).open_bins + 1, any(config.fillers)
-    num_tails = kernel.TAILS if fills or config.packing.mode == "split" else 0
+    num_tails = kernel.TAILS if fills or config.packing.traits.cuts else 0
     return {name: np.zeros(num_bins, np.int64) for name in ("room", "opened", "head", "tail")} | {
         "segments": np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
         "link": np.zeros(0, np.int64),

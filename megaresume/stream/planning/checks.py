@@ -35,7 +35,7 @@ def check_whole(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
             if not entry.weight or not getattr(source, "whole", False):
                 continue
             name, length = entry.name, current.seq_length
-            if "split" in (current.packing.mode, entry.packing):
+            if current.packing.traits.cuts or entry.packing == "split":
                 which = "packing.mode" if entry.packing is None else f"sources.{name}.packing"
                 raise ConfigError(
                     f"packing 'split' would cut documents of source '{name}' that must stay whole{where}",

@@ -14,8 +14,8 @@ sources beside a large one.) Release and deadline are kept as exact integer quot
 `LATE` counts as `LATE`. Of a few sources all are looked at; of many the next is the winner of a tournament, so that a
 thousand cost little more than three.
 
-What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``order.py``). A later piece of a
-document counts as no further document.
+What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``documents/order.py``). A later
+piece of a document counts as no further document.
 
 Packing. A drawn piece is *pending* until it lies in a bin. ``split`` concatenates and cuts; what it cuts off at the end
 of a sample waits until `TAILS` others were, and begins another one, so that both parts are in different batches. What
@@ -47,6 +47,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 # Packing modes.
 BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3
+#: by name; data_yaml.MODES says what else each of them does.
 MODES = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
 
 # What `advance` returns: it is done, or its caller must do something and call again.

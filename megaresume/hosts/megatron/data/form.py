@@ -11,7 +11,7 @@ Two kinds of samples:
 
     split              as GPTDataset's: a token's label is the token after it, also where that begins another document;
                        --reset-position-ids, --reset-attention-mask and --eod-mask-loss mean what they mean there
-    best_fit, none     documents are kept apart: the last token of a document has no label, position ids begin again
+    every other        documents are kept apart: the last token of a document has no label, position ids begin again
                        in every document, and if there is an attention mask it is the document's own
 """
 
@@ -90,7 +90,7 @@ def form_of(
     Raises:
         UsageError: flags under which these samples would be trained wrongly, with those that make it right.
     """
-    apart = packing.mode != "split" or packing.align > 1
+    apart = not packing.traits.cuts or packing.align > 1
     flags = {name: bool(getattr(args, name, False)) for name in _RESETS}
     identity = os.environ.get(IDENTITY_VARIABLE, "0") not in ("", "0")
     if images:
@@ -221,7 +221,7 @@ def _check_align(args: Any, packing: PackingConfig, flag: str) -> None:
 
 def warnings_of(args: Any, form: SampleForm, packing: PackingConfig) -> list[str]:
     """What is not wrong by the flags, but hardly meant: documents of one sample that see each other."""
-    if packing.mode not in ("best_fit", "knapsack") or form.cu_seqlens is not None:
+    if packing.traits.bins is None or form.cu_seqlens is not None:
         return []
     if not form.text and not form.attention_mask:
         why = "no attention mask is made in the data loader"
