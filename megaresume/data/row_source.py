@@ -241,7 +241,10 @@ class RawFiles:
         path = self.path(place.file)
         try:
             if Path(path).suffix == ".parquet":
-                metadata = self._table(place.file).metadata
+                try:
+                    metadata = self._table(place.file).metadata
+                except parquet_errors():
+                    return f"{path} (row {place.nbytes + 1} of row group {place.offset})"
                 before = sum(
                     metadata.row_group(group).num_rows for group in range(min(place.offset, metadata.num_row_groups))
                 )

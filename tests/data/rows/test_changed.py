@@ -106,6 +106,17 @@ def test_a_table_that_was_damaged(tmp_path, name):
             rows.get(i)
 
 
+def test_a_table_whose_footer_was_damaged(tmp_path):
+    path, rows = rows_of(tmp_path, "a.parquet")
+    data = bytearray(path.read_bytes())
+    footer = int.from_bytes(data[-8:-4], "little")
+    data[-8 - footer : -8] = b"\xff" * footer
+    path.write_bytes(data)
+    with pytest.raises(CorpusError, match=r"a\.parquet \(row 1 of row group 0\) cannot be read") as caught:
+        rows.get(0)
+    assert "put the file back" in caught.value.action
+
+
 def test_another_version_of_the_tokenizers_library_is_named(tmp_path, tokenizer_json, monkeypatch):
     path = write(tmp_path, "a.jsonl", texts(3, 50))
     prepare([path], tmp_path / "out", PrepareOptions(index_only=True, tokenizer=tokenizer_json))
