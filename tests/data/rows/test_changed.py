@@ -112,7 +112,7 @@ def test_a_table_whose_footer_was_damaged(tmp_path):
     footer = int.from_bytes(data[-8:-4], "little")
     data[-8 - footer : -8] = b"\xff" * footer
     path.write_bytes(data)
-    with pytest.raises(CorpusError, match=r"a\.parquet \(row 1 of row group 0\) cannot be read") as caught:
+    with pytest.raises(CorpusError, match=r"a\.parquet \(row 2 of row group 0\) cannot be read") as caught:
         rows.get(0)
     assert "put the file back" in caught.value.action
 
