@@ -2,7 +2,7 @@
 
 Attention sees one document at a time (`scaled_dot_product_attention` from bound to bound of ``cu_seqlens``), gradients
 are added up over gloo, and a step ends when both ranks have them. What a token costs is measured first, as
-docs/balance.md says. Every global batch is trained both ways, one after the other.
+docs/batches.md says. Every global batch is trained both ways, one after the other.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _work(stream: Stream, sample: int, balance: Balance, *, dealt: bool) -> int:
 
 
 def _token_cost(model: Model) -> int:
-    """As docs/balance.md measures it, with documents of a whole sample and of an eighth; the same on all ranks."""
+    """As docs/batches.md measures it, with documents of a whole sample and of an eighth; the same on all ranks."""
     tokens = torch.zeros(SEQ_LENGTH, dtype=torch.int64)
     a, b = SEQ_LENGTH, SEQ_LENGTH // 8
     seconds: dict[int, list[float]] = {a: [], b: []}

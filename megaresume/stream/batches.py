@@ -220,7 +220,7 @@ class Balance:
     Args:
         objective: what is to cost the same. ``step``: what a rank does in a step; ``micro-step``: every micro-batch.
         token_cost: of a token apart from attention, in units of one token's attention to another one. 6 times the
-            hidden size of a dense model; or as measured (docs/balance.md). A sample costs the sum of
+            hidden size of a dense model; or as measured (docs/batches.md). A sample costs the sum of
             length * (length + token_cost) over its documents.
         algorithm: the version of megaresume's.
 
@@ -240,7 +240,7 @@ class Balance:
                 "bad cost of a token",
                 found=repr(self.token_cost),
                 expected=f"a whole number from 0 to {MOST_COST:,}",
-                action="give 6 * hidden size, or measure it: docs/balance.md",
+                action="give 6 * hidden size, or measure it: docs/batches.md",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/doctor.md: its commands, run as they stand there, and the lines that it shows."""
+"""docs/troubleshooting.md: its commands, run as they stand there, and the lines that it shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from megaresume.runs.doctor.log import scan
 from tests.cli.test_latest import write_zero
 
-TEXT = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 COMMANDS = re.findall(r"^    megaresume (doctor.*)$", TEXT, flags=re.MULTILINE)
 
 

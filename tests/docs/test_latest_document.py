@@ -1,4 +1,4 @@
-"""docs/latest.md: its launch lines, run by bash, with programs that only tell how they were called."""
+"""docs/before-a-launch.md: its launch lines, run by bash, with programs that only tell how they were called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TEXT = (Path(__file__).parents[2] / "docs" / "latest.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "before-a-launch.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
 CALLS = ["torchrun", "deepspeed", "verl", "python3 train.py", "llamafactory-cli"]
 

@@ -1,4 +1,4 @@
-"""docs/plan.md: its commands, run as they stand there, and what they print."""
+"""docs/before-a-launch.md: the commands of `plan`, run as they stand there, and what they print."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import SavedRun, run  # noqa: F401  a fixture
+from tests.docs.pages import section
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
+TEXT = section("before-a-launch.md", "Plan a resume")
 #: a command, and what it prints, each indented, with an empty line between.
 SHOWN = re.compile(r"^    megaresume (.*)\n((?:\n(?:    (?!megaresume ).*\n)+)?)", flags=re.MULTILINE)
 
@@ -26,9 +27,8 @@ def directory(run: SavedRun) -> Path:  # noqa: F811
 
 @pytest.mark.process
 def test_the_commands(directory: Path) -> None:
-    text = DOCUMENT.read_text()
-    commands = SHOWN.findall(text)
-    assert len(commands) == text.count("\n    megaresume plan ") == 7
+    commands = SHOWN.findall(TEXT)
+    assert len(commands) == TEXT.count("\n    megaresume plan ") == 7
     assert sum(bool(output.strip()) for _, output in commands) == 6
     program = f"{sys.executable} -m megaresume"
     for command, output in commands:
@@ -51,4 +51,4 @@ def test_every_flag_is_explained() -> None:
     flags = re.findall(r"^  (--[a-z][a-z-]+)", done.stdout, flags=re.MULTILINE)
     assert len(flags) > 12
     for flag in flags:
-        assert f"`{flag}" in DOCUMENT.read_text(), flag
+        assert f"`{flag}" in TEXT, flag

@@ -1,4 +1,4 @@
-"""docs/skips.md: its configs and numbers, as they stand there."""
+"""docs/changing-data.md: the configs of what is left out and numbers, as they stand there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.skips import MOST_WRITTEN
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
+from tests.docs.pages import section
 
-TEXT = (Path(__file__).parents[2] / "docs" / "skips.md").read_text()
+TEXT = section("changing-data.md", "Leave data out")
 
 
 def test_the_configs(tmp_path: Path) -> None:

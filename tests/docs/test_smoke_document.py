@@ -1,4 +1,4 @@
-"""docs/smoke.md: every command in it can be planned. Real runs: tests/cluster/smoke; on Slurm, tests/cluster/launch."""
+"""docs/first-run.md: the commands of the smoke test can be planned. Real runs: tests/cluster/smoke and launch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from megaresume.cluster.job import KINDS
 from megaresume.cluster.smoke import command as smoke
 from megaresume.cluster.smoke.plan import make_plan
+from tests.docs.pages import section
 
-TEXT = (Path(__file__).parents[2] / "docs" / "smoke.md").read_text()
+TEXT = section("first-run.md", "The smoke test")
 COMMANDS = re.findall(r"^    (megaresume smoke.*)$", TEXT, flags=re.MULTILINE)
 
 

@@ -1,9 +1,8 @@
-"""docs/stages.md: its data config, as it stands there."""
+"""docs/changing-data.md: the data config with stages, as it stands there."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
 
@@ -11,12 +10,11 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
+from tests.docs.pages import section
 
 
 def test_the_config() -> None:
-    text, renamed = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    text, renamed = re.findall(r"```yaml\n(.*?)```", section("changing-data.md", "A new stage"), flags=re.DOTALL)
     config = StreamConfig.from_dict(yaml.safe_load(text))
     sources = [LengthList([20 + (7 * i + k) % 300 for i in range(900)]) for k in range(3)]
     stream = Stream(config, sources)

@@ -1,4 +1,4 @@
-"""docs/trace.md: its commands, and what it shows of their output."""
+"""docs/verify.md: the commands of `trace`, and what it shows of their output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,9 @@ from megaresume.checkpoint.topology import Topology
 from tests.cli import conftest
 from tests.cli.conftest import SavedRun
 from tests.cli.conftest import run as run
+from tests.docs.pages import section
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "trace.md"
+TEXT = section("verify.md", "Which documents did a step train on?")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.process
 def test_the_commands(layout: None, run: SavedRun) -> None:
-    commands = re.findall(r"^    megaresume (trace .*)$", DOCUMENT.read_text(), flags=re.MULTILINE)
+    commands = re.findall(r"^    megaresume (trace .*)$", TEXT, flags=re.MULTILINE)
     output = ""
     for command in commands:
         command = command.replace("checkpoints/", str(run.save))
@@ -36,7 +36,7 @@ def test_the_commands(layout: None, run: SavedRun) -> None:
         assert done.returncode == 0 and done.stdout, (command, done.stderr)
         output += done.stdout
     assert len(commands) == 5
-    shown = re.findall(r"^    ((?:#|step|web:|  epoch|    step).*)$", DOCUMENT.read_text(), flags=re.MULTILINE)
+    shown = re.findall(r"^    ((?:#|step|web:|  epoch|    step).*)$", TEXT, flags=re.MULTILINE)
     assert len(shown) > 6
     for line in shown:
         assert line in output.splitlines(), line

@@ -1,4 +1,4 @@
-"""docs/verify.md, docs/report.md and docs/validation.md: their commands, data config and code, as they stand there."""
+"""docs/verify.md and the validation sets of docs/stream.md: commands, data config and code, as they stand there."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from megaresume.stream.batches import BatchSchedule
 from tests.cli import conftest
 from tests.cli.conftest import SavedRun
 from tests.cli.conftest import run as run
-
-DOCS = Path(__file__).parents[2] / "docs"
+from tests.docs.pages import section
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +46,15 @@ def logs(run: SavedRun, directory: Path) -> None:
         (directory / name).write_text(f" iteration        1/      12 | lm loss: {loss} | grad norm: 1.0 |\n")
 
 
-def commands(document: str) -> list[str]:
-    return re.findall(r"^    megaresume (.*)$", (DOCS / document).read_text(), flags=re.MULTILINE)
+def commands(title: str) -> list[str]:
+    return re.findall(r"^    megaresume (.*)$", section("verify.md", title), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(("document", "number"), [("verify.md", 8), ("report.md", 3)])
+@pytest.mark.parametrize(("title", "number"), [("Prove it", 8), ("A report of a run", 3)])
 def test_the_commands(
     run: SavedRun,
     tmp_path: Path,
-    document: str,
+    title: str,
     number: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -63,10 +62,10 @@ def test_the_commands(
     logs(run, tmp_path)
     (tmp_path / "checkpoints").symlink_to(run.save)
     monkeypatch.chdir(tmp_path)
-    assert len(commands(document)) == number
-    for command in commands(document):
+    assert len(commands(title)) == number
+    for command in commands(title):
         assert main(command.split()) == 0, (command, capsys.readouterr())
-    if document == "report.md":
+    if title == "A report of a run":
         assert "<svg" in (run.save / "report.html").read_text()
         return
     # What it shows of a difference.
@@ -79,13 +78,13 @@ def test_the_commands(
     capsys.readouterr()
     assert main(["verify", "checkpoints/", "--log-samples", "samples/"]) == 1
     output = capsys.readouterr().out
-    for line in re.findall(r"^    (first difference.*|  order.*)$", (DOCS / document).read_text(), flags=re.MULTILINE):
+    for line in re.findall(r"^    (first difference.*|  order.*)$", section("verify.md", title), flags=re.MULTILINE):
         assert line in output.splitlines(), line
 
 
 @pytest.mark.process
 def test_the_validation_sets(tmp_path: Path) -> None:
-    text = (DOCS / "validation.md").read_text()
+    text = section("stream.md", "Validation that stays put")
     (config,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "data.yaml").write_text(config)

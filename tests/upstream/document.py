@@ -9,21 +9,19 @@ from tests.upstream.results import Result
 from tests.upstream.trees import UPSTREAMS
 
 _HEAD = """\
-# Compatibility
+# Versions of Megatron that were tried
 
-Which upstreams megaresume was tried on, what was tried, and what came out. This file is written by a program; nothing
-in it is written by hand. To repeat it:
+Which upstreams megaresume was tried on, what was tried, and the results. A program writes this page. To repeat it:
 
     make upstream CLONES=/path/to/clones [PYTHON312=python3.12] [ONLY="main runs"]
 
-`CLONES` holds git clones as `CLONES/OWNER/NAME` (`CLONES/NVIDIA/Megatron-LM`); what is missing is said, with the
-command that fetches it. The trees are exported into a scratch folder, and nothing in the clones is touched. Two virtual
-environments are made: with Python 3.11, and with 3.12 for Megatron-LM from core 0.17 on. What the scratch folder
-(`SCRATCH`) holds of this very integration, without a failure, is not tried again: an interrupted run goes on. `ONLY`
-repeats a part: upstreams by name, and `static` or `runs`. Upstream's
-training code needs CUDA; without a GPU, `tests/upstream/cpu_shim.py` lets `cuda` mean the CPU. Run it from a checkout
-that nobody edits meanwhile: every run imports it anew. `make test-all` fails if the integration, the patcher, the
-recipes or the launcher are no longer those that this file was made with.
+`CLONES` holds git clones as `CLONES/OWNER/NAME` (`CLONES/NVIDIA/Megatron-LM`); for a missing one the program prints the
+command that fetches it. It exports the trees into a scratch folder, and touches nothing in the clones. It makes two
+virtual environments: with Python 3.11, and with 3.12 for Megatron-LM from core 0.17 on. An interrupted run continues:
+results in the scratch folder (`SCRATCH`) that are of the same integration and did not fail are kept. `ONLY` repeats a
+part: upstreams by name, and `static` or `runs`. Upstream's training code needs CUDA; without a GPU,
+`tests/upstream/cpu_shim.py` lets `cuda` mean the CPU. Do not edit the checkout meanwhile: every run imports it anew.
+`make test-all` fails if the integration, the patcher, the recipes or the launcher have changed since.
 """
 
 _STATIC = """\

@@ -28,13 +28,13 @@ DOCUMENT = ROOT / "docs" / "trainers.md"
 HEAD = """\
 # Trainers that were tried
 
-What was tried under trainers other than Megatron ([that](compatibility.md)), on the real packages, on CPUs with gloo,
-and what came out. This file is written by a program; nothing in it is written by hand. To repeat it, in half an hour:
+What was tried under every trainer but Megatron ([its page](compatibility.md)), on the real packages, on CPUs with gloo,
+and the results. A program writes this page. To repeat it, in half an hour:
 
     make trainers
 
-Every row is a test, or one test with several parameters. Those that kill do it with SIGKILL; those that resume compare
-what a recorder of the test's own wrote, item by item and in order, with the run that nobody stopped.
+Every row is a test, or one test with several parameters. Kills are SIGKILL. After a resume, the test's own recorder is
+compared with an undisturbed run, item by item and in order.
 """
 
 
@@ -65,19 +65,19 @@ HOSTS = {
     ),
     "llamafactory": Host(
         title="LLaMA-Factory, by the launcher",
-        page="fine-tuning.md",
+        page="hugging-face.md#llama-factory-ms-swift-axolotl",
         packages=("llamafactory", "transformers", "accelerate"),
         tests=("hugging_face/frameworks/test_llama_factory.py",),
     ),
     "swift": Host(
         title="ms-swift, by the launcher",
-        page="fine-tuning.md",
+        page="hugging-face.md#llama-factory-ms-swift-axolotl",
         packages=("ms-swift", "transformers", "accelerate"),
         tests=("hugging_face/frameworks/test_swift.py",),
     ),
     "axolotl": Host(
         title="Axolotl, by the launcher",
-        page="fine-tuning.md",
+        page="hugging-face.md#llama-factory-ms-swift-axolotl",
         packages=("axolotl", "transformers", "accelerate"),
         tests=("hugging_face/frameworks/test_axolotl.py",),
     ),

@@ -56,7 +56,7 @@ main() {
   if ! command -v apt-get >/dev/null; then
     say "ERROR: ${missing[*]} not found, and no apt-get here to install them with"
     say "next action: install slurmctld, slurmd, srun, munged, ip and unshare by your system's packages, or use a" \
-      "container: docs/local-slurm.md, 'Other systems'"
+      "container: docs/slurm.md, 'Other systems'"
     return 1
   fi
   if [ "$(id -u)" != 0 ] && ! sudo -n true 2>/dev/null; then

@@ -90,7 +90,7 @@ def restart_warning(env: Mapping[str, str]) -> str | None:
     return (
         f"megaresume: torchrun --max-restarts {restarts} will not work here: ranks that are restarted in place would "
         "find the addresses of those before them. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and "
-        "--rdzv-backend c10d or --standalone: docs/elastic-restarts.md"
+        "--rdzv-backend c10d or --standalone: docs/stopping.md"
     )
 
 

@@ -10,7 +10,7 @@
         engine.step()
         if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-Hooks, clock and commit are those of a stream; see docs/loaders.md.
+Hooks, clock and commit are those of a stream; see docs/data-loader.md.
 """
 
 from __future__ import annotations

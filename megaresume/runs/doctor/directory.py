@@ -164,7 +164,7 @@ def _pointers(run: Run, layout: Layout, newest: Newest | None, found: DirectoryR
             "problem",
             f"{layout.pointer} names {named}, the newest complete checkpoint is {taken.name}",
             cause=f"without megaresume the next start of {layout.title} takes {named}",
-            action=f"megaresume latest {quote(str(root))} in the launch script: docs/latest.md",
+            action=f"megaresume latest {quote(str(root))} in the launch script: docs/before-a-launch.md",
         )
     elif named is not None:
         found.add("pointer", "ok", f"{layout.pointer} names {named}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster.launch.conftest import running_cluster
+from tests.docs.pages import section
 
 if TYPE_CHECKING:
     from tests.cluster.launch.conftest import Cluster
@@ -68,7 +69,7 @@ def test_install_says_what_it_needs() -> None:
 
 
 def test_the_document() -> None:
-    text = (HERE.parents[2] / "docs" / "local-slurm.md").read_text()
+    text = section("slurm.md", "A Slurm cluster on one machine")
     commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     # The smoke test is tried elsewhere; a session in a user namespace, and what stands for the reader's own, is not.
     elsewhere = ("megaresume smoke", "/path/to", "cd /", "unshare", "&&", "squeue")

@@ -26,8 +26,9 @@ import pytest
 from megaresume.cluster.local import free_port
 from megaresume.cluster.records import RunRecords, read_records
 from tests.cluster.training.compare import compare
+from tests.docs.pages import section
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "elastic-restarts.md").read_text()
+DOCUMENT = section("stopping.md", "Restarts in place")
 #: The commands of the document: several nodes, one node, and a loop around the deepspeed launcher.
 NODES, ONE_NODE, LOOP = re.findall(r"```bash\n(.*?)```", DOCUMENT, flags=re.DOTALL)
 #: Without it the workers of a restart meet in the store of those before them, and find their addresses.
@@ -199,7 +200,7 @@ def test_the_shared_store_is_named() -> None:
 
 @pytest.mark.process
 def test_deepspeed_has_no_elastic_launcher() -> None:
-    """If one comes back, docs/elastic-restarts.md is to be written anew."""
+    """If one comes back, docs/stopping.md is to be written anew."""
     program = [sys.executable, "-m", "deepspeed.launcher.runner", "--elastic_training", "x.py"]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run(program, capture_output=True, text=True, check=False, env=env)

@@ -19,6 +19,7 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.program import main
 from megaresume.runs.trace import images as images_module
 from megaresume.stream.errors import CorpusError
+from tests.docs.pages import section
 from tests.runs.trace.vlm import BATCH, BROKEN, PROCESSOR, VlmRun, vlm_run
 
 STOP = 40
@@ -217,8 +218,8 @@ def test_samples_that_were_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_document(vlm: VlmRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What docs/trace.md shows of records and pictures."""
-    text = (Path(__file__).parents[3] / "docs" / "trace.md").read_text()
+    """What docs/verify.md shows of records and pictures."""
+    text = section("verify.md", "Which documents did a step train on?")
     quick, read, *files = [
         line for block in re.findall(r"```text\n(.*?)```", text, re.S) for line in block.splitlines()
     ]

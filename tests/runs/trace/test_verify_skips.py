@@ -71,7 +71,7 @@ def test_left_out_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_start_that_goes_back_to_leave_samples_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As docs/skips.md says: to step 8, back to step 2 with a range to skip, and to step 8 again; and once more."""
+    """As docs/changing-data.md says: to step 8, back to step 2 with a range to skip, to step 8 again; and once more."""
     write_corpus(tmp_path / "web", documents=200, seed=1)
     data, root = tmp_path / "data.yaml", tmp_path / "save"
     topology = Topology(dp=1, world_size=1, global_batch_size=8, micro_batch_size=4)

@@ -1,4 +1,4 @@
-"""What a recipe is, how its YAML is read, and where the shipped ones are. ``docs/patching.md`` explains every key."""
+"""What a recipe is, how its YAML is read, and where the shipped ones are. ``docs/launcher.md`` explains every key."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def read_recipe(path: Path) -> Recipe:
             found=error.found,
             expected=error.expected,
             cause=error.cause or "a slip in the recipe",
-            action=f"correct line {line}; docs/patching.md describes every key",
+            action=f"correct line {line}; docs/launcher.md describes every key",
         ) from error
     return recipe
 
