@@ -51,7 +51,7 @@ def words_of(*, trainer: str = "the loop", name: str = "loop", clock: str = "loo
         ),
         early_save=(
             "the loop saves before the optimizer step, or after every micro-batch of an accumulation"
-            + ("" if clock == "optimizer.step()" else f"; or a `for` was left between that step and {clock}"),
+            + (f"; or a `for` was left between that step and {clock}" if clock == f"{name}.stepped()" else ""),
             f"save after {clock}, and end a step {last}",
         ),
         other_count=(
