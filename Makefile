@@ -32,7 +32,7 @@ test: $(STAMP) lint types
 test-all: $(STAMP) lint types
 	$(PYTEST) --durations 25
 
-# docs/compatibility.md, from real upstream code: hours. CLONES is a folder of git clones, CLONES/OWNER/NAME; what is
+# docs/tried.md, from real upstream code: hours. CLONES is a folder of git clones, CLONES/OWNER/NAME; what is
 # missing is said. ONLY="main runs" repeats a part; other results are kept in SCRATCH.
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
@@ -56,7 +56,7 @@ upstream: upstream-clones $(UPSTREAM)
 	.upstream/3.11/bin/python -m tests.upstream --clones $(CLONES) --scratch $(SCRATCH) \
 	  --python312 .upstream/3.12/bin/python $(if $(ONLY),--only $(ONLY))
 
-# docs/trainers.md: every trainer but Megatron's, on the real packages; half an hour. ONLY="torch lightning" repeats a part.
+# docs/tried.md: every trainer but Megatron's, on the real packages; half an hour. ONLY="torch lightning" repeats a part.
 trainers: $(STAMP)
 	$(BIN)/python -m tests.upstream.trainers $(if $(ONLY),--only $(ONLY))
 

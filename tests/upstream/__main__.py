@@ -2,7 +2,7 @@
 
     python -m tests.upstream --clones DIR [--python311 PYTHON] [--python312 PYTHON] [--only WORD ...]
 
-See the head of docs/compatibility.md, which this program writes.
+See the head of docs/tried.md, which this program writes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.upstream import document, series
-from tests.upstream.fingerprint import ROOT, commit, fingerprint
+from tests.upstream.fingerprint import commit, fingerprint
+from tests.upstream.page import PAGE
 from tests.upstream.results import Result
 from tests.upstream.trees import UPSTREAMS, Upstream, chosen, export, missing
-
-DOCUMENT = ROOT / "docs" / "compatibility.md"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python312", type=Path, help="the same with 3.12, for Megatron-LM from 0.17 on")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="upstreams, or kinds: static, runs")
     parser.add_argument("--scratch", type=Path, help="where trees, logs and results are kept (default: a new folder)")
-    parser.add_argument("--output", type=Path, default=DOCUMENT, help="the document (default: docs/compatibility.md)")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the document (default: docs/tried.md)")
     options = parser.parse_args(argv)
     kinds = {"static", "runs"} & set(options.only) or {"static", "runs"}
     names = set(options.only) - {"static", "runs"}

@@ -1,17 +1,18 @@
-"""docs/compatibility.md, from the results."""
+"""The part on Megatron of docs/tried.md, from the results."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
+from tests.upstream.page import write_part
 from tests.upstream.results import Result
 from tests.upstream.trees import UPSTREAMS
 
 _HEAD = """\
-# Versions of Megatron that were tried
+## Megatron
 
-Which upstreams megaresume was tried on, what was tried, and the results. A program writes this page. To repeat it:
+Which upstreams megaresume was tried on, what was tried, and the results. To repeat it:
 
     make upstream CLONES=/path/to/clones [PYTHON312=python3.12] [ONLY="main runs"]
 
@@ -29,7 +30,7 @@ _STATIC = """\
 trained. **failed**: tried, and it did not hold; the reason is below the table. **not run**: this machine cannot; the
 reason is below the table. **-**: the upstream has no such thing.
 
-## Without training
+### Without training
 
 | column | what is tried |
 | --- | --- |
@@ -42,7 +43,7 @@ reason is below the table. **-**: the upstream has no such thing.
 """
 
 _RUNS = """\
-## End to end
+### End to end
 
 The project's unmodified `pretrain_gpt.py`, started by `torchrun … -m megaresume.run pretrain_gpt.py …`: 80 samples, 10
 iterations with a global batch of 8 (with ramp-up: of 4 to 16), saving every 5, on a blend of three corpora. A rank is
@@ -111,11 +112,11 @@ def write(
     lines += [
         f"| {_TITLES[r.upstream]} | {r.what} | {r.status} | {f'{r.seconds:.0f}' if r.seconds else ''} |" for r in runs
     ]
-    lines += ["", *_reasons([result for result in runs if result.status != "ok"]), "", "## With what", ""]
+    lines += ["", *_reasons([result for result in runs if result.status != "ok"]), "", "### With what", ""]
     for text in dict.fromkeys(machines[name] for name in upstreams if name in machines):
         of = ", ".join(_TITLES[name] for name in upstreams if machines.get(name) == text)
         lines.append(f"* {text}: {of}")
-    path.write_text("\n".join(lines).rstrip().replace(str(scratch), "SCRATCH") + "\n")
+    write_part(path, "megatron", "\n".join(lines).rstrip().replace(str(scratch), "SCRATCH") + "\n")
 
 
 def _made_with(made_with: dict[str, str]) -> list[str]:

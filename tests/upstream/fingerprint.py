@@ -24,7 +24,6 @@ def files(root: Path = ROOT) -> list[Path]:
     folders = (
         (package / "hosts" / "megatron", "*.py"),
         (package / "hosts" / "hooking", "*.py"),
-        (package / "patching", "*.py"),
         (root / "patches", "*.yaml"),
     )
     found = [path for folder, pattern in folders for path in folder.rglob(pattern)]

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is made by a run on real upstream code, too long for any tier: it must not be stale."""
+"""docs/tried.md is made by a run on real upstream code, too long for any tier: it must not be stale."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.__main__ import DOCUMENT, Record
+from tests.upstream import document, trainers
+from tests.upstream.__main__ import Record
 from tests.upstream.compare import difference, read_steps
 from tests.upstream.document import fingerprints_of
 from tests.upstream.fingerprint import ROOT, files, fingerprint
+from tests.upstream.page import PAGE, read_part, write_part
 from tests.upstream.results import Result
 from tests.upstream.trees import UPSTREAMS
 
 
 @pytest.mark.release
 def test_the_document_is_as_new_as_the_integration():
-    found = fingerprints_of(DOCUMENT.read_text())
+    found = fingerprints_of(PAGE.read_text())
     assert found == {fingerprint()}, (
-        f"docs/compatibility.md was made with integration {', '.join(found)}, and this is {fingerprint()}: "
+        f"docs/tried.md was made with integration {', '.join(found)}, and this is {fingerprint()}: "
         "make upstream CLONES=/path/to/clones"
     )
 
@@ -33,7 +35,10 @@ def test_the_fingerprint_covers_what_decides(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     assert fingerprint(tmp_path) == fingerprint()
-    for path in (tmp_path / "megaresume" / "run.py", tmp_path / "megaresume" / "patching" / "__init__.py"):
+    for path in (
+        tmp_path / "megaresume" / "run.py",
+        tmp_path / "megaresume" / "hosts/megatron/patching" / "__init__.py",
+    ):
         text = path.read_text()
         head, _, rest = text.partition('"""')[2].partition('"""')
         path.write_text(f'# why\n"""Other words than {head[:9]}."""\n{rest.rstrip()}  # at the end\n')
@@ -50,8 +55,24 @@ def test_the_fingerprint_covers_what_decides(tmp_path):
 
 @pytest.mark.release
 def test_every_upstream_that_was_asked_for_has_a_row():
-    text = DOCUMENT.read_text()
+    text = PAGE.read_text()
     assert [one.title for one in UPSTREAMS if f"| {one.title} |" not in text] == []
+
+
+def test_each_program_writes_its_part_of_the_page(tmp_path):
+    sections = dict(trainers._sections(PAGE))
+    assert list(sections) == [host.title for host in trainers.HOSTS.values()]
+    assert read_part(PAGE, "trainers") == "\n".join([trainers.HEAD, *sections.values()])
+    assert read_part(PAGE, "megatron").startswith(document._HEAD)
+    page = tmp_path / "tried.md"
+    page.write_bytes(PAGE.read_bytes())
+    write_part(page, "megatron", "new\n")
+    assert read_part(page, "megatron") == "new\n" and read_part(page, "trainers") == read_part(PAGE, "trainers")
+    write_part(page, "megatron", read_part(PAGE, "megatron"))
+    assert page.read_text() == PAGE.read_text()
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="has no marks"):
+        write_part(page, "megatron", "new")
 
 
 def test_an_interrupted_run_goes_on(tmp_path):

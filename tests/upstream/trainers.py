@@ -1,4 +1,4 @@
-"""Try megaresume under every trainer but Megatron's, on the real packages, and write docs/trainers.md.
+"""Try megaresume under every trainer but Megatron's, on the real packages, and write docs/tried.md.
 
     python -m tests.upstream.trainers [--only NAME ...]
 
@@ -22,14 +22,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tests.upstream.fingerprint import ROOT
-
-DOCUMENT = ROOT / "docs" / "trainers.md"
+from tests.upstream.page import PAGE, read_part, write_part
 
 HEAD = """\
-# Trainers that were tried
+## Trainers
 
-What was tried under every trainer but Megatron ([its page](compatibility.md)), on the real packages, on CPUs with gloo,
-and the results. A program writes this page. To repeat it, in half an hour:
+What was tried under every trainer but [Megatron](#megatron), on the real packages, on CPUs with gloo,
+and the results. To repeat it, in half an hour:
 
     make trainers
 
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what was asked for. Exit status 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.upstream.trainers")
     parser.add_argument("--only", nargs="+", choices=list(HOSTS), metavar="NAME", help=", ".join(HOSTS))
-    parser.add_argument("--output", type=Path, default=DOCUMENT, help="the document (default: docs/trainers.md)")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the document (default: docs/tried.md)")
     options = parser.parse_args(argv)
     sections = dict(_sections(options.output)) if options.only else {}
     num_failed = 0
@@ -119,14 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections[host.title] = _section(host, report)
         print(f"{host.title}: {num_failed} failed so far", flush=True)
     texts = [sections[host.title] for host in HOSTS.values() if host.title in sections]
-    options.output.write_text("\n".join([HEAD, *texts]), encoding="utf-8")
+    write_part(options.output, "trainers", "\n".join([HEAD, *texts]))
     return 1 if num_failed else 0
 
 
 def _sections(document: Path) -> Iterable[tuple[str, str]]:
-    text = document.read_text(encoding="utf-8") if document.exists() else ""
-    for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]:
-        yield part.partition("\n")[0].removeprefix("## "), part
+    for part in re.split(r"^(?=### )", read_part(document, "trainers"), flags=re.MULTILINE)[1:]:
+        yield part.partition("\n")[0].removeprefix("### "), part.rstrip() + "\n"
 
 
 def _run(host: Host) -> ElementTree.Element:
@@ -147,7 +145,7 @@ def _section(host: Host, report: ElementTree.Element) -> str:
             versions.setdefault(package, "not here")
     tried = ", ".join(f"{package} {versions[package]}" for package in host.packages)
     python = ".".join(versions.get("python", platform.python_version()).split(".")[:2])
-    head = f"## {host.title}\n\n[How to use it]({host.page}). Tried: {tried}, Python {python}.\n"
+    head = f"### {host.title}\n\n[How to use it]({host.page}). Tried: {tried}, Python {python}.\n"
     rows = [f"| {what} | {came_out} |" for what, came_out in _rows(report)]
     return "\n".join([head, "| what | came out |", "| --- | --- |", *rows, ""])
 

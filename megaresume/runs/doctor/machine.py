@@ -24,7 +24,7 @@ from megaresume.runs.doctor import Check, Status
 _machine = partial(Check, "environment")
 _filesystem = partial(Check, "filesystem")
 
-#: package: (oldest that megaresume declares, newest that its tests ran with), see docs/compatibility.md.
+#: package: (oldest that megaresume declares, newest that its tests ran with), see docs/tried.md.
 TESTED = {
     "torch": ("2.4", "2.13.0"),
     "deepspeed": ("0.16", "0.19.8"),
@@ -71,7 +71,7 @@ def version_check(name: str, version: str) -> Check:
             name,
             "warning",
             f"{version}, newer than {newest}, the newest that was tested",
-            action="run megaresume demo; docs/compatibility.md says how to try an upstream",
+            action="run megaresume demo; docs/tried.md says how to try an upstream",
         )
     return _machine(name, "ok", version)
 

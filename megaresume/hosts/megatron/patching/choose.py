@@ -271,7 +271,7 @@ def _none(script: Script, reasons: dict[str, str]) -> PatchError:
         action = f"patch the script that this one runs ({script.quote(runs[0])})"
     else:
         action = (
-            "if its Megatron is one of docs/compatibility.md, use the launcher, which needs no recipe: "
+            "if its Megatron is one of docs/tried.md, use the launcher, which needs no recipe: "
             f"torchrun -m megaresume.run {script.name} ...; else write a recipe (docs/launcher.md)"
         )
     return PatchError(
