@@ -68,13 +68,20 @@ def run(args: argparse.Namespace) -> int:
     """Write the files, and say how to start.
 
     Raises:
-        UsageError: a file of that name is there already.
+        UsageError: a file of that name is there already, or the directory is a file.
     """
     start = STARTS[args.trainer]
     directory = args.dir or Path(f"megaresume-{args.trainer}")
     texts = {start.program: resources.files("megaresume.cluster.starts").joinpath(start.source).read_text("utf-8")}
     if start.has_stream:
         texts |= {"data.yaml": DATA, "sums.jsonl": _sums()}
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(
+            "a starting point needs a directory",
+            found=f"{directory}, which is a file",
+            expected="a directory, or a name that nothing has yet",
+            action=f"megaresume new {args.trainer} ANOTHER_DIRECTORY",
+        )
     there = [name for name in texts if (directory / name).exists()]
     if there:
         raise UsageError(

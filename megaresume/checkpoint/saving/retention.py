@@ -316,5 +316,5 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
         if examined.status != "complete" or examined.manifest is None:
             continue
         durable += examined.manifest.durable and (iteration, tag) not in given_up
-        if is_enough and not every and candidate not in named:
+        if is_enough:
             yield candidate

@@ -1,0 +1,33 @@
+"""What a load accepts: weights, their state, and the state beside them, all of one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.session.host import Reading, check_same
+from megaresume.stream.errors import StateError
+
+
+@pytest.mark.parametrize("more", [{"iteration": 1}, {"samples": 8}], ids=["another-step", "other-samples"])
+def test_weights_of_another_step(root: Path, more: dict[str, int]) -> None:
+    choice = choose(root)
+    assert choice is not None and choice.step is not None
+    step = choice.step
+    right = Reading(envelope=step.envelope, iteration=step.iteration, samples=step.state.samples)
+    check_same(step.envelope, right, step, choice)
+    wrong = dataclasses.replace(right, **{name: getattr(right, name) + n for name, n in more.items()})
+    with pytest.raises(StateError, match="the weights and the data state are of different steps"):
+        check_same(step.envelope, wrong, step, choice)
+
+
+def test_another_state_beside_them(root: Path) -> None:
+    choice, older = choose(root), choose(root, tag="global_step20")
+    assert choice is not None and choice.step is not None and older is not None
+    step = choice.step
+    read = Reading(envelope=step.envelope, iteration=step.iteration, samples=step.state.samples)
+    with pytest.raises(StateError, match="is not the one beside it"):
+        check_same(step.envelope, read, older.step, choice)
