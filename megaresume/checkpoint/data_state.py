@@ -148,7 +148,7 @@ def _state(body: Mapping[str, Any]) -> DataState:
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{16}", digest):
         raise ValueError(f"digest {digest!r} is not 16 hex digits")
     if kind not in get_args(Kind):
-        raise ValueError(f"kind {kind!r} is none of {', '.join(get_args(Kind))}")
+        raise ValueError(f"kind {kind!r} is not one of {', '.join(get_args(Kind))}")
     if kind != "stream":
         return OpaqueState(kind=kind, samples=samples, digest=digest, content=content)
     check_version(content.get("version"), STREAM_VERSION, "the state of the stream")

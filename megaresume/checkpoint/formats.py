@@ -68,7 +68,7 @@ def seal(fields: Mapping[str, Any], *, depth: int = 0) -> bytes:
         depth: levels that are written one member a line; 0 gives a single line. Ends with a newline.
     """
     if not fields or "checksum" in fields:
-        raise ValueError("sealed fields must not be empty nor hold a member named checksum")
+        raise ValueError("sealed fields must not be empty or have a member named checksum")
     text = _spread(dict(fields), depth)
     body = text[: -(2 if depth else 1)].encode("ascii")
     opening, closing = (b",\n  ", b"\n}\n") if depth else (b", ", b"}\n")
@@ -213,7 +213,7 @@ def flag(value: object) -> bool:
 def members(value: object) -> dict[str, Any]:
     """The value, if it is an object; else ValueError."""
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.80} is no object")
+        raise ValueError(f"{value!r:.80} is not an object")
     return value
 
 

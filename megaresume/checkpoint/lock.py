@@ -127,7 +127,7 @@ class Lock:
             expected=f"this job: {self.owner}",
             cause="this node was taken for dead (its network, a filesystem that hung, a process that was stopped), and "
             "the job was started again elsewhere",
-            action="end this job: the other one goes on from the last checkpoint that was committed",
+            action="end this job: the other one continues from the last committed checkpoint",
         )
 
 

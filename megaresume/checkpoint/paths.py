@@ -105,7 +105,7 @@ def check_tag(tag: str) -> str:
     """Return the tag, or raise UsageError if it cannot be the name of a directory below the checkpoint root."""
     if not _is_tag(tag):
         raise UsageError(
-            "a checkpoint tag must be the plain name of a directory",
+            "a checkpoint tag must be a plain directory name",
             found=repr(tag[:200]),
             expected=f"a name such as global_step10, at most {_MAX_TAG_BYTES} bytes, without '/', control characters "
             f"or a leading dot, and none of {', '.join(sorted(_RESERVED))}",
@@ -116,7 +116,7 @@ def check_tag(tag: str) -> str:
 def recorded_tag(value: object) -> str:
     """A tag that a record holds. Raises ValueError if `check_tag` would refuse it: it may lead out of the root."""
     if not isinstance(value, str) or not _is_tag(value):
-        raise ValueError(f"the tag {value!r:.80} is no plain name of a directory")
+        raise ValueError(f"the tag {value!r:.80} is not a plain directory name")
     return value
 
 

@@ -239,7 +239,7 @@ def check_progress(
     raise CheckpointError(
         f"this run makes no progress: {len(failed)} starts from iteration {iteration}, and none of them saved anything",
         found=f"the first began {failed[0].time}, the last {failed[-1].time}"
-        + (f"; they lived at most {lived}" if lived else ""),
+        + (f"; each lived at most {lived}" if lived else ""),
         expected=f"that one of them reaches {next_save}",
         cause="the same failure every time before that: look at the end of the last log, "
         f"megaresume doctor --log LOG; or the job is given less time than it needs to get to {next_save}",

@@ -244,7 +244,7 @@ class _Walk:
                     found=f"{self.root}: {problem}",
                     expected="the directory that it names",
                     cause="the checkpoints were deleted or moved, or lie on a filesystem that is not mounted here",
-                    action=f"restore them; or, to begin anew, delete {self.root / (self.layout.pointer or '')}",
+                    action=f"restore them; or, to start over, delete {self.root / (self.layout.pointer or '')}",
                 )
             return self._newest(None)
         if problem is not None:
@@ -274,7 +274,7 @@ class _Walk:
             + (f"\n    and {len(self.passed) - _SHOWN} more" if len(self.passed) > _SHOWN else ""),
             expected=f"a complete checkpoint of {self.layout.title}",
             cause="the first save was killed, or the files were damaged afterwards",
-            action="restore a checkpoint from a copy; to begin anew, move these away or save into an empty directory",
+            action="restore a checkpoint from a copy; to start over, move these away or save into an empty directory",
         )
 
     def _pointers_disagree(self, named: str | None) -> bool:

@@ -173,7 +173,7 @@ def test_a_ledger_or_model_files_alone_are_no_fresh_start(root: Path) -> None:
         choose(root)
     assert "global_step30, global_step20, global_step10" in str(caught.value)
     (root / "megaresume/ledger.jsonl").unlink()
-    with pytest.raises(CheckpointError, match="there are model files of which nothing says") as caught:
+    with pytest.raises(CheckpointError, match="there are model files, but nothing says") as caught:
         choose(root)
     assert "best" in str(caught.value)
     shutil.rmtree(root / "best")
@@ -481,7 +481,7 @@ def test_one_record_of_another_save_is_refused(root: Path, tmp_path: Path, save:
     (root / "megaresume" / name).write_bytes(kept)
     choice = chosen(root)
     assert choice.iteration == 20
-    assert "of different saves" in choice.rejected[0].reason
+    assert "from different saves" in choice.rejected[0].reason
 
 
 def test_a_renamed_tag_directory_is_not_the_other_step(root: Path) -> None:

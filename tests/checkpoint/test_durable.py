@@ -163,7 +163,7 @@ def test_what_could_not_be_forced_and_is_gone_from_memory_is_not_loaded(
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(CheckpointError, match="could not be forced") as caught:
         make_durable(root, left)
-    assert "not in memory" in str(caught.value.found)
+    assert "memory no longer holds it" in str(caught.value.found)
     assert taken(root) == 30 and not_durable(root) == ()
 
 

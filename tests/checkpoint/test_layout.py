@@ -70,9 +70,9 @@ def test_other_files_are_no_records(name: str) -> None:
     "tag", ["", ".", "..", "../up", "a/b", ".hidden", "a\nb", "a\0b", " a", "latest", "megaresume", "x" * 161]
 )
 def test_impossible_tags_are_refused(tag: str) -> None:
-    with pytest.raises(UsageError, match="plain name of a directory"):
+    with pytest.raises(UsageError, match="plain directory name"):
         check_tag(tag)
-    with pytest.raises(ValueError, match="is no plain name of a directory"):
+    with pytest.raises(ValueError, match="is not a plain directory name"):
         recorded_tag(tag)
 
 

@@ -70,4 +70,4 @@ def test_a_run_that_never_saved(tmp_path: Path, state: MakeState) -> None:
         start(tmp_path, 0, state)
     with pytest.raises(CheckpointError, match="2 starts from iteration 0") as error:
         check_progress(tmp_path, iteration=0, max_starts=2)
-    assert "they lived at most" in str(error.value.found)
+    assert "each lived at most" in str(error.value.found)

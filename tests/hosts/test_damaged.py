@@ -70,7 +70,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(damaged: tu
         load, train, steps = rank
         assert load[0] == "CheckpointError" and "is complete" in load[1]
         assert "global_step4 is damaged" in load[3] and "global_step2 is damaged" in load[3]
-        assert load[2] == "restore a checkpoint from a copy; to begin anew, save into an empty directory"
+        assert load[2] == "restore a checkpoint from a copy; to start over, save into an empty directory"
         assert train[0] == "UsageError" and "did not load a checkpoint of this directory" in train[1] and steps == 0
     for rank in found["all damaged, not loaded"]:
         train, steps = rank

@@ -21,7 +21,7 @@ def choice(directory: Path, checksum: str | None) -> Choice:
     return Choice(load_dir=directory, tag="global_step4", iteration=4, step=None, manifest=manifest)
 
 
-@pytest.mark.parametrize(("checksum", "words"), [("0" * 32, "files; to go on"), (None, "that were saved with")])
+@pytest.mark.parametrize(("checksum", "words"), [("0" * 32, "files; to resume"), (None, "that were saved with")])
 def test_a_file_that_torch_cannot_read(tmp_path: Path, checksum: str | None, words: str) -> None:
     (tmp_path / "a.pt").write_bytes(b"PK\3\4")
     refused = pytest.raises(CheckpointError, match="the checkpoint global_step4 cannot be read")

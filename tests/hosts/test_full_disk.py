@@ -77,4 +77,4 @@ def test_a_run_that_goes_on_without_a_checkpoint(results: Results) -> None:
         assert found["newest"] == "global_step2" and not found["there"]
         assert found["next"] == [True, "global_step4"]
         assert found["resumed"] == [4, twin[rank][-len(found["resumed"][1]) :]]
-    assert results["continue"][0]["said"][-1].endswith("the run goes on without this checkpoint")
+    assert results["continue"][0]["said"][-1].endswith("the run continues without this checkpoint")

@@ -79,7 +79,7 @@ def test_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(result, CheckpointError) and done == ["save", "save", "give up"]
     assert capsys.readouterr().out.endswith("; the run ends\n")
     assert _run(Retries(tries=1, wait=0, on_failure="continue"), 9) == (None, ["save", "save", "give up"])
-    assert capsys.readouterr().out.endswith("; the run goes on without this checkpoint\n")
+    assert capsys.readouterr().out.endswith("; the run continues without this checkpoint\n")
 
 
 def test_a_run_that_stops_does_not_go_on_without_its_last_checkpoint() -> None:
@@ -100,6 +100,6 @@ def test_what_is_raised_at_once(error: Callable[[], CheckpointError]) -> None:
 
 
 def test_numbers_that_make_no_sense() -> None:
-    with pytest.raises(UsageError, match="cannot be tried again") as caught:
+    with pytest.raises(UsageError, match="cannot be retried") as caught:
         Retries(tries=-1)
     assert "save_retries=-1" in str(caught.value)

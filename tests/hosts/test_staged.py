@@ -83,7 +83,7 @@ def test_killed_and_its_node_lost(where: Path) -> None:
 
 def test_a_place_that_cannot_be_copied_to(tmp_path: Path) -> None:
     """A storage that is not mounted is no fresh start; and a directory is not copied into itself."""
-    with pytest.raises(SetupError, match="is not there") as caught:
+    with pytest.raises(SetupError, match="does not exist") as caught:
         Staged(str(tmp_path / "local"), tmp_path / "missing", KEEP_ALL)
     assert f"mkdir -p {tmp_path / 'missing'}" in str(caught.value)
     with pytest.raises(UsageError, match="to where they are"):

@@ -61,7 +61,7 @@ def test_a_directory_that_is_not_shared(outcome: tuple[Results, str, Path]) -> N
         for kind, headline, action, found in (named, unknown):
             assert (kind, headline) == (
                 "SetupError",
-                "the directory to save to is not one and the same on every node",
+                "the save directory is not the same on every node",
             ), rank
             assert f"what rank 0 wrote into {root}/disk_of_rank_0 on {HOST} is not seen after 0.3 s by {HOST} (rank 1; "
             assert f"{HOST} (rank 1; {root}/disk_of_rank_1 is on " in found and ", mounted at /" in found

@@ -341,7 +341,7 @@ def examine(
     if step.save_id != manifest.save_id or step.state.digest != manifest.digest:
         return verdict(
             "damaged",
-            f"state and manifest are of different saves (digest {step.state.digest}, manifest {manifest.digest})",
+            f"state and manifest are from different saves (digest {step.state.digest}, manifest {manifest.digest})",
         )
     # Of what may not have reached the disk checksums tell.
     in_doubt = not manifest.is_safe

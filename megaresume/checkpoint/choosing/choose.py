@@ -118,7 +118,7 @@ def choose_of_two(
         for other in others
         for rejected in other.rejected
     ]
-    notes = tuple(f"nothing is taken from {root}: {error.headline}" for root, error in failed)
+    notes = tuple(f"no checkpoint is taken from {root}: {error.headline}" for root, error in failed)
     return dataclasses.replace(best, rejected=(*best.rejected, *passed), notes=(*best.notes, *notes))
 
 
@@ -130,7 +130,7 @@ def _rank(choice: Choice, local: Path, given_up: frozenset[tuple[int, str]]) -> 
 
 def _why(other: Choice, best: Choice, given_up: frozenset[tuple[int, str]]) -> str:
     if other.iteration is not None and (other.iteration, other.tag) in given_up:
-        return "it is of a branch given up before"
+        return "it is on a branch that was given up"
     if other.iteration == best.iteration:
         return "the same step is taken from the local storage"
     return f"{best.tag} in {best.load_dir} is newer"
@@ -169,7 +169,7 @@ def _check_nothing_lost(local: Path, shared: Path) -> None:
         found=f"in {shared}: {', '.join(found)}; none in {local}",
         expected="the checkpoints on the local storage, or a complete copy",
         cause="the local storage was lost before the first copy was complete, or is that of another node",
-        action=f"start on the node that has {local}, or restore that directory; to begin anew, empty {shared}",
+        action=f"start on the node that has {local}, or restore that directory; to start over, empty {shared}",
     )
 
 

@@ -258,7 +258,7 @@ class Search:
         if (found := self._first_complete(c for c in at_or_below if not given_up(c))) is not None:
             return self.choice(found)
         if (found := self._first_complete(c for c in self.candidates if c is not named)) is not None:
-            why = "it is newer than the pointers" if found.candidate in newer else "it is of a branch given up before"
+            why = "it is newer than the pointers" if found.candidate in newer else "it is on a branch that was given up"
             self.notes.append(f"{found.candidate.tag} is taken although {why}: nothing else is complete")
             return self.choice(found)
         for candidate in self.candidates:
@@ -286,7 +286,7 @@ class Search:
                     found=f"{self.root / pointer.name}: {pointer.problem or repr(pointer.text)}",
                     expected="the tag directory that it names",
                     cause="the checkpoints were deleted or moved, or lie on a filesystem that is not mounted here",
-                    action="restore the tag directories; to begin anew, save into an empty directory",
+                    action="restore the tag directories; to start over, save into an empty directory",
                 )
         recorded = [c.tag for c in self.candidates if c.is_committed]
         recorded += [str(entry.tag) for entry in reversed(self.ledger.entries) if entry.kind == "checkpoint"]
@@ -296,16 +296,16 @@ class Search:
                 found=f"{self.root}: records of {', '.join(dict.fromkeys(recorded[:10]))}",
                 expected="their tag directories",
                 cause="the checkpoints were deleted or moved",
-                action="restore the tag directories; to begin anew, save into an empty directory",
+                action="restore the tag directories; to start over, save into an empty directory",
             )
         if named := directories_of_models(self.root):
             raise CheckpointError(
-                "there are model files of which nothing says whether they are a checkpoint",
+                "there are model files, but nothing says whether they are a checkpoint",
                 found=f"{self.root}: {', '.join(named[:10])}",
                 expected="pointers, or records in its directory megaresume",
                 cause="the directory was copied without its megaresume and latest, or holds the checkpoints of another "
                 "program",
-                action="copy them as well, or load one by its tag; to begin anew, save into an empty directory",
+                action="copy them as well, or load one by its tag; to start over, save into an empty directory",
             )
 
     def _check_one_run(self) -> None:
@@ -318,11 +318,11 @@ class Search:
                     runs.setdefault(read_step_file(path).run, candidate.tag)
         if len(runs) > 1:
             raise CheckpointError(
-                "there are checkpoints of several runs, and no ledger says of which run this directory is",
+                "there are checkpoints of several runs, and no ledger says which run this directory belongs to",
                 found=f"{self.root}: " + ", ".join(f"{tag} of run {run}" for run, tag in runs.items()),
                 expected="those of one run, or its ledger megaresume/ledger.jsonl",
                 cause="checkpoints were copied here from another run, and the ledger was deleted",
-                action="restore the ledger; or move what does not belong here away, with its records",
+                action="restore the ledger; or move away what does not belong here, with its records",
             )
 
     def _named_by_pointers(self) -> Candidate | None:
@@ -369,5 +369,5 @@ class Search:
             found="".join(f"\n    {line}" for line in [*self.notes, *listed]),
             expected="at least one complete checkpoint",
             cause="the first save was killed, or the files were damaged afterwards",
-            action="restore a checkpoint from a copy; to begin anew, save into an empty directory",
+            action="restore a checkpoint from a copy; to start over, save into an empty directory",
         )

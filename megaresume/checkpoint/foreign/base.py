@@ -220,14 +220,14 @@ def _archive_problem(path: Path, size: int) -> str | None:
         # A plain pickle ends with its STOP; anything else is not what torch.save writes.
         if head.startswith(b"\x80") and _last_byte(path) == b".":
             return None
-        return f"is no archive of torch.save: it begins with {head[:4].hex()}"
+        return f"is not a torch.save archive: it begins with {head[:4].hex()}"
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return f"is cut short: the directory at the end of the archive is not there ({size:,} bytes)"
     if not members:
-        return "is an archive with nothing in it"
+        return "is an empty archive"
     return None
 
 
@@ -350,7 +350,7 @@ def distributed_problems(directory: Path, *, with_common: bool = False) -> list[
         try:
             size = (directory / name).stat().st_size
         except FileNotFoundError:
-            found.append(f"{name} is missing, which {METADATA} names")
+            found.append(f"{name}, which {METADATA} names, is missing")
             continue
         if size < end:
             found.append(f"{name} has {size:,} bytes, at least {end:,} by {METADATA}")

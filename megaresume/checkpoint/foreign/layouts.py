@@ -203,7 +203,7 @@ def _look_at_megatron(directory: Path, _: int | None = None) -> Look:
     elif is_distributed(directory):
         found.append(f"neither {CONFIG} nor {METADATA} is there: they are written when every rank is done")
     else:
-        found.append(f"there is nothing in it that a checkpoint of Megatron-LM has ({CONFIG}, {METADATA}, mp_rank_*)")
+        found.append(f"it has none of the files of a Megatron-LM checkpoint ({CONFIG}, {METADATA}, mp_rank_*)")
     return Look(problems=tuple(found))
 
 
@@ -298,7 +298,7 @@ def _state(directory: Path, number: int | None) -> list[str]:
         return []  # `file_problems` says so
     step = state.get("global_step") if isinstance(state, dict) else None
     if number is not None and step != number:
-        return [f"{STATE} is of step {step}"]
+        return [f"{STATE} is from step {step}"]
     return []
 
 
@@ -395,9 +395,9 @@ def _look_at_verl(directory: Path, _: int | None = None) -> Look:
             notes.append(f"{prefix or directory.name} has no {' and no '.join(lacking)}: save_contents leaves it out")
     data = sorted(directory.glob("data*.pt"))
     if not data and roles:
-        found.append("data.pt is missing: the prompts would begin anew")
+        found.append("data.pt is missing: the prompts would start over")
     elif not data:
-        notes.append("there is no data_0.pt: the data begins anew")
+        notes.append("there is no data_0.pt: the data starts over")
     return Look(problems=tuple(found), notes=tuple(notes))
 
 
@@ -440,7 +440,7 @@ def _config(directory: Path, sizes: set[int]) -> list[str]:
         return []  # Megatron's, or older; one that does not parse is named among the files
     size = config.get("world_size") if isinstance(config, dict) else None
     wrong = isinstance(size, int) and bool(sizes) and size not in sizes
-    return [f"fsdp_config.json is of {size} ranks, the files are of {min(sizes)}"] if wrong else []
+    return [f"fsdp_config.json is for {size} ranks, the files are for {min(sizes)}"] if wrong else []
 
 
 VERL = Layout(

@@ -290,7 +290,7 @@ def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, 
     wanted = [str(PurePosixPath(name)) for name in expected]
     wrong = [f"{name} is missing" for name in wanted if name not in sizes]
     wrong += [f"{name} has 0 bytes" for name in wanted if sizes.get(name) == 0]
-    wrong += [f"{name} is there, which no rank of this save writes" for name in unlisted(sizes, wanted)]
+    wrong += [f"{name} is there, but no rank of this save writes it" for name in unlisted(sizes, wanted)]
     if wrong:
         _refuse(tag_dir, wrong, f"{len(wanted)} files that are not empty")
     return files

@@ -144,7 +144,7 @@ def _write_again(root: Path, path: Path, checksum: str | None) -> None:
     draft = records_dir(root) / leftover_name(path.name)
     try:
         if checksum is None or write_copy(path, draft) != checksum:
-            raise GoneError(f"{path}: could not be written to the disk, and is not in memory as it was saved any more")
+            raise GoneError(f"{path}: could not be written to the disk, and memory no longer holds it as it was saved")
         os.replace(draft, path)
     except OSError as error:
         raise write_error(path, error) from error

@@ -128,7 +128,7 @@ def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
         lines.append(f"and {len(blind) - _MOST_HOSTS} more")
     hosts = ", ".join(list(blind)[:_MOST_HOSTS])
     return SetupError(
-        "the directory to save to is not one and the same on every node",
+        "the save directory is not the same on every node",
         found=f"what rank 0 wrote into {path} on {first} is not seen after {PATIENCE_SECONDS:g} s by "
         + ", ".join(lines),
         expected="one directory that every rank sees",
@@ -218,9 +218,9 @@ class Staged:
             )
         if not self.shared.is_dir():
             raise SetupError(
-                "the directory that checkpoints are to be copied to is not there",
+                "the directory to copy checkpoints to does not exist",
                 found=f"no directory {self.shared} on {os.uname().nodename}",
-                expected="an existing directory, so that a storage that is not mounted is no fresh start",
+                expected="an existing directory: storage that is not mounted must not look like a fresh start",
                 cause="the first start of a run, or the storage is not mounted on this node",
                 action=f"mount it; for a new run: mkdir -p {self.shared}",
             )
@@ -314,7 +314,7 @@ def _clock_refusal(shown: str, error: float) -> SetupError:
     return SetupError(
         "the clocks of the nodes differ, and this run is to stop at a time of day",
         found=f"{shown} (+- {error:.1f} s) of rank 0's",
-        expected=f"clocks within {MOST_SECONDS_APART:g} s: which of them the scheduler goes by is not known",
+        expected=f"clocks within {MOST_SECONDS_APART:g} s: it is not known which one the scheduler uses",
         cause="no NTP on these nodes",
         action="chronyc tracking on these nodes; until then --exit-duration-in-mins MINUTES (after_minutes=), which "
         "needs no clock, in place of --megaresume-stop-before-end (before_end=)",

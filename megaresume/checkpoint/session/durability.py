@@ -274,7 +274,7 @@ class Durability:
         work.part = work.part or Part(checksums={})
         work.part.is_gone, work.part.error = True, words
         self._exchange(work, work.part, manifest)
-        log.error("megaresume: %s is damaged, and no start takes it: %s", work.tag, words)
+        log.error("megaresume: %s is damaged, and no start will load it: %s", work.tag, words)
         return True
 
     def _pass_before(self, work: _Work) -> None:

@@ -62,7 +62,7 @@ def _unreadable(choice: Choice, found: str) -> CheckpointError:
         cause="the storage returns other bytes than were written; or the model, or its config, was changed",
         action=f"megaresume inspect {choice.load_dir} --checksums names damaged files"
         + ("" if summed else ", in checkpoints that were saved with checksums (the default)")
-        + "; to go on from an older one, ask for its tag",
+        + "; to resume from an older one, ask for its tag",
     )
 
 

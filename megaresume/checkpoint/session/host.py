@@ -199,7 +199,7 @@ def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choic
     """Raise a StateError unless the state that is stored with the weights is of their step, and the one beside them."""
     if (envelope.iteration, envelope.samples) != (read.iteration, read.samples):
         raise StateError(
-            "the weights and the data state are of different steps",
+            "the weights and the data state are from different steps",
             found=f"weights of iteration {read.iteration} and {read.samples} samples; data state of iteration "
             f"{envelope.iteration} and {envelope.samples} samples",
             expected="the same",
@@ -233,7 +233,7 @@ def without_state(choice: Choice, begin_anew: str) -> StateError:
         found=f"{choice.tag_dir}, written without megaresume",
         expected=f"the records of it in {choice.load_dir}/megaresume",
         cause="it was saved before megaresume was added, or the directory megaresume was not copied along",
-        action=f"copy the directory megaresume as well; or go on without it: {begin_anew}",
+        action=f"copy the directory megaresume as well; or continue without it: {begin_anew}",
     )
 
 

@@ -97,11 +97,11 @@ def put(snapshot: Snapshot, device: torch.device) -> None:
             setters[name](snapshot[name])
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             raise StateError(
-                f"the random state of {name} cannot be put back",
+                f"the random state of {name} cannot be restored",
                 found=f"{type(error).__name__}: {error}",
                 expected="the library that saved it",
                 cause="another version of it, which holds its state in another form",
-                action="go on with the version that saved the checkpoint",
+                action="use the version that saved the checkpoint",
             ) from error
 
 

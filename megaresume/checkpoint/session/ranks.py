@@ -281,7 +281,7 @@ def all_come(doing: str, *, poll_seconds: float = 0.1) -> None:
         if time.monotonic() > deadline:
             there = [number for number in ranks if store.check([f"{key}/{number}"])]
             raise UsageError(
-                f"{doing} was called on some ranks alone",
+                f"{doing} was called on some ranks only",
                 found=f"ranks {', '.join(map(str, there))} of {len(ranks)}, for {PATIENCE:.0f} s",
                 expected="all ranks: each of them writes a part, and all of them decide",
                 cause=f"`if rank == 0:` before {doing}",

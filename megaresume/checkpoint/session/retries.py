@@ -85,7 +85,7 @@ class Retries:
         for name, value in (("save_retries", self.tries), ("save_retry_wait", self.wait)):
             if not 0 <= value < float("inf"):
                 raise UsageError(
-                    "a save cannot be tried again like this", found=f"{name}={value}", expected="0 or more"
+                    "a save cannot be retried with these settings", found=f"{name}={value}", expected="0 or more"
                 )
 
     def run(
@@ -125,7 +125,7 @@ class Retries:
                 ends = wait is None and (is_last or self.on_failure == "end")
                 then = f"try {number + 1} of {self.tries} in {wait:g} s" if wait is not None else "the run "
                 if wait is None:
-                    then += "ends" if ends else "goes on without this checkpoint"
+                    then += "ends" if ends else "continues without this checkpoint"
                 if is_rank_0():
                     print(f"megaresume: {tag} was not saved: {_words(error)}; {then}", flush=True)
                 if ends:

@@ -147,19 +147,20 @@ class Checkpoints:
     )
     save_retries: int = setting(
         3,
-        "try a save again so many times if it failed for a reason that may pass: a full disk or quota, an I/O error, a "
+        "retry a failed save this many times if the cause may pass: a full disk or quota, an I/O error, a "
         "server that is away",
         hosts="megatron trainer training",
         metavar="N",
     )
     save_retry_wait: float = setting(
         15.0,
-        "seconds before the first of these tries; twice as long before each later one",
+        "seconds before the first retry; twice as long before each later one",
         hosts="megatron trainer training",
     )
     on_save_failure: OnSaveFailure = setting(
         "end",
-        "what to do if they fail, too. end: raise the error. continue: go on without this checkpoint to the next save",
+        "what to do if the retries fail too. end: raise the error. continue: carry on to the next save without this "
+        "checkpoint",
         hosts="megatron trainer training",
     )
     max_starts: int = setting(

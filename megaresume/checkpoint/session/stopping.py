@@ -98,23 +98,23 @@ class StopConditions:
         for name in self.signals:
             if not isinstance(getattr(signal, name, None), signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
                 raise UsageError(
-                    "this is no signal that a process can catch",
+                    "this is not a signal that a process can catch",
                     found=name,
                     expected=f"names such as {', '.join(SIGNALS)}",
                     action="name another one",
                 )
         for what, minutes in (("after_minutes", self.after_minutes), ("before_end", self.before_end)):
             if isinstance(minutes, (int, float)) and not 0 <= minutes < math.inf:
-                raise UsageError("this is no time", found=f"{what}={minutes}", expected="minutes, 0 or more")
+                raise UsageError("this is not a time", found=f"{what}={minutes}", expected="minutes, 0 or more")
         if not 0 <= self.status <= 255:
             # The system keeps the last 8 bits: 256 would be 0.
-            raise UsageError("this is no exit status", found=self.status, expected="0 to 255", action="such as 75")
+            raise UsageError("this is not an exit status", found=self.status, expected="0 to 255", action="such as 75")
         if self.before_end is not None and job_end(os.environ) is None:
             raise UsageError(
                 "the end of the job is not known",
                 found=" and ".join(_value(name) for name in END_TIME_VARIABLES),
                 expected="seconds since 1970, as Slurm gives them to a job with a time limit",
-                cause="this is no Slurm job, or one without a time limit",
+                cause="this is not a Slurm job, or one without a time limit",
                 action="--exit-duration-in-mins MINUTES; or set MEGARESUME_JOB_END_TIME in the launch script",
             )
 

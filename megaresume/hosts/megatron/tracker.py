@@ -281,5 +281,5 @@ def _without_tracker(root: Path, there: list[Candidate], finished: list[str | No
         found=f"{root}: {found}; no {TRACKER}",
         expected="the tracker, or an empty directory",
         cause="the directory was copied or cleaned up in part, or the first save of a run without records was killed",
-        action=_remedy(root) + "; to begin anew, use an empty directory",
+        action=_remedy(root) + "; to start over, use an empty directory",
     )

@@ -37,7 +37,7 @@ def test_a_disk_that_is_cleaned(mini: Mini, data_yaml: Path, small_disk: Path, a
     goes_on = ["--megaresume-save-retries", 0, "--megaresume-on-save-failure", "continue"]
     second = mini(*flags, *goes_on, "--train-iters", 5, env={"MINI_FILL": "tracker:4:1"})
     assert second.status == 0, second.output[-3000:]
-    assert "; the run goes on without this checkpoint" in second.output and sorted(second.steps()) == [4, 5]
+    assert "; the run continues without this checkpoint" in second.output and sorted(second.steps()) == [4, 5]
     third = mini(*flags, "--ckpt-step", 4, "--train-iters", 5)
     assert third.status == 0 and "step 4 from iter_0000004" in third.output, third.output[-3000:]
     assert third.steps()[5] == second.steps()[5]

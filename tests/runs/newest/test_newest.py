@@ -185,7 +185,7 @@ def test_a_killed_save_of_hugging_face(copy: Copy) -> None:
     shutil.rmtree(root / "checkpoint-6")
     shutil.copytree(root / "checkpoint-4", root / "checkpoint-6")
     found = find_newest(Run(root))
-    assert found is not None and found.passed_over[0].reason == "trainer_state.json is of step 4"
+    assert found is not None and found.passed_over[0].reason == "trainer_state.json is from step 4"
     for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
         (root / "checkpoint-4" / name).unlink()
     found = find_newest(Run(root))
