@@ -123,7 +123,7 @@ class DataConfig:
                     "this is no data config",
                     found=f"{type(data).__module__}.{type(data).__qualname__}",
                     expected="the path of a data.yaml, the mapping in it, or the words after --data-path",
-                    action="megaresume.attach also takes a Stream; so does a loader with a state of its own",
+                    action="megaresume.attach also takes a Stream; so does a loader that saves its own state",
                 )
             return cls(mapping={}, words=tuple(data), directory=directory)
         sets = data.get("validation")

@@ -172,7 +172,7 @@ class AcceleratorHost(TrainerHost):
                 and f"{accelerator.gradient_accumulation_steps}, and accumulation={accumulation}",
                 "give DataLoader(accumulation=...) and Accelerator(gradient_accumulation_steps=...) the same number",
             ),
-            "this way to train on several devices": (
+            "this way of training on several devices": (
                 kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED") and kind,
                 "train with DDP, FSDP2 or DeepSpeed",
             ),
@@ -351,7 +351,7 @@ class AcceleratedLoop(StepLoop):
         directory = Path(os.path.abspath(os.path.expanduser(output_dir)))
         if directory.parent != root:
             raise UsageError(
-                "all checkpoints of a run lie in one directory",
+                "all checkpoints of a run must be in one directory",
                 found=f"save_state({os.fspath(output_dir)!r})",
                 expected=f"a directory in {root}",
                 action="save_state() without a path; or Checkpoints(save_dir=...) of the directory that they lie in",
@@ -373,7 +373,7 @@ class AcceleratedLoop(StepLoop):
         found = self.host.trainer._optimizers
         if len(found) != len(self._optimizers) or any(a is not b for a, b in zip(found, self._optimizers, strict=True)):
             raise UsageError(
-                "optimizers were prepared after megaresume.attach, or given up",
+                "optimizers were prepared or removed after megaresume.attach",
                 found=f"{len(found)} optimizers",
                 expected=f"the {len(self._optimizers)} that were prepared before",
                 action="call megaresume.attach after the last accelerator.prepare",
@@ -402,7 +402,7 @@ class AcceleratedLoop(StepLoop):
                 f"{function} is not for this loader",
                 found=f"{function} of what megaresume.attach was given, or returned",
                 expected="the loader as it is: it gives each rank its own batches, on the device of the accelerator, "
-                "and goes on after accelerator.load_state() by itself",
+                "and resumes after accelerator.load_state() by itself",
                 action="leave it out: for batch in loop",
             )
 
@@ -418,7 +418,7 @@ def _check_name(directory: Path, step: int) -> None:
         raise UsageError(
             "a checkpoint of another step has this name",
             found=f"save_state to {directory}, which holds step {max(taken)}, at step {step}",
-            expected="a name of its own for each checkpoint",
+            expected="a different name for each checkpoint",
             cause="it would be overwritten in place: a kill in the middle leaves neither",
             action="save_state() with automatic_checkpoint_naming; or a path with the number of the step in it",
         )

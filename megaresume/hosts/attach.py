@@ -176,9 +176,9 @@ def _trainer_of(thing: Any) -> Trainer:
 def _unknown(thing: Any, names: set[tuple[str, str]]) -> UsageError:
     own = "a loop of your own: megaresume.attach({'model': model, 'optimizer': optimizer}, loader, checkpoints=...)"
     if names & {("megaresume", "DataLoader"), ("megaresume", "StreamLoader")}:
-        action = f"the loader comes second, after what trains. For {own}"
+        action = f"the loader is the second argument, after what trains. For {own}"
     elif ("torch", "DataLoader") in names:
-        action = f"megaresume.DataLoader(dataset, batch_size) takes the place of torch's, and comes second. For {own}"
+        action = f"megaresume.DataLoader(dataset, batch_size) replaces torch's, and is the second argument. For {own}"
     else:
         action = f"for {own}; for another trainer: docs/hosts.md"
     return UsageError(

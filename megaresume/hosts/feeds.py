@@ -109,7 +109,7 @@ class Items(Feed):
         """See `Feed`. Raises StateError: somebody else has read from the loader."""
         if self.loader.samples != sample:
             raise StateError(
-                "the loader was read by somebody else",
+                "something else read from the loader",
                 found=f"the DataLoader at sample {self.loader.samples}; the steps of the run at sample {sample}",
                 expected="the same",
                 cause="a `for` over the loader itself, a batch taken from trainer.get_train_dataloader(), or "

@@ -267,7 +267,7 @@ def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, to
         if wanted <= {id(p) for p in module.parameters()}:
             return module
     raise UsageError(
-        f"the optimizer '{name}' trains parameters that no module of the loop has all of",
+        f"no single module of the loop has all parameters of the optimizer '{name}'",
         found=f"{len(wanted)} parameters; modules {', '.join(modules) or 'none'}",
         expected="all of them in one of the modules",
         cause="the optimizer was made before the model was wrapped (fully_shard replaces parameters), or it trains "

@@ -254,7 +254,7 @@ class TransformersHost(TrainerHost):
                 f"{loader.epoch}, which has samples up to {loader.epoch_end}",
                 expected="epochs that come to their end: their other items would never be trained",
                 cause="a callback set control.should_epoch_stop",
-                action="control.should_training_stop ends the run, and a resume goes on there; to evaluate or save "
+                action="control.should_training_stop ends the run, and a resume continues there; to evaluate or save "
                 "within an epoch, eval_steps and save_steps; to train fewer items, torch.utils.data.Subset of the "
                 "dataset",
             )
@@ -272,7 +272,7 @@ class TransformersHost(TrainerHost):
                 found="a trial of a hyperparameter search" if trial is not None else "a second trainer.train()",
                 expected="one trainer.train() for each Trainer",
                 action="to train on, make a new Trainer with more num_train_epochs or max_steps, attach to it, and "
-                "call train(resume_from_checkpoint=True); for another training, give it an output_dir of its own",
+                "call train(resume_from_checkpoint=True); for another training, give it its own output_dir",
             )
         self._ran = True
         on_all_ranks(self._check_settings)

@@ -133,7 +133,7 @@ def check_settings(trainer: Any) -> None:
         "dataloader_in_order=False": (not getattr(args, "dataloader_in_order", True), leave),
         "save_only_model": (
             args.save_only_model,
-            f"{leave}: without the optimizer, no run can go on from a checkpoint",
+            f"{leave}: without the optimizer, no run can resume from the checkpoint",
         ),
         "load_best_model_at_end with save_total_limit": (
             args.load_best_model_at_end and args.save_total_limit is not None,
@@ -311,14 +311,14 @@ def check_methods(trainer: Any) -> None:
                         f"{setting} cannot be used with megaresume.attach",
                         found=f"{setting}: {found}",
                         expected="not set",
-                        cause=f"{cls.__qualname__}.{method} then makes an order, or a checkpoint, of its own",
+                        cause=f"{cls.__qualname__}.{method} then makes its own order, or its own checkpoint",
                         action="leave it out; to pack items, megaresume.attach(trainer, seq_length=...)",
                     )
 
 
 def _refused(cls: type, method: str, what: str) -> UsageError:
     return UsageError(
-        f"this Trainer has a {what} of its own",
+        f"this Trainer has its own {what}",
         found=f"{cls.__qualname__}.{method}",
         expected=f"transformers.Trainer.{method}",
         cause="a class that changes the order of the data, or a method that was replaced",

@@ -66,7 +66,7 @@ def take_flags(argv: Sequence[str]) -> list[str]:
     mode = said.get("launch", {}).get("mode", "off")
     if mode != "off":
         raise UsageError(
-            "this mode is of Megatron",
+            "this mode is for Megatron",
             found=f"{PREFIX}mode {mode}",
             expected=f"{PREFIX}mode off, or nothing",
             action="leave it out: the order of a Trainer's train_dataset is megaresume's",
@@ -147,8 +147,8 @@ def _check_output_dir(output_dir: Path) -> None:
             "two Trainers of one process have the same output_dir",
             found=str(output_dir),
             expected="an output_dir for each",
-            cause="the second one would go on from what the first has saved there",
-            action="give the second Trainer an output_dir of its own",
+            cause="the second one would resume from what the first has saved there",
+            action="give the second Trainer its own output_dir",
         )
     _trained.add(output_dir)
 
@@ -186,6 +186,6 @@ def _not_attached(optimizer: str) -> SetupError:
         "training begins, and megaresume does not know its data",
         found=f"a step of {optimizer}, and no transformers.Trainer.train was called in this process",
         expected="a Trainer, by whose train method the script trains",
-        cause="a training loop of its own, as with Accelerate, or in a Trainer that does not call transformers' train",
+        cause="its own training loop, as with Accelerate, or in a Trainer that does not call transformers' train",
         action=f"call megaresume.attach in that loop; or {PREFIX}mode off, which records nothing",
     )

@@ -97,7 +97,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
 class Batches:
     """The micro-batches of this rank, with the length of the epoch that runs.
 
-    Lightning takes it for a loader with a state of its own, and says nothing of one that cannot be resumed. Its data
+    Lightning takes it for a loader that saves its own state, and says nothing of one that cannot be resumed. Its data
     state lies elsewhere in the checkpoint, and is checked there.
 
     Args:
@@ -201,7 +201,7 @@ class LightningHost(TrainerHost):
                 "megaresume.attach is for one fit",
                 found="a second trainer.fit()",
                 expected="one trainer.fit() for each Trainer",
-                action="make a new Trainer, and attach to it; with ckpt_path='last' it goes on where this one ended",
+                action="make a new Trainer, and attach to it; with ckpt_path='last' it continues where this one ended",
             )
         fit(*args, **more)
         if self.is_open:
@@ -276,7 +276,7 @@ class LightningHost(TrainerHost):
         if plateaus and self.session.resumed is not None and is_rank_0():
             print(
                 "megaresume: warning: the checkpoint was saved at the end of an epoch, before Lightning's update of "
-                "ReduceLROnPlateau, which a resume does not make up for. Save within epochs, with every_n_train_steps",
+                "ReduceLROnPlateau, which a resume does not repeat. Save within epochs, with every_n_train_steps",
                 flush=True,
             )
 

@@ -36,7 +36,7 @@ def check_shares(feed: Feed) -> None:
     if any(other != size for _, other in shares) or times != dict.fromkeys(range(size), len(shares) / size):
         found = [f"process {number}: {rank} of {of}" for number, (rank, of) in enumerate(islice(shares, 8))]
         error = UsageError(
-            "the loaders of the processes are not those of all data-parallel ranks",
+            "the loaders of the processes do not cover all data-parallel ranks",
             found=", ".join(found) + (f", and {len(shares) - 8} more" if len(shares) > 8 else ""),
             expected="one dp_size, and each dp_rank from 0 to dp_size - 1 in as many processes as any other",
             cause="dp_rank is the number on a node (LOCAL_RANK), or one that was written down",
@@ -83,7 +83,7 @@ def _averaged(module: torch.nn.Module) -> int:
         return dist.get_world_size(module.process_group)
     if isinstance(module, FullyShardedDataParallel):
         raise UsageError(
-            "FSDP1 cannot be used in a loop of your own",
+            "FSDP1 cannot be used in your own loop",
             found="a module in torch.distributed.fsdp.FullyShardedDataParallel",
             expected="DDP, FSDP2 or neither",
             cause="what its state dict holds cannot be saved while training goes on",

@@ -41,7 +41,7 @@ def words_of(*, trainer: str = "the loop", name: str = "loop", clock: str = "loo
             "a batch was used for something else (its shape, a warm-up, an evaluation) or passed over with `continue`; "
             f"a `for` was left in the middle of a step; {clock} is missing; or the loop accumulates more "
             "micro-batches than the loader was told (accumulation=)",
-            "look at collate_fn([dataset[0]]) instead, evaluate on a loader of its own, and remove items that are not "
+            "look at collate_fn([dataset[0]]) instead, evaluate on a separate loader, and remove items that are not "
             "to be trained from the dataset",
         ),
         incomplete=(
@@ -167,5 +167,5 @@ class Steps(Count[str]):
                 "the data was moved while it was being read",
                 found="another `for` over the same data, or a load, between two batches",
                 expected="one `for` at a time",
-                action="evaluate on a loader of its own",
+                action="evaluate on a separate loader",
             )

@@ -117,7 +117,7 @@ class TitanHost(TrainerHost):
             self.trainer,
             "Trainer",
             missing=missing,
-            headline="this is no Trainer of torchtitan, or of another version",
+            headline="this is not a torchtitan Trainer, or it is from another version",
             expected="torchtitan's Trainer, made; 0.2.2 was tried, and 0.3.0",
             action="megaresume.attach(Trainer), of the class; or of its instance, once it is made",
         )

@@ -323,7 +323,7 @@ def check_sizes(
     for name, (found, expected, action) in sizes.items():
         if found != expected:
             raise UsageError(
-                f"the {loader} and the {trainer} have different ideas of {name}",
+                f"the {loader} and the {trainer} disagree about {name}",
                 found=f"{found}, of the {loader}",
                 expected=f"{expected}, of the {trainer}: {layout}",
                 action=f"make the {loader} with {action}",
@@ -334,7 +334,7 @@ def check_sizes(
             f"the last step of the data may be short, which the {trainer} cannot train",
             found="a DataLoader with max_epochs",
             expected="whole steps",
-            action=f"drop_last=True leaves out what is over; or no max_epochs, and {length} for the length",
+            action=f"drop_last=True leaves out the remainder; or no max_epochs, and {length} for the length",
         )
 
 

@@ -133,7 +133,7 @@ class VerlHost(TrainerHost):
             trainer,
             "trainer",
             missing=[name for name in needed if not hasattr(trainer, name)],
-            headline="this is no supervised trainer of VeRL's, or it is not made so far",
+            headline="this is not a supervised trainer of VeRL's, or it is not initialized yet",
             expected="an SFTTrainer with its ckpt_handler; 0.9.1 was tried",
             action="megaresume.attach(SFTTrainer), of the class, before an instance is made",
         )
@@ -254,10 +254,10 @@ def _check_ranks(tag_dir: Path) -> None:
     sizes = {int(match[1]) for path in tag_dir.iterdir() if (match := _SHARD.fullmatch(path.name))}
     if sizes and world_size() not in sizes:
         raise CheckpointError(
-            f"the weights in {tag_dir.name} are of another number of ranks",
+            f"the weights in {tag_dir.name} are from a different number of ranks",
             found=f"files of {' and '.join(map(str, sorted(sizes)))} ranks in {tag_dir}",
             expected=f"{world_size()}, as there are now",
-            cause="VeRL's FSDP reads its files on as many ranks as have written them; the data would go on",
+            cause="VeRL's FSDP reads its files on as many ranks as have written them; the data would continue",
             action=f"start on {max(sizes)} ranks",
         )
 
@@ -311,7 +311,7 @@ class Prompts:
             )
         if state.get("step") != step:
             raise StateError(
-                "the weights and the data.pt are of different steps",
+                "the weights and the data.pt are from different steps",
                 found=f"weights of global_step_{step}, data.pt of step {state.get('step')}",
                 expected="the same",
                 cause="a data.pt was copied from another checkpoint",
@@ -340,13 +340,13 @@ def attach_prompts(trainer: Any, *, append: Append | None = None) -> None:
         trainer,
         "trainer",
         missing=[name for name in needed if not hasattr(trainer, name)],
-        headline="this is no trainer of VeRL's reinforcement learning, or it is not made so far",
+        headline="this is not a reinforcement-learning trainer of VeRL's, or it is not initialized yet",
         expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
         action="megaresume.attach(PPOTrainer), of the class, before an instance is made",
     )
     if hasattr(trainer.train_dataset, "on_batch_end"):
         raise UsageError(
-            "prompts that change while it trains cannot be used with megaresume.attach",
+            "prompts that change during training cannot be used with megaresume.attach",
             found=f"{type(trainer.train_dataset).__qualname__}.on_batch_end",
             expected="a dataset that stays as it is",
             action="leave data.datagen out",

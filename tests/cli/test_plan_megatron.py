@@ -94,10 +94,10 @@ def test_modes_do_not_mix(build: Any, corpora: Corpora, plan: Any, tmp_path: Pat
     report = plan("--data", data_yaml)
     assert report["headline"] == "the checkpoint was trained in mode guard, and this is mode stream"
     shutil.rmtree(save / "megaresume")
-    assert plan("--data", data_yaml)["headline"] == "training goes on, but no data state was restored"
+    assert plan("--data", data_yaml)["headline"] == "training continues, but no data state was restored"
     assert plan()["verdict"] == "resumes", "the guard adopts it"
     (save / "latest_checkpointed_iteration.txt").write_text("")
-    assert plan()["headline"] == "latest_checkpointed_iteration.txt says nothing that can be loaded"
+    assert plan()["headline"] == "latest_checkpointed_iteration.txt names nothing that can be loaded"
 
 
 def flags(data: Path, save: Path, *more: object) -> list[object]:

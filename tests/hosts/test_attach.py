@@ -112,8 +112,8 @@ def test_every_instance_of_a_class(taken: list[Any]) -> None:
     ("thing", "words"),
     [
         (torch.nn.Linear(1, 1), r"torch\.nn\.modules\.linear\.Linear(.|\n)*\{'model': model, 'optimizer': optimizer\}"),
-        (torch.utils.data.DataLoader([1]), r"megaresume\.DataLoader\(dataset, batch_size\) takes the place of torch's"),
-        (megaresume.DataLoader([1, 2]), "the loader comes second"),
+        (torch.utils.data.DataLoader([1]), r"megaresume\.DataLoader\(dataset, batch_size\) replaces torch's"),
+        (megaresume.DataLoader([1, 2]), "the loader is the second argument"),
         ("data.yaml", "a DeepSpeed engine; Hugging Face's Trainer"),
         (None, r"found: +builtins\.NoneType(.|\n)*docs/hosts\.md"),
         (torch.optim.SGD, "the class SGD"),

@@ -117,7 +117,7 @@ def test_save_latest_false_moves_no_pointer(two_ranks: Any) -> None:
         ("attached_late", "StateError", "no data state was restored"),
         ("attached_late_save", "StateError", "no data state was restored"),
         ("other_batches", "StateError", "count different steps"),
-        ("key_of_ours", "UsageError", "a key 'megaresume' of its own"),
+        ("key_of_ours", "UsageError", "already has a key 'megaresume'"),
         ("accumulation", "StateError", "without all of its micro-batches"),
         ("no_records", "StateError", "no data state"),
         ("mixed", "CheckpointError", "cannot be loaded"),

@@ -42,7 +42,7 @@ GOOD = [
 ]
 TAKEN = "a micro-batch was taken and not trained"
 LACKING = "a step is to be made without all of its micro-batches"
-HALF = "failed half-way, and nothing is trained any more"
+HALF = "failed half-way, and no more training is possible"
 LATE = "the engine is past its first step, but no data state was restored"
 LOST = "an error came between a micro-batch and the loop"
 AGAIN = "engine.step() was called again, and no micro-batch was taken for it"

@@ -153,7 +153,7 @@ def _gives_loaders(data: Any) -> bool:
         raise UsageError(
             "the engine has no data",
             found=f"megaresume.attach(engine), with no data on rank {kinds.index('nothing')}",
-            expected="path of a data.yaml, the mapping in it, a Stream, or a loader with a state of its own",
+            expected="path of a data.yaml, the mapping in it, a Stream, or a loader that saves its own state",
             action="megaresume.attach(engine, 'data.yaml')",
         )
     return "loader" in kinds
@@ -162,7 +162,7 @@ def _gives_loaders(data: Any) -> bool:
 def _refuse_options(found: Sequence[str]) -> None:
     if found:
         raise UsageError(
-            "this option is of a stream of megaresume's",
+            "this option is for megaresume's streams",
             found=f"{', '.join(f'{name}=' for name in found)}, and a loader",
             expected="checkpoints= alone, beside a loader",
             action="leave it out; or give the engine a data.yaml",

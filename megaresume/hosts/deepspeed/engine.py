@@ -61,7 +61,7 @@ def check_ranks(stage: int | None, before: Topology | None, ranks: int, tag: str
     """
     if stage and before is not None and before.dp != ranks:
         raise CheckpointError(
-            "DeepSpeed cannot load ZeRO optimizer state on another number of ranks",
+            "DeepSpeed cannot load ZeRO optimizer state on a different number of ranks",
             found=f"{tag}, saved with ZeRO {before.zero_stage} on {before.dp} ranks; {ranks} now",
             expected=f"{before.dp} ranks",
             cause="the job was started on another number of nodes or GPUs",

@@ -271,7 +271,7 @@ class EngineData(Batches):
                 found=f"{len(self._count.out)} of {self._per_step} micro-batches handed out, and no step made",
                 expected="a step of all of them",
                 cause="train_batch failed in the middle",
-                action="to go on, load the last checkpoint",
+                action="to continue, load the last checkpoint",
             )
         self._open_step()
 
@@ -299,30 +299,30 @@ class EngineData(Batches):
 
     def detach(self, why: str) -> None:
         """Hand out nothing any more: the engine has other data now."""
-        self._closed = StateError("this data hands out nothing any more", cause=why)
+        self._closed = StateError("this data hands out nothing more", cause=why)
         self._close()
 
 
 def _lost(error: BaseException) -> StateError:
     return StateError(
-        "an error came between a micro-batch and the loop, and nothing is handed out any more",
+        "an error came between a micro-batch and the loop; no more data is handed out",
         found=f"{type(error).__name__}: {error}",
         expected="each micro-batch handed out, in its order",
-        cause="transform=, or the reading of the data, failed, and the loop caught the error and went on: the next "
+        cause="transform=, or the reading of the data, failed, and the loop caught the error and continued: the next "
         "micro-batch would have taken the place of the lost one",
-        action="mend what failed, and start again or call engine.load_checkpoint; try again within transform= what "
+        action="fix what failed, and start again or call engine.load_checkpoint; try again within transform= what "
         "may fail for a moment",
     )
 
 
 def _half_done(call: str, error: BaseException, weights: bool, *, reload: bool) -> StateError:
     return StateError(
-        f"{call} failed half-way, and nothing is trained any more",
+        f"{call} failed half-way, and no more training is possible",
         found=f"{type(error).__name__}: {error}",
         expected="each micro-batch once in the gradients of its step, and each step once in the weights",
-        cause="the loop caught the error and went on: tried again, the micro-batch would be in the gradients twice"
+        cause="the loop caught the error and continued: tried again, the micro-batch would be in the gradients twice"
         + (", or the step in the weights" if weights else ""),
-        action="mend what failed (a smaller micro-batch, if memory ran out), and start again"
+        action="fix what failed (a smaller micro-batch, if memory ran out), and start again"
         + (" or call engine.load_checkpoint" if reload else ": after it ZeRO 2 and 3 take no backward in this process")
         + "; a forward that failed may be tried again",
     )

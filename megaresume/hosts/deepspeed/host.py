@@ -332,8 +332,8 @@ def _check_key(client_state: Mapping[str, Any]) -> None:
     value = client_state.get(KEY)
     if value is not None and (not isinstance(value, Mapping) or value.get("format") != FORMAT):
         raise UsageError(
-            f"client_state has a key {KEY!r} of its own",
+            f"client_state already has a key {KEY!r}",
             found=f"{KEY}: {value!r:.60}",
-            expected="that key free: the data state goes there",
-            action="give yours another name",
+            expected="that key unused: megaresume stores the data state there",
+            action="rename yours",
         )

@@ -46,7 +46,7 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
         engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
         loader: Energon's ``get_savable_loader(...)``, torchdata's ``StatefulDataLoader(...)``, or any iterable with
             ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
-            data-parallel ranks itself. None on a rank that is sent its batches by another.
+            data-parallel ranks itself. None on a rank that receives its batches from another one.
         checkpoints: not ``elastic`` and ``adopt``.
 
     Returns:
@@ -61,7 +61,7 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
     facts.check_engine(engine)
     if checkpoints.elastic or checkpoints.adopt:
         raise UsageError(
-            "the state of a loader belongs to the ranks that saved it, and cannot be made up",
+            "the state of a loader belongs to the ranks that saved it, and cannot be reconstructed",
             found=f"Checkpoints(elastic={checkpoints.elastic}, adopt={checkpoints.adopt})",
             expected="neither, with a loader",
             action="remove them; a stream can change the number of ranks: megaresume.attach(engine, 'data.yaml')",
@@ -82,7 +82,7 @@ def _check_rank(engine: Any, loader: Any) -> None:
     own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
     if own != ours:
         raise UsageError(
-            "the loader is of another data-parallel rank than the engine",
+            "the loader and the engine are on different data-parallel ranks",
             found="rank {} of {}".format(*own),
             expected="rank {} of {}".format(*ours),
             action="leave dp_rank and dp_size out, or, with pipeline or sequence parallelism, give those of the engine",
@@ -90,7 +90,7 @@ def _check_rank(engine: Any, loader: Any) -> None:
 
 
 class AttachedLoader(EngineData):
-    """The batches of an engine from a loader with a state of its own. Iterate over it; made by `attach_loader`.
+    """The batches of an engine from a loader that saves its own state. Iterate over it; made by `attach_loader`.
 
     As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
     count, and is handed out again after a resume.
@@ -156,7 +156,7 @@ class AttachedLoader(EngineData):
             raise UsageError(
                 "this rank has no loader",
                 found="megaresume.attach(engine, None), and next(data)",
-                expected="a rank that is sent its batches by another",
+                expected="a rank that receives its batches from another one",
                 action="give megaresume.attach the loader on the ranks that read batches",
             )
         return self.reader

@@ -319,7 +319,7 @@ class LoaderReader:
                 found=f"{trained} batches trained, {self.handed} handed out",
                 expected="every micro-batch from this loader",
                 cause="the engine was fed from somewhere else too",
-                action="feed it from what megaresume returned, alone",
+                action="feed it only from what megaresume returned",
             )
         if trained == self.handed and self._snapshots[-1][0] != trained:
             self._snapshots.append((trained, self._take()))

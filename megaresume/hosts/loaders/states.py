@@ -87,12 +87,12 @@ class LoaderRecord:
         """
         if not isinstance(state, OpaqueState) or state.kind != "loader":
             raise StateError(
-                "the checkpoint was not trained on a loader, and this run has one of its own",
+                "the checkpoint was not trained on a loader, and this run has its own loader",
                 found="Megatron's own datasets" if state.kind == "order" else "a megaresume stream",
                 expected="the states of a loader",
                 cause="megaresume.attach was given a data config when it was saved, and is given a loader now",
-                action="go on with megaresume.attach(engine, 'data.yaml'); or load the weights alone and begin the "
-                "data anew",
+                action="continue with megaresume.attach(engine, 'data.yaml'); or load the weights alone and start the "
+                "data over",
             )
         fields = state.content
         try:
@@ -131,7 +131,7 @@ def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
             found=f"{now.kind}: {now.library}",
             expected=f"{then.kind}: {then.library}",
             cause="the loader was replaced between save and resume",
-            action="use the same loader; or load the weights alone and begin the data anew",
+            action="use the same loader; or load the weights alone and start the data over",
         )
     if (record.dp, then.workers) != (dp, now.workers):
         what = "data-parallel size" if record.dp != dp else "number of worker processes"
@@ -149,8 +149,8 @@ def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
             found=f"{now.batch_size} samples in a batch",
             expected=f"{then.batch_size} samples in a batch",
             cause="the micro-batch size was changed between save and resume",
-            action=f"go on with a micro-batch size of {then.batch_size}; the number of gradient accumulation steps may "
-            "change",
+            action=f"continue with a micro-batch size of {then.batch_size}; the number of gradient accumulation steps "
+            "may change",
         )
 
 
@@ -233,7 +233,7 @@ def _writers(offers: list[_Offer], dp_size: int, trained: int) -> list[int]:
         there = [number for number, offer in enumerate(offers) if offer.dp_rank == dp_rank and offer.rank is not None]
         if not there:
             raise UsageError(
-                f"data-parallel rank {dp_rank} has no loader, or one that was never asked for a batch",
+                f"data-parallel rank {dp_rank} has no loader, or one that no batch was taken from",
                 found=f"none of its processes hands out batches, after {trained} batches were trained",
                 expected="a loader on at least one process of every data-parallel rank",
                 cause="the model was fed from somewhere else",

@@ -130,7 +130,7 @@ def _write(host: MegatronHost, write: Callable[[], Any], save: Save) -> Any:
             save.defer()
             if is_rank_0():
                 print(
-                    "megaresume: this Megatron schedules asynchronous saves in a way of its own: the records beside "
+                    "megaresume: this Megatron schedules asynchronous saves in its own way: the records beside "
                     "the checkpoint are written by the next start",
                     flush=True,
                 )

@@ -184,7 +184,7 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
     if choice is not None and (choice.rejected or choice.notes):  # another one than is named
         args.ckpt_step = choice.iteration
         if is_rank_0():
-            print(f"megaresume: going on from {choice.tag}, the newest complete checkpoint", flush=True)
+            print(f"megaresume: resuming from {choice.tag}, the newest complete checkpoint", flush=True)
     return choice, beside
 
 
@@ -198,7 +198,7 @@ def after_load(current: MegatronHost, iteration: int, checkpoint_args: Any) -> N
     args = current.args
     if checkpoint_args is None:
         raise CheckpointError(
-            "the checkpoint gave no arguments back, and with them no count of the samples trained",
+            "the checkpoint has no arguments, and so no count of the samples trained",
             found=f"iteration {iteration} from {args.load}, without args",
             expected="the arguments that Megatron saves in every checkpoint",
             cause="the checkpoint was converted by a tool that drops them, or saved by another program",
@@ -223,7 +223,7 @@ def _check_batch_size(args: Any, saved: Any) -> None:
         found=f"{now} samples a step (data-parallel size {dp}, micro-batch size {mbs})",
         expected=f"{before}, as in the checkpoint, or a size that was asked for",
         cause="without the flag it is micro-batch size times data-parallel size, and the number of ranks changed",
-        action=f"--global-batch-size {before} to go on as before, or --global-batch-size {now} to change it",
+        action=f"--global-batch-size {before} to continue as before, or --global-batch-size {now} to change it",
     )
 
 
@@ -259,11 +259,11 @@ def _check_cyclic(args: Any, saved: Any) -> None:
     if old != new:
         words = ["data-parallel size {} x micro-batch size {}, data sharding {}".format(*each) for each in (new, old)]
         raise UsageError(
-            "--dataloader-type cyclic deals the samples out in another order now",
+            "--dataloader-type cyclic now deals out the samples in a different order",
             found=words[0],
             expected=f"{words[1]}, as in the checkpoint",
             cause="it shuffles within buckets that depend on the ranks: samples would be repeated and skipped",
-            action=f"{old[0]} data-parallel ranks with --micro-batch-size {old[1]}; or begin the data anew: "
+            action=f"{old[0]} data-parallel ranks with --micro-batch-size {old[1]}; or start the data over: "
             f"--dataloader-type single, {BEGIN_ANEW}",
         )
 
@@ -287,7 +287,7 @@ def after_restore(current: MegatronHost, envelope: Envelope, checkpoint_args: An
         return
     translated = " ".join(str(entry + (1 if was_0_based else -1)) for entry in skipped)
     raise UsageError(
-        "--iterations-to-skip means other iterations in this Megatron",
+        "--iterations-to-skip means different iterations in this Megatron",
         found=f"--iterations-to-skip {' '.join(map(str, skipped))}, megatron-core {current.project.version}, which "
         f"counts from {0 if is_0_based else 1}",
         expected=f"the iterations that megatron-core {version} skips by this list: it counts from "

@@ -79,7 +79,7 @@ def check_micro_batches(engine: Any, args: Any) -> None:
             found=f"train_micro_batch_size_per_gpu {found} in the DeepSpeed config, --micro-batch-size {expected}",
             expected="the same number in both",
             cause="the data makes micro-batches of the one size, and the engine counts those of a step by the other",
-            action="correct train_micro_batch_size_per_gpu, and go on from a checkpoint that equal sizes made",
+            action="correct train_micro_batch_size_per_gpu, and resume from a checkpoint saved with equal sizes",
         )
 
 
@@ -101,7 +101,7 @@ def _state_to_save(host: MegatronHost, iteration: int) -> Envelope:
             "the data state was not put on Megatron's args before the save",
             found=f"data state: {was}",
             expected=f"one of iteration {iteration}, sample {host.samples()}",
-            cause="the engine's save_checkpoint was called past Megatron's own save_checkpoint, or that was replaced",
+            cause="the engine's save_checkpoint was called without Megatron's save_checkpoint, or that was replaced",
             action="save through megatron.checkpointing.save_checkpoint",
         )
     return saved
@@ -171,6 +171,6 @@ def _check_pointed(choice: Choice, *, explicit: bool) -> None:
         + (latest.problem or tracker.problem or f"no file {LATEST}"),
         expected=f"a file {LATEST} with the name of the tag directory",
         cause="a save was killed while it wrote the pointer, or the directory was copied without it",
-        action=f"name one: --load-tag {choice.tag}; or write its name into {choice.load_dir / LATEST}; to begin "
-        "anew, leave out --load",
+        action=f"name one: --load-tag {choice.tag}; or write its name into {choice.load_dir / LATEST}; to start "
+        "over, leave out --load",
     )

@@ -36,7 +36,7 @@ def check_mode(kind: Kind | None, mode: str) -> None:
         found=f"mode {mode}",
         expected=saved,
         cause="a flag was left out or added between save and resume",
-        action=f"pass {flag}; or begin the data anew: {BEGIN_ANEW}",
+        action=f"pass {flag}; or start the data over: {BEGIN_ANEW}",
     )
 
 
@@ -58,10 +58,10 @@ def check_stages(config: StreamConfig, seq_length: int) -> None:
 def without_state(iteration: int, position: int) -> StateError:
     """The error for training that continues somewhere, without a stream's state to resume from."""
     return StateError(
-        "training goes on, but no data state was restored",
+        "training continues, but no data state was restored",
         found=f"iteration {iteration}, {position} samples trained, no data state",
         expected="the data state of the checkpoint that was loaded",
         cause="the checkpoint was saved without megaresume, or not with a megaresume stream",
-        action="go on with Megatron's own data: --megaresume-mode guard; or begin the data anew: "
+        action="continue with Megatron's own data: --megaresume-mode guard; or start the data over: "
         f"{BEGIN_ANEW}; or load a checkpoint that has one: megaresume inspect DIR",
     )

@@ -245,5 +245,5 @@ def _refusal(package: str) -> SetupError:
     elif locate(f"{package}.energon"):
         headline, cause = "no Megatron: only megatron-energon, the data loader", "PYTHONPATH does not name the checkout"
     else:
-        headline = f"the package called {package} is no Megatron that we know"
+        headline = f"the package called {package} is not a Megatron that we know"
     return SetupError(headline, found=places, expected=expected, cause=cause, action=action)

@@ -108,7 +108,7 @@ def check_content(path: Path) -> None:
 
 def _invalid(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{path.name} says nothing that can be loaded",
+        f"{path.name} names nothing that can be loaded",
         found=f"{path}: {found}",
         expected="the iteration of a checkpoint, or release",
         cause="a job was killed, or the disk was full, while Megatron wrote this file in place",
@@ -123,7 +123,7 @@ def _remedy(root: Path) -> str:
     except (MegaresumeError, OSError):
         return f"megaresume inspect {root}, then: echo ITERATION > {root / TRACKER}"
     if choice is None:
-        return f"rm {root / TRACKER}    (no checkpoint was ever committed in {root}: the run begins anew)"
+        return f"rm {root / TRACKER}    (no checkpoint was ever committed in {root}: the run starts over)"
     iteration = choice.iteration or 0
     return (
         f"echo {iteration} > {root / TRACKER}    (iter_{iteration:07d} is there; megaresume inspect {root} says more)"

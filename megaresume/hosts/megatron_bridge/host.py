@@ -151,7 +151,7 @@ class BridgeHost(TrainerHost):
             config,
             "config",
             missing=[name for name, owner in needed.items() if not hasattr(owner, name)],
-            headline="this is no config of Megatron-Bridge, or of another version",
+            headline="this is not a config of Megatron-Bridge, or it is from another version",
             expected="a megatron.bridge ConfigContainer with its checkpoint; 0.6.2 was tried",
         )
         check_new(own, "config")
@@ -167,7 +167,7 @@ class BridgeHost(TrainerHost):
             "checkpoint.ckpt_format": (own.ckpt_format != "torch_dist" and own.ckpt_format, "torch_dist"),
             "checkpoint.async_save": (own.async_save, f"{leave}: a save counts when all of its files are there"),
             "checkpoint.non_persistent_save_interval": (own.non_persistent_save_interval, "checkpoint.save_interval"),
-            "checkpoint.save_optim=False": (not own.save_optim, "set it: nobody can go on without the optimizer"),
+            "checkpoint.save_optim=False": (not own.save_optim, "set it: no run can resume without the optimizer"),
             "checkpoint.load_optim=False": (not own.load_optim, "checkpoint.pretrained_checkpoint loads weights alone"),
             "train.num_epochs": (getattr(config.train, "num_epochs", None), "train.train_iters"),
             "a virtual pipeline": (

@@ -274,7 +274,7 @@ def test_forgotten_load_other_places_and_names(tmp_path: Path) -> None:
     tried.accelerator.save_state()
     tried.accelerator.save_state()
     tried.accelerator.project_configuration.automatic_checkpoint_naming = False
-    with pytest.raises(UsageError, match="lie in one directory"):
+    with pytest.raises(UsageError, match="must be in one directory"):
         tried.accelerator.save_state(str(tmp_path / "elsewhere"))
     tried.accelerator.save_state(str(root / "best"))
     for batch in tried.loop:
@@ -307,7 +307,7 @@ def test_what_comes_after_attach(tmp_path: Path) -> None:
         tried.accelerator.save_state()
     tried.accelerator._custom_objects.pop()
     tried.accelerator.prepare(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(UsageError, match=r"prepared after megaresume\.attach"):
+    with pytest.raises(UsageError, match=r"prepared or removed after megaresume\.attach"):
         tried.accelerator.load_state()
     tried.loop.close()
 
@@ -334,7 +334,7 @@ def test_other_ways_to_train_on_several_devices_are_refused(tmp_path: Path, kind
     model = torch.nn.Linear(2, 1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     accelerator.state.distributed_type = DistributedType(kind)
-    with pytest.raises(UsageError, match=f"this way to train on several devices(.|\n)*{kind}(.|\n)*FSDP2"):
+    with pytest.raises(UsageError, match=f"this way of training on several devices(.|\n)*{kind}(.|\n)*FSDP2"):
         megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
 
 

@@ -59,7 +59,7 @@ def other_layouts(directory: Path, backend: str) -> None:
     done = launch(PROGRAM, directory, 1, attempt=3, epochs=3, backend=backend, on_change="stage")
     name = "FSDP" if backend.startswith("fsdp") else "DeepSpeed"
     if name == "DeepSpeed":
-        assert "DeepSpeed cannot load ZeRO optimizer state on another number of ranks" in done.stderr
+        assert "DeepSpeed cannot load ZeRO optimizer state on a different number of ranks" in done.stderr
         assert "on 2 ranks; 1 now" in done.stderr
     else:
         assert done.returncode == 0, done.stderr[-5000:]

@@ -85,7 +85,7 @@ def other_layouts(output: Path, options: Any) -> None:
     backend = "DeepSpeed" if "deepspeed" in options else "FSDP"
     done = launch(PROGRAM, output, 1, attempt=3, num_train_epochs=3, per_device_train_batch_size=4, **options)
     if backend == "DeepSpeed":
-        assert "DeepSpeed cannot load ZeRO optimizer state on another number of ranks" in done.stderr
+        assert "DeepSpeed cannot load ZeRO optimizer state on a different number of ranks" in done.stderr
         assert "on 2 ranks; 1 now" in done.stderr
     else:
         assert done.returncode == 0, done.stderr[-5000:]

@@ -130,7 +130,7 @@ def test_flags_are_taken_from_the_command_line(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--megaresume-mode", "guard"], "this mode is of Megatron"),
+        (["--megaresume-mode", "guard"], "this mode is for Megatron"),
         (["--megaresume-keep-last", "3"], "set save_total_limit of the Trainer"),
         (["--megaresume-data", "data.yaml"], "unknown flag --megaresume-data"),
         (["--megaresume-keep-every", "often"], "invalid int value"),

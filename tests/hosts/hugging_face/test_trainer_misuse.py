@@ -65,7 +65,7 @@ def test_a_batch_that_was_looked_at(tmp_path: Path) -> None:
     megaresume.attach(trainer)
     assert len(trainer.get_train_dataloader()) == 50  # which takes none
     next(iter(trainer.get_train_dataloader()))
-    with pytest.raises(StateError, match=r"read by somebody else(.|\n)*sample 2; the steps of the run at sample 0"):
+    with pytest.raises(StateError, match=r"something else read(.|\n)*sample 2; the steps of the run at sample 0"):
         trainer.train()
 
 

@@ -213,7 +213,7 @@ def test_a_batch_that_is_looked_at(directory: Path) -> None:
 
 def test_one_loader_for_training_and_validation(directory: Path) -> None:
     one = loader()
-    with pytest.raises(StateError, match=r"read by somebody else|moved while"):
+    with pytest.raises(StateError, match=r"something else read from the loader|moved while"):
         attached(directory, val_check_interval=2).fit(Module(directory), one, one)
 
 

@@ -113,7 +113,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         ],
         "batch_size": ["StateError", "the batch size of the loader changed, and its state counts in batches"],
         "kind": ["StateError", "the checkpoint was trained with another kind of loader"],
-        "rank": ["UsageError", "the loader is of another data-parallel rank than the engine"],
+        "rank": ["UsageError", "the loader and the engine are on different data-parallel ranks"],
         "damaged": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'damaged'} is complete"],
         "missing": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'missing'} is complete"],
         "attached_late": [
@@ -122,7 +122,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         ],
         "no_state": ["UsageError", "this loader has no state that could be saved"],
         "no_loader": ["UsageError", "this rank has no loader"],
-        "option": ["UsageError", "this option is of a stream of megaresume's"],
+        "option": ["UsageError", "this option is for megaresume's streams"],
     }
     assert found["dp"][2].startswith("start with 2 data-parallel ranks and 2 workers; or a stream")
     assert found["workers"][2].startswith("num_workers=2; or a stream of megaresume's")

@@ -233,7 +233,7 @@ def test_a_moved_load(mini: Mini, corpus: Path, tmp_path: Path) -> None:
         (TRAINING, call, call.replace("= load", '= __import__("fork_load").read')),
     ]
     run = mini(*flags(corpus, save, mode="guard"), script=str(fork(tmp_path, *edits)), num_processes=1)
-    refused(run, "training goes on at iteration 2, and no checkpoint was loaded through megaresume", "was not called")
+    refused(run, "training continues at iteration 2, and no checkpoint was loaded through megaresume", "was not called")
     assert run.steps() == {}
 
 
@@ -255,7 +255,7 @@ def test_nobody_asks_whether_to_stop(mini: Mini, corpus: Path, tmp_path: Path) -
     stop = ("--megaresume-stop-file", tmp_path / "stop")
     script = str(fork(tmp_path, (TRAINING, old, new)))
     run = mini(*flags(corpus, tmp_path / "save", *stop), script=script, num_processes=1)
-    refused(run, "nobody asked whether to stop")
+    refused(run, "nothing checked whether to stop")
 
 
 OWN_LOOP = """
@@ -309,7 +309,7 @@ def test_a_loop_on_megatron_core_alone(tmp_path: Path, loop: list[str], words: s
     ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
     done = run_python("-m", "megaresume.run", path, path=[REPOSITORY, MINI], **ranks)
     assert done.returncode == 1 and "weights unchanged" in done.stdout, done.stderr
-    assert done.stderr.count("megaresume: error: training begins, and megaresume has no part in it") == 1, done.stderr
+    assert done.stderr.count("megaresume: error: training begins without megaresume's hooks") == 1, done.stderr
     assert (
         words in done.stderr
         and "train in" in done.stderr

@@ -347,7 +347,7 @@ def layout(dp: int = 2, mbs: int = 2, **more: Any) -> Namespace:
 
 
 def test_no_arguments_came_back() -> None:
-    with pytest.raises(CheckpointError, match="gave no arguments back"):
+    with pytest.raises(CheckpointError, match="has no arguments"):
         checks.after_load(host_of(layout()), 10, None)
 
 
@@ -356,7 +356,7 @@ def test_batch_size_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--micro-batch-size", "2"])
     with pytest.raises(UsageError) as error:
         checks.after_load(host_of(now), 10, saved)
-    assert "--global-batch-size 4 to go on as before, or --global-batch-size 8" in str(error.value.action)
+    assert "--global-batch-size 4 to continue as before, or --global-batch-size 8" in str(error.value.action)
     assert "data-parallel size 2 -> 4" in str(error.value.found)
     for words in (["--global-batch-size", "8"], ["--global-batch-size=8"]):
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
@@ -386,7 +386,7 @@ def cyclic(**more: Any) -> Namespace:
 
 def test_cyclic_on_other_ranks() -> None:
     for changed in ({"dp": 4}, {"mbs": 1}, {"data_sharding": False}, {"dp": 4, "mbs": 1}):
-        with pytest.raises(UsageError, match="deals the samples out in another order") as error:
+        with pytest.raises(UsageError, match="deals out the samples in a different order") as error:
             checks.after_load(host_of(cyclic(**changed)), 10, cyclic())
         assert "2 data-parallel ranks with --micro-batch-size 2" in str(error.value.action)
     checks.after_load(host_of(cyclic()), 10, cyclic())

@@ -145,7 +145,7 @@ CONFLICTS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("two sequence lengths", "ok", {"seq_length": 128}),
     ("no training data", None, {}),
     ("no training data", None, {"valid_data_path": ["web"]}),
-    ("nothing to validate on", None, {"data_path": ["web"], "split": "100,0,0"}),
+    ("no validation data", None, {"data_path": ["web"], "split": "100,0,0"}),
     ("--sft with --data-path", None, {"sft": True, "data_path": ["web"]}),
     ("cannot be read", None, {"data_path": ["0.5", "web", "code"]}),
     ("cannot be read", None, {"data_args_path": "nowhere.txt"}),

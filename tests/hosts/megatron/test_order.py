@@ -102,7 +102,7 @@ def test_another_config_or_corpus_is_refused(config: dict[str, Any], tmp_path: P
 def test_a_state_that_was_edited_is_refused(config: dict[str, Any]) -> None:
     state = order_of(stream_of(config)).snapshot(160)
     forged = state.replace(digest="0" * 16)
-    with pytest.raises(StateError, match="does not stand where it was saved"):
+    with pytest.raises(StateError, match="is not at the sample where it was saved"):
         order_of(stream_of(config), forged, 80)
 
 

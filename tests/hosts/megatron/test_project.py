@@ -94,7 +94,7 @@ def test_only_the_wheel(find, tmp_path):
     [
         ("energon/__init__.py", "only megatron-energon"),
         ("neox_arguments/__init__.py", "gpt-neox is not supported"),
-        ("anything.py", "no Megatron that we know"),
+        ("anything.py", "not a Megatron that we know"),
         ("training/training.py", "not the training code of Megatron-LM as we know it"),
     ],
 )

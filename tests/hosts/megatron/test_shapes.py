@@ -192,7 +192,7 @@ def test_without_state_it_aborts(
     assert stock.status == 0, stock.output
     run = mini(*stream_flags, *sizes(), *where)
     assert run.status not in (0, -9)
-    assert "training goes on, but no data state was restored" in run.output
+    assert "training continues, but no data state was restored" in run.output
     assert not run.rows()
 
 
@@ -320,4 +320,4 @@ def test_batch_size_left_out(mini: Any, tmp_path: Path, guard_flags: list[object
     assert mini(*guard_flags, *sizes(iterations=3), *where, num_processes=1).status == 0
     run = mini(*guard_flags, "--train-iters", 6, "--micro-batch-size", 2, *where)
     assert run.status not in (0, -9)
-    assert "--global-batch-size 8 to go on as before, or --global-batch-size 4" in run.output
+    assert "--global-batch-size 8 to continue as before, or --global-batch-size 4" in run.output

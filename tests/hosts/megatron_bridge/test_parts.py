@@ -60,7 +60,7 @@ def config(**changes: Any) -> SimpleNamespace:
 def test_settings_that_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         attach(config(**changes), lambda rank, ranks: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(UsageError, match=r"no config of Megatron-Bridge(.|\n)*without train, model"):
+    with pytest.raises(UsageError, match=r"not a config of Megatron-Bridge(.|\n)*without train, model"):
         attach(SimpleNamespace(), lambda rank, ranks: None)  # type: ignore[arg-type, return-value]
 
 
@@ -79,10 +79,10 @@ def feed_of(made: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dp_rank": 1, "dp_size": 2, "accumulation": 1}, "different ideas of dp_rank"),
-        ({"dp_size": 2, "accumulation": 1}, "different ideas of dp_size"),
-        ({"batch_size": 1, "accumulation": 4}, "different ideas of micro-batches"),
-        ({"accumulation": 1}, r"different ideas of samples of a step(.|\n)*accumulation=2"),
+        ({"dp_rank": 1, "dp_size": 2, "accumulation": 1}, "disagree about dp_rank"),
+        ({"dp_size": 2, "accumulation": 1}, "disagree about dp_size"),
+        ({"batch_size": 1, "accumulation": 4}, "disagree about micro-batches"),
+        ({"accumulation": 1}, r"disagree about samples of a step(.|\n)*accumulation=2"),
         ({"max_epochs": 2}, "the last step of the data may be short"),
         ({"max_epochs": 1, "drop_last": True}, "the data ends before the run does"),
     ],

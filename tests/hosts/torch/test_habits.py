@@ -157,7 +157,7 @@ def catch_the_error(t: Tried) -> None:
         (forget_to_say, r"taken and not trained(.|\n)*loop\.stepped\(\) is missing"),
         (train_twice, "no micro-batch was taken for it"),
         (read_the_loader, r"no micro-batch was taken(.|\n)*for batch in loop"),
-        (evaluate_with_the_loader, "read by somebody else(.|\n)*sample 100; the steps of the run at sample 4"),
+        (evaluate_with_the_loader, "something else read(.|\n)*sample 100; the steps of the run at sample 4"),
         (evaluate_with_the_loop, "taken and not trained"),
         (save_before_the_step, r"in the middle of a step(.|\n)*end a step if loop\.ends_step"),
         (leave_before_it_is_said, r"in the middle of a step(.|\n)*left between that step and loop\.stepped\(\)"),
@@ -321,7 +321,7 @@ def test_what_is_fine(directory: Path, tried: Tried) -> None:
         ({"objects": {"model": 3}}, "'model' cannot be saved"),
         ({"objects": {"megaresume": torch.nn.Linear(1, 1)}}, "under another name"),
         ({"objects": {}}, "no model to save"),
-        ({"objects": {"m": torch.nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)])}}, "parameters that no module"),
+        ({"objects": {"m": torch.nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)])}}, "no single module of"),
         ({"loader": torch.utils.data.DataLoader(Numbers())}, "a loader of megaresume's"),
         ({"loader": Numbers()}, "a loader of megaresume's"),
         (

@@ -43,7 +43,7 @@ def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
         ("another size", "process 0: 0 of 2, process 1: 1 of 3"),
         ("one process, ddp", "DDP or FSDP over 2 processes, and a loader with dp_size=1(.|\n)*dp_size=2"),
         ("one process, fsdp2", "DDP or FSDP over 2 processes, and a loader with dp_size=1(.|\n)*dp_size=2"),
-        ("fsdp1", r"FSDP1 cannot be used in a loop of your own(.|\n)*fully_shard\(model\)"),
+        ("fsdp1", r"FSDP1 cannot be used in your own loop(.|\n)*fully_shard\(model\)"),
         ("batch size", "disagree on the batches(.|\n)*batch_size=2,(.|\n)*batch_size=3,"),
         ("accumulation", "disagree on the batches(.|\n)*accumulation=1,(.|\n)*accumulation=2,"),
         ("schedule", "disagree on the batches(.|\n)*8(.|\n)*12"),

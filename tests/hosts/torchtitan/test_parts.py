@@ -91,7 +91,7 @@ def test_loaders_that_are_refused() -> None:
         attach(mine)
     mine = trainer()
     mine.dataloader = megaresume.DataLoader(torch.arange(10), batch_size=2, dp_rank=1, dp_size=2)
-    with pytest.raises(UsageError, match="different ideas of dp_rank"):
+    with pytest.raises(UsageError, match="disagree about dp_rank"):
         attach(mine)
     mine.dataloader = megaresume.DataLoader(torch.arange(10), batch_size=2, max_epochs=2)
     with pytest.raises(UsageError, match="the last step of the data may be short"):

@@ -60,7 +60,7 @@ def test_its_end_with_another_batch_size() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"no supervised trainer(.|\n)*without ckpt_handler, training_client"):
+    with pytest.raises(UsageError, match=r"not a supervised trainer(.|\n)*without ckpt_handler, training_client"):
         attach(SimpleNamespace(train_dataset=None, fit=None))
     handler = SimpleNamespace(default_hdfs_dir="hdfs://there", max_ckpt_to_keep=None, default_local_dir="/save")
     trainer = SimpleNamespace(ckpt_handler=handler, training_client=None, train_dataset=None, fit=None)
@@ -135,7 +135,7 @@ def test_prompts_that_are_refused() -> None:
     for found, step, words in (
         (None, 4, "no data.pt in global_step_4"),
         ({"_num_yielded": 4}, 4, "written without megaresume"),
-        (state, 6, r"of different steps(.|\n)*data.pt of step 4"),
+        (state, 6, r"from different steps(.|\n)*data.pt of step 4"),
     ):
         other = Driver(2, found, step, seed=None)
         attach_prompts(other)
@@ -148,7 +148,7 @@ def test_prompts_that_are_refused() -> None:
     assert isinstance(other.train_dataloader, Prompts)
     with pytest.raises(UsageError, match="has its data already"):
         attach_prompts(other)
-    with pytest.raises(UsageError, match="no trainer of VeRL's reinforcement learning"):
+    with pytest.raises(UsageError, match="not a reinforcement-learning trainer of VeRL's"):
         attach_prompts(SimpleNamespace())
     other = Driver(2, seed=1)
     other.train_dataset = SimpleNamespace(on_batch_end=None)

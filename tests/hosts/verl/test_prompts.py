@@ -98,7 +98,7 @@ def test_what_is_refused(python: str, killed: dict[str, Path], tmp_path: Path) -
             {"directory": path, "trainer": trainer, "items": 90 if name == "other" else 100}
             for name, path in cases.items()
         ]
-        words |= {f"{trainer}-none": "no data.pt in global_step_18", f"{trainer}-mixed": "of different steps"}
+        words |= {f"{trainer}-none": "no data.pt in global_step_18", f"{trainer}-mixed": "from different steps"}
         words[f"{trainer}-other"] = "documents"
     assert run(python, *runs, {"directory": foreign}) == 0
     for name, found in words.items():

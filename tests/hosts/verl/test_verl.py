@@ -86,7 +86,7 @@ def test_more_data_and_epochs(python: str, copy: Path, order: list[int]) -> None
 
 @pytest.mark.release
 def test_what_is_refused(python: str, copy: Path, tmp_path: Path) -> None:
-    assert "the weights in global_step_16 are of another number of ranks" in refusal(python, copy, 1, attempt=2)
+    assert "the weights in global_step_16 are from a different number of ranks" in refusal(python, copy, 1, attempt=2)
     (copy / "global_step_16" / "data_0.pt").unlink()
     (copy / "global_step_8" / "data_0.pt").write_bytes(b"")
     said = refusal(python, copy, 2, attempt=2)

@@ -140,7 +140,7 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
         before, source = choice.step.topology, choice.tag_dir
         stage, saved = before.zero_stage or 0, before.dp * before.cp
         error = CheckpointError(
-            "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
+            "DeepSpeed cannot load ZeRO optimizer state on a different number of data-parallel ranks",
             found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
             f"{now.ranks} now, with ZeRO {now.zero_stage}",
             expected=f"{saved} data-parallel ranks, or a universal checkpoint",

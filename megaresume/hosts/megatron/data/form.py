@@ -131,11 +131,11 @@ def _check_images(args: Any, *, text: bool) -> None:
             "Megatron-DeepSpeed's scripts take no images",
             found="a data config with images",
             expected="sources of text",
-            action="train with megaresume.attach in a DeepSpeed loop of your own, or with Megatron-LM",
+            action="train with megaresume.attach in your own DeepSpeed loop, or with Megatron-LM",
         )
     if args.dataloader_type != "external":
         raise UsageError(
-            "batches with images are of different sizes: Megatron's loader cannot stack them",
+            "batches with images have different sizes: Megatron's loader cannot stack them",
             found=f"--dataloader-type {args.dataloader_type} and a data config with images",
             expected="--dataloader-type external, and a get_batch that takes whole batches",
             action="pass --dataloader-type external; in get_batch, megaresume.batches.models.for_mcore_llava(batch) "
@@ -144,7 +144,7 @@ def _check_images(args: Any, *, text: bool) -> None:
 
 
 def _check_sources_of_text(spans: Sequence[str], fillers: Sequence[str]) -> None:
-    way = "train with megaresume.attach in a DeepSpeed loop of your own, or with Megatron-LM"
+    way = "train with megaresume.attach in your own DeepSpeed loop, or with Megatron-LM"
     if spans:
         raise UsageError(
             "Megatron-DeepSpeed trains every token, and there are sources that say which are trained",

@@ -153,9 +153,9 @@ def _check(current: MegatronHost) -> None:
     if position and (loaded is None or loaded.kind != "loader" or loaded.samples != position):
         has = "none" if loaded is None else f"{loaded.kind}, sample {loaded.samples}"
         raise StateError(
-            "training goes on, but no state of the loader belongs to its position",
+            "training continues, but no state of the loader belongs to its position",
             found=f"iteration {args.iteration}, {position} samples trained; state in the checkpoint: {has}",
             expected=f"the states of all loaders after sample {position}",
             cause="it was saved without megaresume or with another --dataloader-type; or the counter was overridden",
-            action=f"begin the data anew: {BEGIN_ANEW}; or load a checkpoint that has them: megaresume inspect DIR",
+            action=f"start the data over: {BEGIN_ANEW}; or load a checkpoint that has them: megaresume inspect DIR",
         )

@@ -86,7 +86,7 @@ class StreamOrder(Data):
         digest = stream.digest_at(state.samples)
         if digest != state.digest:
             raise StateError(
-                "the restored stream does not stand where it was saved",
+                "the restored stream is not at the sample where it was saved",
                 found=f"digest {digest} at sample {state.samples}",
                 expected=f"digest {state.digest}",
                 cause="the state was edited, or a corpus has other lengths than its fingerprint says",
@@ -125,7 +125,7 @@ class StreamOrder(Data):
         """
         if state != self.state:
             raise StateError(
-                "the stream was opened at another state than the one that was loaded",
+                "the stream was opened with a different state from the one that was loaded",
                 found=f"sample {self.position}",
                 expected=f"sample {state.samples}, digest {state.digest}",
                 cause="a second checkpoint was loaded after the data was built",

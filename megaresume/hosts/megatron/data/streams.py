@@ -163,7 +163,7 @@ def read_data(args: Any, data_file: str | None, named: DataConfig | None = None)
     if parts["valid"] is None and hasattr(args, "multiple_validation_sets"):
         # These versions evaluate even so, and fail at the first evaluation with a TypeError.
         raise UsageError(
-            "there is nothing to validate on",
+            "there is no validation data",
             found=f"--eval-iters {args.eval_iters}, and no validation data",
             expected="validation data, or no evaluation",
             action="pass --eval-iters 0, or give validation a share in --split (or --valid-data-path)",
@@ -215,7 +215,7 @@ def _refuse(args: Any, data_file: str | None) -> None:
     split = {name: flag for name, flag in _CLASSIC.items() if name not in ("data_path", "data_args_path")}
     if _given(args, split) and getattr(args, "split", None) and not _split_is_a_default(args):
         raise UsageError(
-            "--split has no meaning where every part has its own data",
+            "--split has no meaning if every part has its own data",
             found=f"--split {args.split}, {_given(args, split)}",
             expected="one of the two",
             action="remove --split",
@@ -235,7 +235,7 @@ def _from_yaml(args: Any, data_file: str, named: DataConfig) -> dict[Part, PartD
             "two seeds",
             found=f"seed {seed} in {data_file}, --seed {args.seed}",
             expected="the same number, or none in the data config",
-            cause="--seed is 1234 where it is not given",
+            cause="--seed is 1234 if it is not given",
             action=f"pass --seed {seed}, or remove seed from {data_file}",
         )
     split = str(getattr(args, "split", None) or DEFAULT_SPLIT)

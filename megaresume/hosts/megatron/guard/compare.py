@@ -71,7 +71,7 @@ def refuse(differences: Sequence[Difference], samples: int) -> StateError:
         action="restore: "
         + "; ".join(dict.fromkeys(d.restore for d in differences))
         + f". Or, if it is meant: --megaresume-accept {accept} "
-        "(Megatron's new order from here on; noted in the checkpoints for ever)",
+        "(Megatron's new order from here on; recorded in the checkpoints permanently)",
     )
 
 

@@ -126,8 +126,8 @@ def unguarded(record: BuilderRecord, datasets: Iterable[Any]) -> list[str]:
             notes.append(f"the {name} set ({record.dataset}) builds no index: its documents are recorded, no order")
         if any(hasattr(component, "np_rng") for component in components_of(dataset)):
             notes.append(
-                f"the {name} set ({record.dataset}) draws random numbers from one generator per process, which starts "
-                "anew at every start: the documents are pinned, but NOT what the dataset does with them "
+                f"the {name} set ({record.dataset}) draws random numbers from one generator per process, which "
+                "restarts at every start: the documents are pinned, but NOT what the dataset does with them "
                 "(fill-in-the-middle splits will differ after a resume)"
             )
     return notes

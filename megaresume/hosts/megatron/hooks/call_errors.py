@@ -51,12 +51,12 @@ def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
     if current is None:
         return known_to_all(
             SetupError(
-                "training begins, and megaresume has no part in it",
+                "training begins without megaresume's hooks",
                 found=found,
                 expected=expected,
                 cause="the script trains on megatron-core with a loop of another package (Megatron-Bridge, NeMo) or of "
                 "its own, not through pretrain() of megatron.training",
-                action="start it without megaresume.run; in a loop of your own: megaresume.attach (DeepSpeed) or "
+                action="start it without megaresume.run; in your own loop: megaresume.attach (DeepSpeed) or "
                 "megaresume.StreamLoader",
             )
         )
@@ -76,10 +76,10 @@ def not_loaded(iteration: int) -> MegaresumeError:
     name = seam_name(LOAD)
     return known_to_all(
         SetupError(
-            f"training goes on at iteration {iteration}, and no checkpoint was loaded through megaresume",
+            f"training continues at iteration {iteration}, and no checkpoint was loaded through megaresume",
             found=f"{name} " + ("has loaded none for these arguments" if LOAD in called else "was not called"),
             expected="a load through it: it reads the state of the data in the checkpoint",
-            cause="a fork loads with a function of its own, or replaced Megatron's arguments after the load",
+            cause="a fork loads with its own function, or replaced Megatron's arguments after the load",
             action=f"load through {name}; or --megaresume-mode off, which restores and records nothing",
         )
     )
@@ -98,7 +98,7 @@ def not_read(taken: int, trained: int) -> MegaresumeError:
         found=f"{trained} samples trained, {taken} of them taken from it; {_loop(sys._getframe())} trains on other "
         f"batches{_others()}",
         expected=f"the training iterator that {name} returns, for every step",
-        cause="the loop builds its data a second time, in a way of its own",
+        cause="the loop builds its data a second time, in its own way",
         action=f"train on what {name} returns; or --megaresume-mode off",
     )
 
@@ -128,7 +128,7 @@ def without_state(samples: int) -> MegaresumeError:
         "a checkpoint is about to be written without the state of its data",
         found=f"{_loop(sys._getframe())} writes the checkpoint, and {name} was not called for it",
         expected=f"{name}, which puts the state of {samples} samples into it",
-        cause="a fork saves with a function of its own, or moved the one that we wrap",
+        cause="a fork saves with its own function, or moved the one that we wrap",
         action=f"save through {name}; or --megaresume-mode off. Load the checkpoint before this one: the files of this "
         "one are not complete",
     )
@@ -142,7 +142,7 @@ def saved_past_us(current: MegatronHost, tracker: str) -> MegaresumeError:
         found=f"{current.args.save}/{TRACKER} says {tracker}, and {name} "
         + (f"was called for {', '.join(sorted(current.saved))} only" if current.saved else "was never called"),
         expected=f"saves through {name}",
-        cause="a fork saves with a function of its own, or moved the one that we wrap",
+        cause="a fork saves with its own function, or moved the one that we wrap",
         action=f"save through {name}; these checkpoints hold no data: load them with {BEGIN_ANEW}",
     )
 
@@ -151,11 +151,11 @@ def not_asked(current: MegatronHost) -> MegaresumeError:
     """Our stop flags were given, and nobody has asked whether to stop."""
     name = seam_name(SIGNALS)
     return SetupError(
-        "nobody asked whether to stop: --megaresume-stop-file and --megaresume-stop-before-end had no effect",
+        "nothing checked whether to stop: --megaresume-stop-file and --megaresume-stop-before-end had no effect",
         found=f"{name} was never called while samples {current.first_samples} to "
         f"{current.args.consumed_train_samples} were trained",
         expected="a question after every step",
-        cause="a fork asks its signal handler in another way",
+        cause="a fork asks its signal handler in a different way",
         action=f"call {name} after every step; or leave the two flags out",
     )
 

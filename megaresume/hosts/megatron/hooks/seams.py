@@ -135,7 +135,7 @@ SEAMS: tuple[Seam, ...] = (
         factory=Factory("checks.around_validate_args"),
         kinds=_READ_METADATA,
         used_by=("initialize",),
-        why="has the last word on the arguments: refuses what would silently change the data",
+        why="validates the arguments: refuses what would silently change the data",
     ),
     Seam(
         role="checkpointing",

@@ -157,7 +157,7 @@ def _fit(script: Script, recipe: Recipe, beside: Beside | None) -> Fit | str:
     found = {name: script.uses(name, recipe.calls[name]) for name in (recipe.provider.of, recipe.flags.of)}
     for name, uses in found.items():
         if not uses.calls and uses.handed_on:
-            return f"it calls no {name}, but hands it on ({script.quote(uses.handed_on[0])})"
+            return f"it calls no {name}, but passes it on ({script.quote(uses.handed_on[0])})"
         if not uses.calls:
             return f"it does not call {name} of {' or '.join(recipe.calls[name].modules)}"
     if beside is not None and (reason := beside.why_not(recipe)) is not None:
@@ -195,7 +195,7 @@ def _the_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call
             f"{name} is called {len(uses.calls)} times",
             found=script.quote(*uses.calls),
             expected=f"one call of {name}",
-            cause="a script that trains in several ways; which of them is meant cannot be told",
+            cause="a script that trains in several ways; it is not clear which one is meant",
         )
     if uses.rebound or uses.handed_on:
         raise refusal(
@@ -206,7 +206,7 @@ def _the_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call
             expected=f"{name} bound by its import from {modules} alone, and called",
             cause="the name is bound more than once: Python calls what was bound last, which may take other arguments"
             if uses.rebound
-            else "it is handed on to something else, which may call it with other arguments",
+            else "it is passed to something else, which may call it with other arguments",
         )
     return uses.calls[0]
 

@@ -66,7 +66,7 @@ class Codemod(cst.CSTTransformer):
                 f"{wanted.parameter} of {wanted.of} cannot be told",
                 found=f"{self.script.quote(argument)}: {reason}",
                 expected=f"a function with 1 required parameter, or a name like {wanted.named}",
-                cause="a script that the recipe is not for, or a provider that is made elsewhere",
+                cause="a script that the recipe was not written for, or a provider that is made elsewhere",
             )
         return argument
 

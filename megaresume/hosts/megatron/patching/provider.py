@@ -100,7 +100,7 @@ class Judge:
                     raise _Unclear(f"it is bound in a way that cannot be followed ({self.script.quote(binding)})")
                 yield from self._needs(assign.value)
             case _:
-                raise _Unclear(f"it is no function ({self.script.quote(binding)})")
+                raise _Unclear(f"it is not a function ({self.script.quote(binding)})")
 
     def _named(self, node: cst.CSTNode, *names: str) -> _Needed:
         if not any(re.search(self.named, name) for name in names):

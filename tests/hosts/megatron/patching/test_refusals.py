@@ -158,7 +158,7 @@ def test_a_script_without_evidence_for_any_layout():
     [
         ("print(1)\n", "megatron-lm-0.19: it does not call pretrain of megatron.training or"),
         ("", "it does not call pretrain of megatron.training or"),
-        (LM + "\n\ndef f(go):\n    go(pretrain)\n", "it calls no pretrain, but hands it on"),
+        (LM + "\n\ndef f(go):\n    go(pretrain)\n", "it calls no pretrain, but passes it on"),
         (with_call(LM, "pretrain(datasets_provider, model_provider, forward_step)"), "would be forward_step, not"),
         (with_call(LM, "pretrain(1, 2)"), "has no model_type"),
         (with_call(LM, CALL.format("1").replace(")", ", 5, 6, 7, 8)")), "8 positional arguments"),
