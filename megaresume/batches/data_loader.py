@@ -297,7 +297,7 @@ class DataLoader(RankLoader):
         schedule = self.stream.schedule
         assert schedule is not None
         batches, short = schedule.until(sample), (sample - self.stream.start) % self.step_samples
-        if short and self.balance is not None and (self.drop_last or self.goes_on(sample)):
+        if short and self.balance is not None and (self.drop_last or self.has_batches_at(sample)):
             raise StateError(
                 "there is no state inside a step with balanced ranks",
                 found=f"sample {sample}, {short} samples after the beginning of a step of {self.step_samples}",
@@ -309,7 +309,7 @@ class DataLoader(RankLoader):
             batches = (*schedule.until(sample - short), (sample - short, short))
         return self.stream.state_at(sample, batches=batches)
 
-    def goes_on(self, sample: int) -> bool:
+    def has_batches_at(self, sample: int) -> bool:
         """Whether the run has a micro-batch for every rank there; with ``drop_last``, a step that begins there."""
         wanted = self.step_samples if self.drop_last else self.dp_size
         if self.stop is not None and sample + wanted > self.stop:

@@ -83,7 +83,7 @@ class Launch:
     name: str
 
 
-class Job(Protocol):
+class RunningLaunch(Protocol):
     """A launch that was started."""
 
     def running(self) -> bool:
@@ -127,7 +127,7 @@ class Launcher(Protocol):
             SetupError: no Slurm here, no permission, clocks of nodes that differ, a directory that not every node sees.
         """
 
-    def start(self, launch: Launch, *, after: Job | None = None) -> Job:
+    def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
         """Start it; ``after``: it continues where this stopped job was."""
 
 

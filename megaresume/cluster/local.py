@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from megaresume.checkpoint.system import stat_fields
-from megaresume.cluster.job import Job, Kind, Launch
+from megaresume.cluster.job import Kind, Launch, RunningLaunch
 from megaresume.stream.errors import SetupError
 
 _FIRST = 10_000
@@ -232,13 +232,13 @@ class LocalJob(Processes):
             return file.read().decode("utf-8", "replace")
 
     def stop(self, kind: Kind) -> float:
-        """See `Job`: whatever the kind, all of it is killed at once."""
+        """See `RunningLaunch`: whatever the kind, all of it is killed at once."""
         at = time.time()
         self.kill()
         return at
 
     def close(self) -> None:
-        """See `Job`."""
+        """See `RunningLaunch`."""
         self.kill()
 
     def __enter__(self) -> Self:
@@ -288,7 +288,7 @@ class LocalPrograms:
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
         """See `Launcher`."""
 
-    def start(self, launch: Launch, *, after: Job | None = None) -> Job:
+    def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
         """See `Launcher`."""
         output = launch.run_dir / f"{launch.name}.log"
         return LocalJob(self._program, launch.flags, num_processes=launch.ranks_per_node, output=output)
@@ -323,7 +323,7 @@ class LocalLauncher:
                 action="run the test on a node of the cluster",
             )
 
-    def start(self, launch: Launch, *, after: Job | None = None) -> Job:
+    def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
         """See `Launcher`."""
         return LocalScript(self._script, launch, grace=self._grace)
 
@@ -348,7 +348,7 @@ class LocalScript(Processes):
                 self._processes.append(self._start(["bash", str(script), *launch.flags], env, file))
 
     def stop(self, kind: Kind) -> float:
-        """See `Job`."""
+        """See `RunningLaunch`."""
         at = time.time()
         if kind in _SENT:
             for process in self._processes:
@@ -385,11 +385,11 @@ class LocalScript(Processes):
         return at
 
     def text(self) -> str:
-        """See `Job`."""
+        """See `RunningLaunch`."""
         return "".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs)
 
     def close(self) -> None:
-        """See `Job`."""
+        """See `RunningLaunch`."""
         self.kill()
 
     def _gone_within(self, seconds: float) -> bool:

@@ -87,7 +87,7 @@ def assemble(records: Iterable[dict[str, Any]]) -> RunRecords:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class RecordComparison:
     """Whether the run trained on what the twin trained on."""
 
     steps: int
@@ -107,7 +107,7 @@ class Comparison:
         return not (self.different_samples or self.different_content or self.missing) and self.steps > 0
 
 
-def compare_all(twin: RunRecords, run: RunRecords) -> Comparison:
+def compare_all(twin: RunRecords, run: RunRecords) -> RecordComparison:
     """Compare every step that the run did, also those that a kill made it do again."""
     done: dict[int, list[dict[str, Any]]] = {step: [record] for step, record in run.steps.items()}
     for record in run.lost:
@@ -126,7 +126,7 @@ def compare_all(twin: RunRecords, run: RunRecords) -> Comparison:
         for step, expected in twin.steps.items()
         if step in run.steps and "loss_hex" in run.steps[step] and "loss_hex" in expected
     ]
-    return Comparison(
+    return RecordComparison(
         steps=len(twin.steps),
         redone=len(run.lost),
         different_samples=differing("samples", "order", "digest"),
@@ -235,7 +235,7 @@ class Losses:
 class Outcome:
     """The comparison."""
 
-    all: Comparison
+    all: RecordComparison
     losses: Losses
     #: steps that both runs have; steps whose hashes can be compared directly.
     compared: int

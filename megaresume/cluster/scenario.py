@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.job import Job, Kind, Launch, Launcher, Watch
+from megaresume.cluster.job import Kind, Launch, Launcher, RunningLaunch, Watch
 from megaresume.cluster.records import RunRecords, read_any
 from megaresume.stream.errors import MegaresumeError, SetupError
 
@@ -73,7 +73,7 @@ class Attempt:
 
 
 @dataclass(kw_only=True, slots=True)
-class Stopped:
+class StopResult:
     """One stop, and how the run came back; None if it did not."""
 
     kind: str
@@ -99,7 +99,7 @@ class Found:
     """What became of the run."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    stops: list[Stopped] = field(default_factory=list)
+    stops: list[StopResult] = field(default_factory=list)
     #: what proves that it failed, or proved nothing; what is worth knowing besides.
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Scenario:
         self.launcher, self.found = launcher, found
         self.layouts, self.undisturbed, self.stops = layouts, undisturbed, stops
         self.steps, self.save_interval, self.patience = steps, save_interval, patience
-        self._jobs: list[Job] = []
+        self._jobs: list[RunningLaunch] = []
 
     # ---- what is launched, and what is said: of a subclass
 
@@ -168,7 +168,7 @@ class Scenario:
     def began(self, number: int, layout: Any) -> None:
         """An attempt was launched."""
 
-    def came_back(self, attempt: Attempt, stopped: Stopped) -> None:
+    def came_back(self, attempt: Attempt, stopped: StopResult) -> None:
         """An attempt has done its first step, after a stop."""
 
     def was_stopped(self, attempt: Attempt, kind: Kind, text: str) -> None:
@@ -212,7 +212,7 @@ class Scenario:
             GaveUp, SetupError: it cannot be stopped, did not come back, or came back as another run.
         """
         watch = self._watch("run")
-        job: Job | None = None
+        job: RunningLaunch | None = None
         try:
             for number, layout in enumerate(self.layouts, start=1):
                 job = self._start("run", layout, job)
@@ -233,7 +233,7 @@ class Scenario:
             except SetupError as problem:
                 self.found.problems.append(str(problem))
 
-    def _attempt(self, number: int, layout: Any, job: Job, watch: Watch, stop: Stop | None) -> None:
+    def _attempt(self, number: int, layout: Any, job: RunningLaunch, watch: Watch, stop: Stop | None) -> None:
         found, name, before = self.found, f"attempt {number}", watch.step
 
         def first_step() -> bool:
@@ -258,7 +258,7 @@ class Scenario:
         else:
             self._stop(stop, attempt, job, watch)
 
-    def _stop(self, stop: Stop, attempt: Attempt, job: Job, watch: Watch) -> None:
+    def _stop(self, stop: Stop, attempt: Attempt, job: RunningLaunch, watch: Watch) -> None:
         # Seen late, the run may be just at a checkpoint: a little later, so that a stop without warning costs steps.
         self._until(
             job, watch, lambda: watch.reached(0) and self.may_stop(attempt, watch.step), f"attempt {attempt.number}"
@@ -275,7 +275,7 @@ class Scenario:
         self._check_starts(attempt.number, watch)
         attempt.last = watch.step
         after = self.layouts[attempt.number]
-        stopped = Stopped(kind=stop.kind, before=attempt.layout, after=after, step=watch.step, at=at)
+        stopped = StopResult(kind=stop.kind, before=attempt.layout, after=after, step=watch.step, at=at)
         self.found.stops.append(stopped)
         if watch.step >= self.steps:
             raise GaveUp(
@@ -314,7 +314,7 @@ class Scenario:
             data_seconds=None if None in parts else sum(part for part in parts if part is not None),
         )
 
-    def _note_return(self, stopped: Stopped, attempt: Attempt, before: int) -> None:
+    def _note_return(self, stopped: StopResult, attempt: Attempt, before: int) -> None:
         stopped.resumed_from, stopped.after = attempt.first, attempt.layout
         stopped.seconds = attempt.first_step_at - stopped.at
         stopped.data_seconds = attempt.data_seconds
@@ -365,7 +365,7 @@ class Scenario:
 
     # ---- a job
 
-    def _start(self, name: str, layout: Any, after: Job | None) -> Job:
+    def _start(self, name: str, layout: Any, after: RunningLaunch | None) -> RunningLaunch:
         job = self.launcher.start(self.launch(name, layout), after=after)
         if job not in self._jobs:
             self._jobs.append(job)
@@ -374,7 +374,7 @@ class Scenario:
     def _watch(self, name: str) -> Watch:
         return Watch(self.records(name), self.steps, f"  {name}", read=read_any)
 
-    def _until(self, job: Job, watch: Watch, condition: Callable[[], bool], who: str) -> bool:
+    def _until(self, job: RunningLaunch, watch: Watch, condition: Callable[[], bool], who: str) -> bool:
         """Wait for it; False: the job ended before."""
         since = time.monotonic()
         while True:
@@ -393,7 +393,7 @@ class Scenario:
                 )
             time.sleep(POLL)
 
-    def _wait(self, job: Job, who: str) -> None:
+    def _wait(self, job: RunningLaunch, who: str) -> None:
         try:
             status = job.wait(ENDING)
         except SetupError as error:
@@ -401,7 +401,7 @@ class Scenario:
         if status:
             raise GaveUp(f"{who} failed after its last step", found=f"status {status}", output=_tail(job))
 
-    def _no_steps(self, who: str, name: str, watch: Watch, job: Job) -> GaveUp:
+    def _no_steps(self, who: str, name: str, watch: Watch, job: RunningLaunch) -> GaveUp:
         """The job has ended, and its last step is not that of the plan."""
         status = job.wait(ENDING)
         if watch.records is None and not status:
@@ -424,7 +424,7 @@ class Scenario:
 _IGNORED = "the launch script ignores its arguments, and so --megaresume-log-samples; or the program does not know it"
 
 
-def _tail(job: Job, characters: int = 2000) -> str:
+def _tail(job: RunningLaunch, characters: int = 2000) -> str:
     """The end of its output, without what a launcher adds when a rank has failed."""
     text = job.text()
     ends = [

@@ -168,12 +168,12 @@ class DiskCache:
                 deleted += entry.nbytes
         return left, deleted
 
-    def _entries(self, directory: int) -> Iterator[_Entry]:
+    def _entries(self, directory: int) -> Iterator[_CacheEntry]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.directory / f"{directory:02x}") as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     stat = entry.stat(follow_symlinks=False)
-                    yield _Entry(stat.st_mtime, _allocated(stat.st_size), entry.path)
+                    yield _CacheEntry(stat.st_mtime, _allocated(stat.st_size), entry.path)
 
 
 @dataclass
@@ -183,7 +183,7 @@ class _Used:
 
 
 @dataclass(frozen=True, order=True)
-class _Entry:
+class _CacheEntry:
     #: seconds since 1970.
     used: float
     nbytes: int

@@ -27,7 +27,7 @@ from megaresume.data.row_lines import bounds_of
 from megaresume.data.shard_files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
 from megaresume.data.shard_paths import join, resolved
 from megaresume.data.streams import unpacked
-from megaresume.data.tar import Extent, check_plain
+from megaresume.data.tar import RecordExtent, check_plain
 from megaresume.encoding.images.document import Record
 from megaresume.stream.errors import CorpusError
 
@@ -73,7 +73,7 @@ def missing_folder(headline: str, found: str) -> CorpusError:
 
 def walk_rows(
     file: BlockFile, path: str, start: int, stop: int, counted: Callable[[int], object] = lambda lines: None
-) -> Iterator[Extent]:
+) -> Iterator[RecordExtent]:
     """The rows of JSON lines that begin in [start, stop), bytes of the file; lines of white space are passed over.
 
     Args:
@@ -95,7 +95,7 @@ def walk_rows(
     number = 0
     for first, end, number in bounds_of(_lines_before(stop, lines, start, path), at=start, ends=b"\r\n"):
         if end > first:
-            yield Extent(f"byte {first}", first, end - first, line=number)
+            yield RecordExtent(f"byte {first}", first, end - first, line=number)
     counted(number)
 
 
@@ -235,12 +235,12 @@ class Folder:
         except CorpusError:
             return []
 
-    def with_images(self, rows: Iterator[Extent], file: BlockFile) -> Iterator[Extent]:
+    def with_images(self, rows: Iterator[RecordExtent], file: BlockFile) -> Iterator[RecordExtent]:
         """Rows of a file as they come; of a store, the images of the next ones are on their way."""
         if not is_url(self.path):
             yield from rows
             return
-        waiting: deque[tuple[Extent, list[Place]]] = deque()
+        waiting: deque[tuple[RecordExtent, list[Place]]] = deque()
         with closing(Ahead(REQUESTS)) as ahead:
             while True:
                 while ahead.held < 2 * REQUESTS * self.image_bytes and (row := next(rows, None)) is not None:

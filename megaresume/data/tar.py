@@ -106,7 +106,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x
 
 
 @dataclass(slots=True)
-class Extent:
+class RecordExtent:
     """Where a record lies."""
 
     key: str
@@ -120,7 +120,7 @@ class Extent:
     line: int = 0
 
 
-def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda name: None) -> Iterator[Extent]:
+def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda name: None) -> Iterator[RecordExtent]:
     """Every record of an archive, in its order; headers alone are looked at.
 
     Args:
@@ -132,7 +132,7 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
         CorpusError: not a plain tar; cut, damaged or empty; a member that points out of it or is not a file.
     """
     check_plain(file, shard, "a plain .tar: records are read by their offset")
-    current: Extent | None = None
+    current: RecordExtent | None = None
     #: of each key, the extensions; nearly all records have the same ones.
     seen: dict[str, tuple[str, ...]] = {}
     known: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -155,7 +155,7 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
         seen[found[1]] = known.setdefault((extension,), (extension,))
         if current is not None:
             yield current
-        current = Extent(found[1], header.offset, header.stop - header.offset)
+        current = RecordExtent(found[1], header.offset, header.stop - header.offset)
     if current is None:
         raise CorpusError(
             f"{shard} has no record",

@@ -21,7 +21,7 @@ from megaresume.stream.schema import near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trainer:
+class KnownTrainer:
     """One that `attach` knows."""
 
     #: what it is called.
@@ -40,35 +40,35 @@ class Trainer:
 
 
 TRAINERS = (
-    Trainer(
+    KnownTrainer(
         name="a DeepSpeed engine",
         call="attach(engine, data",
         classes=(("deepspeed", "DeepSpeedEngine"),),
         module="megaresume.hosts.deepspeed.attach",
         extra="deepspeed",
     ),
-    Trainer(
+    KnownTrainer(
         name="Hugging Face's Trainer",
         call="attach(trainer",
         classes=(("transformers", "Trainer"),),
         module="megaresume.hosts.hugging_face",
         extra="hugging-face",
     ),
-    Trainer(
+    KnownTrainer(
         name="an Accelerator",
         call="attach(accelerator, loader",
         classes=(("accelerate", "Accelerator"),),
         module="megaresume.hosts.accelerate",
         extra="hugging-face",
     ),
-    Trainer(
+    KnownTrainer(
         name="Lightning's Trainer",
         call="attach(trainer",
         classes=(("lightning", "Trainer"), ("pytorch_lightning", "Trainer")),
         module="megaresume.hosts.lightning",
         extra="lightning",
     ),
-    Trainer(
+    KnownTrainer(
         name="torchtitan's Trainer, or its class",
         call="attach(Trainer",
         classes=(("torchtitan", "Trainer"),),
@@ -76,7 +76,7 @@ TRAINERS = (
         extra="torch",
         made_by=("__init__",),
     ),
-    Trainer(
+    KnownTrainer(
         name="the class of VeRL's SFTTrainer",
         call="attach(SFTTrainer",
         classes=(("verl", "SFTTrainer"),),
@@ -84,7 +84,7 @@ TRAINERS = (
         extra="torch",
         made_by=("_build_ckpt_handler",),
     ),
-    Trainer(
+    KnownTrainer(
         name="the class of VeRL's PPOTrainer or RayPPOTrainer",
         call="attach(PPOTrainer",
         classes=(("verl", "PPOTrainer"), ("verl", "RayPPOTrainer")),
@@ -93,14 +93,14 @@ TRAINERS = (
         extra="torch",
         made_by=("_init_dataloader", "_create_dataloader"),
     ),
-    Trainer(
+    KnownTrainer(
         name="a ConfigContainer of Megatron-Bridge",
         call="attach(config, loader_of",
         classes=(("megatron", "ConfigContainer"),),
         module="megaresume.hosts.megatron_bridge.host",
         extra="torch",
     ),
-    Trainer(
+    KnownTrainer(
         name="what a loop of your own saves, by name: {'model': model, 'optimizer': optimizer}",
         call="attach({...}, loader",
         classes=(),
@@ -155,7 +155,7 @@ def attach(
     return function(thing, **options)
 
 
-def _trainer_of(thing: Any) -> Trainer:
+def _trainer_of(thing: Any) -> KnownTrainer:
     if isinstance(thing, Mapping):
         return TRAINERS[-1]
     kind = thing if isinstance(thing, type) else type(thing)
@@ -189,7 +189,7 @@ def _unknown(thing: Any, names: set[tuple[str, str]]) -> UsageError:
     )
 
 
-def _function_of(trainer: Trainer) -> Callable[..., Any]:
+def _function_of(trainer: KnownTrainer) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(trainer.module), trainer.function)
     except ModuleNotFoundError as error:
@@ -198,7 +198,7 @@ def _function_of(trainer: Trainer) -> Callable[..., Any]:
     return function
 
 
-def _check_options(trainer: Trainer, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_options(trainer: KnownTrainer, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raise a UsageError for an option that this trainer does not have, and for one that it needs."""
     _, *parameters = inspect.signature(function).parameters.values()
     known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
@@ -231,7 +231,7 @@ _NEEDED = {
 }
 
 
-def _attach_class(trainer: Trainer, cls: type, attach_one: Callable[[Any], Any]) -> type:
+def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], Any]) -> type:
     """Attach every instance as soon as it can be: what trains may be made by the trainer's own program."""
     name = next((name for name in trainer.made_by if hasattr(cls, name)), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""The data of a loop: `Items` of a `DataLoader`, `Samples` of a `StreamLoader`.
+"""The data of a loop: `ItemFeed` of a `DataLoader`, `Samples` of a `StreamLoader`.
 
 Each is the `Data` of a session, and a `Feed`: micro-batches from a sample on, and how many samples are a step.
 For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to`, `say_left_over`.
@@ -69,7 +69,7 @@ class Feed(Data, Protocol):
         return
 
 
-class Items(Feed):
+class ItemFeed(Feed):
     """Those of a `DataLoader`.
 
     Args:
@@ -125,7 +125,7 @@ class Items(Feed):
 
     def has(self, sample: int) -> bool:
         """See `Feed`."""
-        return self.loader.goes_on(sample)
+        return self.loader.has_batches_at(sample)
 
     def after(self, batch: Any, sample: int) -> int:
         """See `Feed`."""
@@ -286,7 +286,7 @@ def feed_of(loader: Any, *, whole_steps: bool = False) -> Feed:
         UsageError: it is neither of megaresume's loaders.
     """
     if isinstance(loader, DataLoader):
-        return Items(loader)
+        return ItemFeed(loader)
     if isinstance(loader, StreamLoader):
         return Samples(loader, whole_steps=whole_steps)
     raise UsageError(

@@ -50,7 +50,7 @@ from megaresume.hosts.accelerate_backends import (
     failing_late,
     zero_stage,
 )
-from megaresume.hosts.feeds import Feed, Items, micro_batches, micro_batches_to, say_left_over
+from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, say_left_over
 from megaresume.hosts.hugging_face_data import check_methods, check_settings, let_epochs_end, loader_of
 from megaresume.hosts.instances import check_new, replaced
 from megaresume.hosts.steps import Steps, words_of
@@ -197,7 +197,7 @@ class TransformersHost(TrainerHost):
         """See `TrainerHost`."""
         data = self.trainer.train_dataset if self._data is None else self._data
         self.loader = loader_of(self.trainer, data, self._options)
-        return Items(self.loader)
+        return ItemFeed(self.loader)
 
     @property
     def device(self) -> Any:

@@ -244,11 +244,11 @@ def _swift_save(trainer: Any) -> Mapping[str, Any]:
     return {
         "use_flash_ckpt": args.use_flash_ckpt,
         "resume_only_model": getattr(args, "resume_only_model", False),
-        "lazy_tokenize without strict": _takes_others(trainer.train_dataset),
+        "lazy_tokenize without strict": _replaces_bad_items(trainer.train_dataset),
     }
 
 
-def _takes_others(dataset: Any) -> str | None:
+def _replaces_bad_items(dataset: Any) -> str | None:
     """How a dataset of ms-swift puts another item, at random, in the place of one that it cannot encode.
 
     Items of known lengths were all encoded before, and those that cannot be are left out.

@@ -48,7 +48,7 @@ from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.feeds import Items, micro_batches_to, say_left_over
+from megaresume.hosts.feeds import ItemFeed, micro_batches_to, say_left_over
 from megaresume.hosts.instances import replaced
 from megaresume.hosts.lightning_links import FILE, exactly, link, make_room
 from megaresume.hosts.lightning_settings import check_fit, check_trainer
@@ -228,7 +228,7 @@ class LightningHost(TrainerHost):
             return
         loader = on_all_ranks(self._request)
         on_all_ranks(lambda: check_fit(self.trainer, self.module, loader))
-        self.open(Items(loader), self.checkpoints, self.stop)
+        self.open(ItemFeed(loader), self.checkpoints, self.stop)
         self.is_open, self.batches = True, Batches(self.steps, len(loader))
         root = self.save_dir
         if self._asked:

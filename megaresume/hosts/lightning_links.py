@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.search import Choice, Theirs
+from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.session.file_errors import writing
 from megaresume.checkpoint.session.ranks import on_rank_0
 from megaresume.checkpoint.session.session import Pick, Session
@@ -21,7 +21,7 @@ FILE = "checkpoint.ckpt"
 def exactly(session: Session, root: Path, path: Path) -> Pick:
     """The checkpoint that a path is of, or is a link to."""
 
-    def pick(shared: Any, damaged: Any) -> Choice | Theirs | None:
+    def pick(shared: Any, damaged: Any) -> Choice | ForeignCheckpoint | None:
         of_path = (file.parent for file in root.glob(f"*/{FILE}") if _same(file, path) or _same(file.parent, path))
         if (tag_dir := next(of_path, None)) is None:
             raise UsageError(

@@ -42,7 +42,7 @@ from megaresume.checkpoint.paths import tag_iteration, verl_tag
 from megaresume.checkpoint.session.host import Reading, Save
 from megaresume.checkpoint.session.ranks import on_all_ranks, world_size
 from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.hosts.feeds import Feed, Items
+from megaresume.hosts.feeds import Feed, ItemFeed
 from megaresume.hosts.instances import SLOT, check_new, hook, refuse, replaced
 from megaresume.hosts.steps import Steps, words_of
 from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, write_all
@@ -78,7 +78,7 @@ class Batches(Carried):
     """Those of this rank, and the text that a checkpoint has of them.
 
     Args:
-        steps: the micro-batches, of `Items`.
+        steps: the micro-batches, of `ItemFeed`.
         epochs: of the run.
     """
 
@@ -183,7 +183,7 @@ class VerlHost(TrainerHost):
             dp_rank=engine.get_data_parallel_rank(),
             dp_size=ranks,
         )
-        return Items(loader.made_by("megaresume.attach"))
+        return ItemFeed(loader.made_by("megaresume.attach"))
 
     def begin(self) -> None:
         """See `TrainerHost`."""

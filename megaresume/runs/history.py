@@ -3,7 +3,7 @@
 A run that was killed and resumed has retraced its steps. Only the path to the present counts: what was saved on a
 branch that was given up (`abandoned_checkpoints`), or was saved again with other data, is left out.
 
-`Steps`: which step trained a sample, and by which layout of ranks and micro-batches.
+`StepMap`: which step trained a sample, and by which layout of ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def schedule_of(history: History) -> BatchSchedule | None:
     return schedule
 
 
-class Steps:
+class StepMap:
     """Maps samples to steps and back, over a whole run."""
 
     def __init__(self, history: History) -> None:

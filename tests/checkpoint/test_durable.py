@@ -16,7 +16,7 @@ from megaresume.checkpoint.saving import copying
 from megaresume.checkpoint.saving import durability as durable
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.saving.durability import (
-    Part,
+    NodePart,
     finish,
     force,
     not_durable,
@@ -179,7 +179,7 @@ def test_without_checksums_a_file_that_cannot_be_forced_makes_it_worthless(
 def test_two_machines(root: Path, complete: Manifest) -> None:
     mine, its = (entry.path for entry in complete.files)
     assert read_part(root, complete, 1) is None
-    part = Part(checksums=take_checksums(root, complete, [its]), is_forced=False, error="disk full")
+    part = NodePart(checksums=take_checksums(root, complete, [its]), is_forced=False, error="disk full")
     write_part(root, complete, 1, part)
     assert read_part(root, complete, 1) == part
     first, work = Durability(checksums=True), _work(root, complete, machines=2)
@@ -188,7 +188,7 @@ def test_two_machines(root: Path, complete: Manifest) -> None:
     manifest = read_manifest(manifest_file)
     assert manifest.has_checksums and not manifest.boots and not manifest.durable
     force(root, complete, [its])
-    write_part(root, complete, 1, Part(checksums=part.checksums, is_forced=True))
+    write_part(root, complete, 1, NodePart(checksums=part.checksums, is_forced=True))
     assert first._advance(work)
     manifest = read_manifest(manifest_file)
     assert manifest.durable and manifest.verify(root / "global_step40", mode="checksums") == []

@@ -70,9 +70,11 @@ def test_it_removes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
 
 
 def test_stops_come_behind_a_checkpoint_and_off_it() -> None:
-    from megaresume.cluster.smoke.plan import Options, make_plan
+    from megaresume.cluster.smoke.plan import SmokeOptions, make_plan
 
-    plan = make_plan(Options(out=Path("out"), kinds=("sigkill", "sigterm"), nodes=(2, 1, 3), workers=(0, 1, 0, 2, 1)))
+    plan = make_plan(
+        SmokeOptions(out=Path("out"), kinds=("sigkill", "sigterm"), nodes=(2, 1, 3), workers=(0, 1, 0, 2, 1))
+    )
     assert [stop.kind for stop in plan.stops] == ["sigkill", "sigterm", "sigkill", "sigterm"]
     assert [stop.step for stop in plan.stops] == [10, 18, 26, 34] and plan.steps == 40
     assert [layout.nodes for layout in plan.layouts] == [2, 1, 3, 2, 1]
@@ -83,10 +85,10 @@ def test_stops_come_behind_a_checkpoint_and_off_it() -> None:
 
 
 def test_other_ranks_than_saved_are_converted_for() -> None:
-    from megaresume.cluster.smoke.plan import Options, make_plan
+    from megaresume.cluster.smoke.plan import SmokeOptions, make_plan
 
     def flags(**options: object) -> tuple[str, ...]:
-        plan = make_plan(Options(out=Path("out"), **options))  # type: ignore[arg-type]
+        plan = make_plan(SmokeOptions(out=Path("out"), **options))  # type: ignore[arg-type]
         return plan.launch("run", plan.layouts[0], data=None, model=()).flags
 
     assert "--megaresume-elastic" in flags(nodes=(2, 1))
@@ -99,7 +101,7 @@ def test_other_ranks_than_saved_are_converted_for() -> None:
 @pytest.mark.parametrize("name", ["torchrun.sh", "deepspeed.sh", "slurm/train.sbatch"])
 def test_our_scripts_pass_their_arguments_on(name: str) -> None:
     from megaresume.cluster.scripts import launch_script
-    from megaresume.cluster.smoke.plan import Options, make_plan
+    from megaresume.cluster.smoke.plan import SmokeOptions, make_plan
 
-    plan = make_plan(Options(out=Path("out"), script=launch_script(name)))
+    plan = make_plan(SmokeOptions(out=Path("out"), script=launch_script(name)))
     assert not plan.own and plan.layouts[0].micro_batch_size is None

@@ -321,9 +321,15 @@ def _mutate_spans(data: bytes, rng: Random) -> bytes:
 
 @functools.cache
 def _orders() -> list[bytes]:
-    from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord, Part, SplitRecord
+    from megaresume.hosts.megatron.guard.record import (
+        ArrayHashes,
+        BuilderRecord,
+        ComponentRecord,
+        OrderRecord,
+        SplitRecord,
+    )
 
-    part = Part(samples=7, arrays={"shuffle_index": "0" * 16})
+    part = ArrayHashes(samples=7, arrays={"shuffle_index": "0" * 16})
     component = ComponentRecord(
         path="web", documents=(0, 5), total=9, requested=None, built=part, lengths="0", tokens=None, epochs=(part,)
     )

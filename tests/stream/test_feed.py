@@ -11,7 +11,7 @@ import pytest
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.planning.feed import MAX_DOCUMENT_TOKENS, Feed
+from megaresume.stream.planning.feed import MAX_DOCUMENT_TOKENS, DocumentFeed
 from megaresume.stream.planning.kernel import AHEAD_WIDTH
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
@@ -62,11 +62,11 @@ def test_the_longest_document(stream_of: StreamOf) -> None:
     assert counts["web"].tokens / (counts["code"].tokens + 1) > 90
 
 
-def _feed(lengths: list[int], **options: Any) -> tuple[Feed, SourceConfig]:
-    return Feed(LengthList(lengths), "a"), SourceConfig(name="a", weight=1, **options)
+def _feed(lengths: list[int], **options: Any) -> tuple[DocumentFeed, SourceConfig]:
+    return DocumentFeed(LengthList(lengths), "a"), SourceConfig(name="a", weight=1, **options)
 
 
-def _walk(feed: Feed, config: SourceConfig, order: SourceOrder, num: int) -> list[list[int]]:
+def _walk(feed: DocumentFeed, config: SourceConfig, order: SourceOrder, num: int) -> list[list[int]]:
     out, rows, position = np.zeros((64, AHEAD_WIDTH), np.int64), [], 0
     while len(rows) < num and (filled := feed.fill(position, out, config, order)):
         rows += out[:filled].tolist()

@@ -107,7 +107,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Theirs:
+class ForeignCheckpoint:
     """In place of a `Choice`: what is loaded is the framework's business. Weights from elsewhere, or a checkpoint that
     no manifest vouches for. Nothing is said of the directory, which may hold checkpoints all the same."""
 

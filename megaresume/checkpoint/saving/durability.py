@@ -153,7 +153,7 @@ def _write_again(root: Path, path: Path, checksum: str | None) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class Part:
+class NodePart:
     """What one node has done."""
 
     checksums: Mapping[str, str | None]
@@ -164,7 +164,7 @@ class Part:
     is_gone: bool = False
 
 
-def write_part(root: Path, manifest: Manifest, node: int, part: Part) -> None:
+def write_part(root: Path, manifest: Manifest, node: int, part: NodePart) -> None:
     """Tell rank 0. Raises CheckpointError."""
     path = part_path(root, manifest.iteration, manifest.tag, node)
     make_dir(path.parent)
@@ -180,7 +180,7 @@ def write_part(root: Path, manifest: Manifest, node: int, part: Part) -> None:
     write_atomic(path, seal(fields, depth=2))
 
 
-def read_part(root: Path, manifest: Manifest, node: int) -> Part | None:
+def read_part(root: Path, manifest: Manifest, node: int) -> NodePart | None:
     """What one node has done; None if it is not there yet. Raises CheckpointError: it is damaged."""
     path = part_path(root, manifest.iteration, manifest.tag, node)
     if not path.exists():
@@ -190,9 +190,9 @@ def read_part(root: Path, manifest: Manifest, node: int) -> Part | None:
     return part if save_id == manifest.save_id else None
 
 
-def _part(fields: Mapping[str, Any]) -> tuple[str, Part]:
+def _part(fields: Mapping[str, Any]) -> tuple[str, NodePart]:
     """(save, part)."""
-    return fields["save_id"], Part(
+    return fields["save_id"], NodePart(
         checksums={text(name): checksum for name, checksum in fields["files"]},
         is_forced=flag(fields["forced"]),
         error=text(fields["error"]),

@@ -35,8 +35,8 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.manifest import FileEntry, Manifest, verify_files
 from megaresume.checkpoint.saving.durability import (
     GoneError,
+    NodePart,
     NotForcedError,
-    Part,
     committed,
     distrust,
     finish,
@@ -86,7 +86,7 @@ class _Work:
     owners: Mapping[str, int]
     retention: Retention = KEEP_ALL
     #: what this machine has done; None: nothing.
-    part: Part | None = None
+    part: NodePart | None = None
     #: since when nobody expects a manifest any more: a later save is committed, or the run ends; None if it may come.
     passed: float | None = None
     #: whether the last try failed.
@@ -98,7 +98,7 @@ class _Work:
         """What this machine has to do: its own files, and of those that are nobody's all of them, to be safe."""
         return [e.path for e in manifest.files if self.owners.get(e.path, self.machine) == self.machine]
 
-    def all_checksums(self, parts: Iterable[Part | None]) -> dict[str, str | None]:
+    def all_checksums(self, parts: Iterable[NodePart | None]) -> dict[str, str | None]:
         """Those of this machine, and of the parts of others."""
         known = [part.checksums for part in (self.part, *parts) if part is not None]
         return dict(chain.from_iterable(checksums.items() for checksums in known))
@@ -271,7 +271,7 @@ class Durability:
             if not missing:
                 raise  # of the records: there again at the next try
             words = f"somebody deleted {', '.join(missing)}"
-        work.part = work.part or Part(checksums={})
+        work.part = work.part or NodePart(checksums={})
         work.part.is_gone, work.part.error = True, words
         self._exchange(work, work.part, manifest)
         log.error("megaresume: %s is damaged, and no start will load it: %s", work.tag, words)
@@ -286,7 +286,7 @@ class Durability:
     def _make_durable(self, work: _Work, manifest: Manifest) -> bool:
         mine = list(work.paths(manifest))
         if work.part is None:
-            work.part = Part(checksums=take_checksums(work.root, manifest, mine, read=self._checksums))
+            work.part = NodePart(checksums=take_checksums(work.root, manifest, mine, read=self._checksums))
             # Nobody knows any more which of them could not be forced.
             work.lost |= {path for path in mine if work.machine == 0 and not manifest.boots}
         part = work.part
@@ -310,7 +310,7 @@ class Durability:
         finish(work.root, manifest, work.all_checksums(parts), retention=work.retention)
         return True
 
-    def _exchange(self, work: _Work, mine: Part, manifest: Manifest) -> list[Part | None]:
+    def _exchange(self, work: _Work, mine: NodePart, manifest: Manifest) -> list[NodePart | None]:
         """Tell rank 0 what this machine has done; on rank 0: put into the manifest what all of them have, and return
         the parts of the others."""
         if work.machine != 0:

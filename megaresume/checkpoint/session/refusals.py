@@ -166,10 +166,10 @@ def _print(error: MegaresumeError, who: str = "") -> None:
         sys.stdout.flush()
     # torch's hook calls the one before it with a buffer for stderr, and we do not come back to it.
     stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
-    print(f"{_theirs(error)}megaresume: error: {who}{error}", file=stream, flush=True)
+    print(f"{_user_traceback(error)}megaresume: error: {who}{error}", file=stream, flush=True)
 
 
-def _theirs(error: MegaresumeError) -> str:
+def _user_traceback(error: MegaresumeError) -> str:
     """The traceback of the user's own code whose exception is the cause; "" if it is none of theirs."""
     cause = error.__cause__
     while isinstance(cause, MegaresumeError):
@@ -179,7 +179,7 @@ def _theirs(error: MegaresumeError) -> str:
     frames = traceback.extract_tb(cause.__traceback__)
     own = [number for number, frame in enumerate(frames, 1) if frame.filename.startswith(_OURS)]
     below = frames[max(own, default=0) :]
-    if not any(_is_theirs(frame.filename) for frame in below):
+    if not any(_is_user_code(frame.filename) for frame in below):
         return ""
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(below)]
     return "".join([*lines, *traceback.format_exception_only(cause)])
@@ -190,7 +190,7 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def _is_theirs(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     return not file.startswith(("<", _OURS, *_INSTALLED))
 
 

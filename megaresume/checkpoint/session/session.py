@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megaresume.checkpoint.choosing.choose import choose, choose_of_two, confirm_choice
-from megaresume.checkpoint.choosing.search import Choice, Theirs
+from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.data_state import DataState, Envelope
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import release, take
@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 #: decides what to load: given where the copies are, and the tag directories that could not be read, with the reasons.
 #: None if there is no checkpoint at all.
-Pick = Callable[[Path | None, Mapping[Path, str]], Choice | Theirs | None]
+Pick = Callable[[Path | None, Mapping[Path, str]], Choice | ForeignCheckpoint | None]
 
 
 class Session:
@@ -258,7 +258,7 @@ class Session:
         if not weights_only:
             self.accept(found.choice or choice, beside, found)
             self.resume()
-            self.goes_on_in(load_dir)
+            self.mark_as_own(load_dir)
         return found.result
 
     def choose(
@@ -290,18 +290,18 @@ class Session:
                 return choose(root, damaged=damaged)
             return choose_of_two(root, shared, damaged=damaged)
 
-        def decide() -> tuple[Choice | Theirs | None, int]:
+        def decide() -> tuple[Choice | ForeignCheckpoint | None, int]:
             if root.resolve() in self._claimed:
                 _put_back(root)
             elif has_older(root):
-                _put_back_unclaimed(root)
+                _put_back_if_unlocked(root)
             found = (pick or newest)(None if copies is None else copies.shared, passed)
             return found, roots.index(found.load_dir) if isinstance(found, Choice) else 0
 
         passed = dict(damaged or {})
         while True:
             found, number = on_rank_0(decide)
-            if isinstance(found, Theirs):
+            if isinstance(found, ForeignCheckpoint):
                 return None, None
             # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
             choice = None if found is None else replace(found, load_dir=roots[number])
@@ -311,7 +311,7 @@ class Session:
                 break
             passed[choice.tag_dir] = words
         if choice is None:
-            self.goes_on_in(root)
+            self.mark_as_own(root)
             if is_rank_0():
                 print(f"megaresume: nothing is loaded: no checkpoint in {root}", flush=True)
         elif is_rank_0():
@@ -327,7 +327,7 @@ class Session:
             tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged
         )
 
-    def goes_on_in(self, load_dir: str | os.PathLike[str]) -> None:
+    def mark_as_own(self, load_dir: str | os.PathLike[str]) -> None:
         """What is in this directory is what the run resumes from: it may save there."""
         self._own.add(Path(load_dir).resolve())
 
@@ -362,9 +362,9 @@ class Session:
         assert loaded is not None and data is not None
         choice, state = loaded.choice, loaded.envelope.state
         on_all_ranks(lambda: data.restore(state, choice))
-        goes_on = state if position is None else on_all_ranks(lambda: data.snapshot(position))
+        resumed_at = state if position is None else on_all_ranks(lambda: data.snapshot(position))
         same_on_all_ranks(
-            f"sample {goes_on.samples}, digest {goes_on.digest}",
+            f"sample {resumed_at.samples}, digest {resumed_at.digest}",
             "the restored data state",
             cause="ranks have read different files",
             action="mount the same directory on every node",
@@ -372,21 +372,21 @@ class Session:
         now = self.host.topology()
         if self.random is not None:
             words = self.random.restore(choice, loaded.topology, now, seed=seed_of(state))
-        self._first = self.host.iteration(), goes_on.samples
+        self._first = self.host.iteration(), resumed_at.samples
         self.settled_step = self._first[0]
-        self.committed = self.settled_step, goes_on, now
+        self.committed = self.settled_step, resumed_at, now
         self._recorded.clear()
-        self.goes_on_in(choice.load_dir)
+        self.mark_as_own(choice.load_dir)
         self.resumed = Resume(
             step=self.settled_step,
-            samples=goes_on.samples,
-            digest=goes_on.digest,
+            samples=resumed_at.samples,
+            digest=resumed_at.digest,
             tag=choice.tag,
             before=loaded.topology,
             now=now,
             random=words,
-            repeated=max(state.samples - goes_on.samples, 0),
-            skipped=max(goes_on.samples - state.samples, 0),
+            repeated=max(state.samples - resumed_at.samples, 0),
+            skipped=max(resumed_at.samples - state.samples, 0),
             order_changed=data.changed,
         )
         if is_rank_0():
@@ -786,7 +786,7 @@ def _give_up(root: Path, iteration: int, tag: str) -> None:
     abandon_save(root, iteration=iteration, tag=tag)
 
 
-def _put_back_unclaimed(root: Path) -> None:
+def _put_back_if_unlocked(root: Path) -> None:
     """On rank 0, for a directory that this run only reads, so far: not what another job is saving there now."""
     try:
         take(root)

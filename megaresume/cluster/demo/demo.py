@@ -16,7 +16,7 @@ SEQ_LENGTH, GLOBAL_BATCH_SIZE = 256, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class DemoStart:
     """One start of the training program."""
 
     processes: int
@@ -98,11 +98,11 @@ class Demo:
     #: of the run, by default.
     steps: int
     #: the run that nobody disturbs, and the starts of the one that is killed.
-    twin: Layout = Layout(processes=2, workers=0, micro_batch_size=4)
-    attempts: tuple[Layout, ...] = (
-        Layout(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
-        Layout(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
-        Layout(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
+    twin: DemoStart = DemoStart(processes=2, workers=0, micro_batch_size=4)
+    attempts: tuple[DemoStart, ...] = (
+        DemoStart(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
+        DemoStart(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
+        DemoStart(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
     )
     #: what the data is, in words, and what the model gets of it besides which samples.
     data: str

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 import megaresume
 from megaresume.checkpoint.paths import data_path
 from megaresume.checkpoint.topology import Topology
-from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, Layout, as_words
+from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, as_words
 from megaresume.cluster.demo.text import SOURCES, write_texts
 from megaresume.cluster.scenario import Say
 from megaresume.cluster.training.logging import SampleLog, StepRecord
@@ -81,9 +81,9 @@ TRAINER = Demo(
     packages=("megaresume", "torch", "transformers", "accelerate"),
     steps=60,
     attempts=(
-        Layout(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
-        Layout(processes=1, workers=2, micro_batch_size=8, killed_after=0.63),
-        Layout(processes=2, workers=1, micro_batch_size=2),
+        DemoStart(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
+        DemoStart(processes=1, workers=2, micro_batch_size=8, killed_after=0.63),
+        DemoStart(processes=2, workers=1, micro_batch_size=2),
     ),
     data="three datasets from the texts of this machine's Python",
     content="tokens, as the model was given them",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.cluster.demo.demo import Demo, Extra
-from megaresume.cluster.records import Comparison, RunRecords
+from megaresume.cluster.records import RecordComparison, RunRecords
 from megaresume.render import COLOURS, html_table, page, svg
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class ReportedStart:
     """One start of the run, for the report."""
 
     layout: str
@@ -37,10 +37,10 @@ class Facts:
     demo: Demo
     extra: Extra
     holds: bool
-    comparison: Comparison
+    comparison: RecordComparison
     twin: RunRecords
     run: RunRecords
-    starts: Sequence[Start]
+    starts: Sequence[ReportedStart]
     #: of ``megaresume verify``.
     verified: dict[str, Any]
     #: sources and fill of the run's samples: what ``megaresume stream --summary --json`` prints.

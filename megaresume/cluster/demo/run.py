@@ -12,8 +12,8 @@ from typing import Any
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, Layout
-from megaresume.cluster.demo.report import Facts, Start, checks, write_report
+from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart
+from megaresume.cluster.demo.report import Facts, ReportedStart, checks, write_report
 from megaresume.cluster.job import Kind, Launch, own_directory
 from megaresume.cluster.local import LocalPrograms, ask
 from megaresume.cluster.records import compare_all, read_records
@@ -103,9 +103,9 @@ class _Run(Scenario):
             patience=600,
         )
         self.out, self.say, self._flags = out, say, flags
-        self.starts: list[Start] = []
+        self.starts: list[ReportedStart] = []
 
-    def launch(self, name: str, layout: Layout) -> Launch:
+    def launch(self, name: str, layout: DemoStart) -> Launch:
         """See `Scenario`."""
         flags = [
             *self._flags,
@@ -131,7 +131,7 @@ class _Run(Scenario):
         """Not before a save of this start is committed: there would be nothing to resume from."""
         return committed_since(self.out / "run", self._before())
 
-    def began(self, number: int, layout: Layout) -> None:
+    def began(self, number: int, layout: DemoStart) -> None:
         """See `Scenario`."""
         self.say(f"   start {number}: {layout}")
 
@@ -151,7 +151,9 @@ class _Run(Scenario):
         found = re.search(r"megaresume: resumed at sample .*", text)
         resumed = found[0] if found else None
         steps = (self._before() + 1, attempt.last)
-        self.starts.append(Start(layout=str(attempt.layout), steps=steps, killed=killed, end=end, resumed=resumed))
+        self.starts.append(
+            ReportedStart(layout=str(attempt.layout), steps=steps, killed=killed, end=end, resumed=resumed)
+        )
         if resumed:
             self.say(f"     {resumed}")
         self.say(f"     {end}")

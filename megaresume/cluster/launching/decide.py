@@ -80,7 +80,7 @@ class SlurmState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class AttemptProgress:
     """What this attempt itself has written to the ledger of its checkpoints; never what another job wrote there."""
 
     #: the last step, if the run has said that it is over.
@@ -90,7 +90,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class History:
+class AttemptHistory:
     """What came before, in this job or its chain."""
 
     #: attempts in a row without a new checkpoint.
@@ -119,7 +119,9 @@ class Decision:
     exclude: tuple[BadNode, ...] = ()
 
 
-def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Progress, history: History) -> Decision:
+def decide(
+    status: Status, signal: str | None, slurm: SlurmState, progress: AttemptProgress, history: AttemptHistory
+) -> Decision:
     """What follows an attempt.
 
     A checkpoint is new if no attempt before has come so far: one that begins at the same early step each time, as a
@@ -137,7 +139,9 @@ def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Prog
     return replace(decision, best=max(steps, default=None))
 
 
-def _decide(status: Status, signal: str | None, slurm: SlurmState, progress: Progress, history: History) -> Decision:
+def _decide(
+    status: Status, signal: str | None, slurm: SlurmState, progress: AttemptProgress, history: AttemptHistory
+) -> Decision:
     what = _what(status, signal, slurm)
     fruitless = 0
     if not _is_new(progress, history):
@@ -168,7 +172,7 @@ def _decide(status: Status, signal: str | None, slurm: SlurmState, progress: Pro
     return Decision(action="refuse", why=why, fruitless=fruitless)
 
 
-def decide_start(history: History) -> Decision | None:
+def decide_start(history: AttemptHistory) -> Decision | None:
     """Whether an attempt may begin at all: Slurm itself may have brought back one too many. None if it may."""
     if history.fruitless <= history.max_restarts:
         return None
@@ -203,11 +207,11 @@ def _what(status: Status, signal: str | None, slurm: SlurmState) -> str:
     return f"ended with {status}, and the run has not said that it is over"
 
 
-def _is_new(progress: Progress, history: History) -> bool:
+def _is_new(progress: AttemptProgress, history: AttemptHistory) -> bool:
     return progress.saved is not None and (history.best is None or progress.saved > history.best)
 
 
-def _saved(progress: Progress, fruitless: int, history: History) -> str:
+def _saved(progress: AttemptProgress, fruitless: int, history: AttemptHistory) -> str:
     if _is_new(progress, history):
         return f"new checkpoint at step {progress.saved}"
     saved = "" if progress.saved is None else f" (step {progress.saved}, where one has come to {history.best})"
@@ -216,7 +220,7 @@ def _saved(progress: Progress, fruitless: int, history: History) -> str:
     return f"attempt {fruitless} in a row without a new checkpoint{saved}, MAX_RESTARTS={history.max_restarts}"
 
 
-def _exclude(nodes: tuple[BadNode, ...], slurm: SlurmState, history: History) -> tuple[BadNode, ...]:
+def _exclude(nodes: tuple[BadNode, ...], slurm: SlurmState, history: AttemptHistory) -> tuple[BadNode, ...]:
     new = [node for node in nodes if node.name not in history.excluded]
     room = min(history.max_excluded - len(history.excluded), slurm.other_nodes)
     return tuple(new[: max(room, 0)])

@@ -2,7 +2,7 @@
 
     Settings, Driver   the training command, how they say what they do
     Attempts           what an attempt leaves for the next
-    Ledgers            what it has written to the ledger of its checkpoints, as a `Progress`
+    Ledgers            what it has written to the ledger of its checkpoints, as a `AttemptProgress`
 
 The count of attempts is written, and is on the disk, before anything is launched: an attempt that nobody sees end is
 counted, and a run directory that takes no more bytes refuses the launch instead of beginning for ever "for the first
@@ -26,7 +26,7 @@ from megaresume.checkpoint.formats import count, from_members, members, read_rec
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
-from megaresume.cluster.launching.decide import Progress
+from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, StateError, UsageError
 
@@ -35,7 +35,7 @@ _RUN = ("-m", "megaresume.run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class LaunchSettings:
     """Those that every script has, and explains; as they were given."""
 
     run_dir: str
@@ -91,7 +91,7 @@ class Settings:
         return int(words)
 
 
-class Driver:
+class LaunchDriver:
     """One start of a script.
 
     Args:
@@ -99,7 +99,7 @@ class Driver:
         run_dir: RUN_DIR.
     """
 
-    def __init__(self, settings: Settings, run_dir: Path) -> None:
+    def __init__(self, settings: LaunchSettings, run_dir: Path) -> None:
         self.run_dir, self.stop_file = run_dir, run_dir / "stop"
         checkpoints = str(run_dir / "checkpoints")
         ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
@@ -268,7 +268,7 @@ class Ledgers:
         self._attempt = attempt
         self._begin = {ledger_path(root): len(read_ledger(ledger_path(root)).entries) for root in roots}
 
-    def progress(self, *, status: int | None = None) -> Progress:
+    def progress(self, *, status: int | None = None) -> AttemptProgress:
         """What the attempt has done so far.
 
         Args:
@@ -280,7 +280,7 @@ class Ledgers:
         if status == 0:
             ends += [e.iteration for e in own if e.kind == "start" and e.details.get(NOTHING_TO_TRAIN)]
         saved = [entry.iteration for entry in own if entry.kind == "checkpoint"]
-        return Progress(finished=max(ends, default=None), saved=max(saved, default=None))
+        return AttemptProgress(finished=max(ends, default=None), saved=max(saved, default=None))
 
     def _own(self, path: Path, count: int) -> list[LedgerEntry]:
         entries = read_ledger(path).entries[count:]

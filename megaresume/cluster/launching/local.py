@@ -21,8 +21,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.cluster.launching.decide import Progress
-from megaresume.cluster.launching.driver import Driver, Ledgers, Settings, checkpoint_roots, count_gpus, without_pins
+from megaresume.cluster.launching.decide import AttemptProgress
+from megaresume.cluster.launching.driver import (
+    LaunchDriver,
+    LaunchSettings,
+    Ledgers,
+    checkpoint_roots,
+    count_gpus,
+    without_pins,
+)
 from megaresume.runs.first_error import shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 
@@ -31,7 +38,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalSettings(Settings):
+class LocalSettings(LaunchSettings):
     """Those of the scripts that need no scheduler; "" is one that this script does not have."""
 
     nnodes: str
@@ -53,7 +60,7 @@ def run(launcher: str, settings: LocalSettings) -> int:
         return 2
 
 
-class LocalDriver(Driver):
+class LocalDriver(LaunchDriver):
     """One call of a script."""
 
     def __init__(self, launcher: str, settings: LocalSettings) -> None:
@@ -254,7 +261,7 @@ class LocalDriver(Driver):
                     with suppress(OSError):
                         os.kill(process, signal.SIGUSR1)
 
-    def _end(self, status: int, progress: Progress) -> int:
+    def _end(self, status: int, progress: AttemptProgress) -> int:
         pins = without_pins(self.training)[1] if progress.saved is not None else []
         again = f"the same command{' without ' if pins else ''}{' '.join(pins)} goes on"
         if progress.finished is not None:

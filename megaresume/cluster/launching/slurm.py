@@ -25,10 +25,10 @@ from typing import Any
 
 from megaresume.checkpoint.ledger import ATTEMPT
 from megaresume.cluster.launching.decide import (
+    AttemptHistory,
+    AttemptProgress,
     BadNode,
     Decision,
-    History,
-    Progress,
     Reason,
     SlurmState,
     Status,
@@ -38,7 +38,7 @@ from megaresume.cluster.launching.decide import (
 )
 from megaresume.cluster.launching.driver import (
     Attempts,
-    Driver,
+    LaunchDriver,
     Ledgers,
     checkpoint_roots,
     modules_of,
@@ -48,7 +48,7 @@ from megaresume.cluster.launching.driver import (
     write_attempts,
 )
 from megaresume.cluster.launching.node_check import Verdict, answer_of, judge
-from megaresume.cluster.launching.slurm_job import Layout, SlurmJob, SlurmSettings, check, listen, tasks
+from megaresume.cluster.launching.slurm_job import RankLayout, SlurmJob, SlurmSettings, check, listen, tasks
 from megaresume.runs.first_error import find_first_error, last_lines, shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 
@@ -77,7 +77,7 @@ def run(settings: SlurmSettings) -> int:
     return 2
 
 
-class SlurmDriver(Driver):
+class SlurmDriver(LaunchDriver):
     """One start of the job by Slurm: one attempt, or several if it has spare nodes."""
 
     def __init__(self, settings: SlurmSettings, job: SlurmJob) -> None:
@@ -200,9 +200,9 @@ class SlurmDriver(Driver):
         return sum(node not in failed for node in self.job.nodes_left()) - len(self.nodes)
 
     @property
-    def history(self) -> History:
+    def history(self) -> AttemptHistory:
         """What came before this attempt."""
-        return History(
+        return AttemptHistory(
             fruitless=self.attempts.fruitless,
             best=self.attempts.best,
             max_restarts=int(self.settings.max_restarts),
@@ -225,7 +225,9 @@ class SlurmDriver(Driver):
         # By job and attempt, so that neither two jobs on one node nor what a lost attempt has left behind meet at it;
         # below the ports that the system gives to outgoing connections.
         port = 10000 + (int(os.environ["SLURM_JOB_ID"]) + 7919 * job.attempt + 613 * self.again) % 20000
-        self.layout = Layout(nodes=self.nodes, ranks_per_node=ranks, address=job.address_of(self.nodes[0]), port=port)
+        self.layout = RankLayout(
+            nodes=self.nodes, ranks_per_node=ranks, address=job.address_of(self.nodes[0]), port=port
+        )
         nodes = ",".join(self.nodes) + f" of {job.node_list}" if self.settings.has_spares else job.node_list
         limit = "none" if self.end is None else time.strftime("%FT%T", time.localtime(self.end))
         self.say(
@@ -432,7 +434,7 @@ class SlurmDriver(Driver):
 
     # ---- what comes next
 
-    def _decide(self, status: Status, progress: Progress) -> Decision:
+    def _decide(self, status: Status, progress: AttemptProgress) -> Decision:
         slurm = SlurmState(
             reason=self.reason,
             requeued=self.requeued,
@@ -445,12 +447,12 @@ class SlurmDriver(Driver):
         )
         return decide(status, self.signal, slurm, progress, self.history)
 
-    def _progress(self, ledgers: Ledgers, status: int | None = None) -> Progress:
+    def _progress(self, ledgers: Ledgers, status: int | None = None) -> AttemptProgress:
         try:
             return ledgers.progress(status=status)
         except MegaresumeError as error:
             self.say(f"{error.headline}: {error.found}: taken for no progress")
-            return Progress()
+            return AttemptProgress()
 
     def _end(self, status: Status, ledgers: Ledgers) -> int:
         progress = self._progress(ledgers, status.exit)

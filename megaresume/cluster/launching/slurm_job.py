@@ -29,7 +29,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megaresume.cluster.launching.decide import Reason
-from megaresume.cluster.launching.driver import Settings
+from megaresume.cluster.launching.driver import LaunchSettings
 from megaresume.cluster.launching.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 from megaresume.stream.errors import UsageError
 
@@ -245,7 +245,7 @@ _IGNORE_SIGNALS = 'trap "" USR1 TERM; printf . >>"$0"; exec "$@"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmSettings(Settings):
+class SlurmSettings(LaunchSettings):
     """Those of the batch script, which is here as Slurm has copied it."""
 
     launcher: str
@@ -313,7 +313,7 @@ def _ends_in(name: str, task: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class RankLayout:
     """Where the ranks are, and where they meet."""
 
     nodes: tuple[str, ...]
@@ -334,7 +334,7 @@ class Tasks:
 
 
 def tasks(
-    launcher: str, layout: Layout, *, python: str, container: Sequence[str], training: Sequence[str], logs: Path
+    launcher: str, layout: RankLayout, *, python: str, container: Sequence[str], training: Sequence[str], logs: Path
 ) -> Tasks:
     """The tasks of a launcher.
 

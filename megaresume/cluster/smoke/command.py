@@ -11,7 +11,7 @@ from pathlib import Path
 from megaresume.cluster.job import Launcher, cleaned_up, own_directory
 from megaresume.cluster.local import LocalLauncher
 from megaresume.cluster.scripts import launch_script
-from megaresume.cluster.smoke.plan import Options, Plan, make_plan
+from megaresume.cluster.smoke.plan import SmokeOptions, SmokePlan, make_plan
 from megaresume.cluster.smoke.report import summary, table, write_report
 from megaresume.cluster.smoke.run import run_smoke
 from megaresume.cluster.smoke.slurm import SlurmLauncher
@@ -100,15 +100,15 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def options(args: argparse.Namespace) -> Options:
+def options(args: argparse.Namespace) -> SmokeOptions:
     """What the flags say."""
-    given = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
+    given = {name: value for name, value in vars(args).items() if name in SmokeOptions.__dataclass_fields__}
     if args.min_step_seconds is None and args.script is None:
         given["min_step_seconds"] = 1.0 if args.launcher == "slurm" else 0.3
     if args.data is not None and not args.data.is_file():
         raise UsageError("there is no such data config", found=f"--data {args.data}", expected="a data.yaml")
     paths = {name: None if given[name] is None else given[name].absolute() for name in ("out", "script", "data")}
-    return Options(**{**given, **paths})
+    return SmokeOptions(**{**given, **paths})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.holds else 1
 
 
-def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
+def _launcher(args: argparse.Namespace, plan: SmokePlan) -> Launcher:
     if args.launcher == "slurm":
         slurm: Launcher = SlurmLauncher(
             script=plan.options.script,  # None: ours

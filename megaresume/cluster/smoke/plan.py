@@ -33,7 +33,7 @@ SAVE_INTERVAL = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class SmokeOptions:
     """What the command line says; None and (): nothing."""
 
     out: Path
@@ -60,7 +60,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class LaunchLayout:
     """What a launch runs on, and how it cuts its batches; None: as the script says."""
 
     nodes: int
@@ -90,12 +90,12 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class SmokePlan:
     """What will be run."""
 
-    options: Options
+    options: SmokeOptions
     #: by attempt; the reference has the first.
-    layouts: tuple[Layout, ...]
+    layouts: tuple[LaunchLayout, ...]
     #: between the attempts.
     stops: tuple[Stop, ...]
     steps: int
@@ -121,7 +121,7 @@ class Plan:
         """File or directory of what is recorded of the steps."""
         return self.run_dir(name) / "records"
 
-    def launch(self, name: str, layout: Layout, *, data: Path | None, model: Sequence[str]) -> Launch:
+    def launch(self, name: str, layout: LaunchLayout, *, data: Path | None, model: Sequence[str]) -> Launch:
         """A launch of the training.
 
         Args:
@@ -166,7 +166,7 @@ class Plan:
         return len({layout.ranks for layout in self.layouts}) > 1
 
 
-def make_plan(options: Options) -> Plan:
+def make_plan(options: SmokeOptions) -> SmokePlan:
     """Plan it.
 
     Raises:
@@ -197,7 +197,7 @@ def make_plan(options: Options) -> Plan:
         return lists[name][k % len(lists[name])] if lists[name] else None
 
     layouts = tuple(
-        Layout(
+        LaunchLayout(
             nodes=entry("--nodes", k) or 1,
             ranks_per_node=entry("--ranks-per-node", k) or 1,
             workers=entry("--workers", k),
@@ -209,7 +209,7 @@ def make_plan(options: Options) -> Plan:
     interval = SAVE_INTERVAL if options.save_interval is None else options.save_interval
     steps, at = _stops(options.steps, interval, attempts - 1)
     stops = tuple(Stop(kind=kinds[k % len(kinds)], step=step) for k, step in enumerate(at))
-    return Plan(
+    return SmokePlan(
         options=options, layouts=layouts, stops=stops, steps=steps, save_interval=interval, global_batch_size=size
     )
 
@@ -251,7 +251,7 @@ def _check_script(script: Path) -> None:
         )
 
 
-def _global_batch_size(options: Options, layouts: Sequence[Layout]) -> int | None:
+def _global_batch_size(options: SmokeOptions, layouts: Sequence[LaunchLayout]) -> int | None:
     """The one that was given, or one that every layout divides.
 
     Raises:

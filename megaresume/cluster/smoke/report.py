@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.cluster.records import Outcome, RunRecords
-from megaresume.cluster.scenario import Found, Stopped
-from megaresume.cluster.smoke.plan import Plan
+from megaresume.cluster.scenario import Found, StopResult
+from megaresume.cluster.smoke.plan import SmokePlan
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.stream.errors import SetupError
 
@@ -22,7 +22,7 @@ from megaresume.stream.errors import SetupError
 class Result(Found):
     """Everything that was found."""
 
-    plan: Plan
+    plan: SmokePlan
     #: see `Launcher.description`.
     where: str
     reference: RunRecords | None = None
@@ -190,7 +190,7 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps[:12])) + (f" and {len(steps) - 12} more" if len(steps) > 12 else "")
 
 
-def _row(stop: Stopped) -> tuple[str, ...]:
+def _row(stop: StopResult) -> tuple[str, ...]:
     def of(value: object, unit: str = "") -> str:
         if value is None:
             return "-"

@@ -10,13 +10,13 @@ from typing import Any
 from megaresume.cluster.job import Kind, Launch, Launcher
 from megaresume.cluster.local import ask
 from megaresume.cluster.records import RunRecords, compare_runs, read_any, with_losses
-from megaresume.cluster.scenario import Attempt, GaveUp, Say, Scenario, Stopped
-from megaresume.cluster.smoke.plan import Layout, Plan, model_flags, prepare_data
+from megaresume.cluster.scenario import Attempt, GaveUp, Say, Scenario, StopResult
+from megaresume.cluster.smoke.plan import LaunchLayout, SmokePlan, model_flags, prepare_data
 from megaresume.cluster.smoke.report import Result
 from megaresume.stream.errors import SetupError
 
 
-def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: float, say: Say) -> Result:
+def run_smoke(plan: SmokePlan, launcher: Launcher, *, tolerance: float, patience: float, say: Say) -> Result:
     """Run it.
 
     Args:
@@ -65,7 +65,7 @@ def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: flo
 class _Test(Scenario):
     """What `run_smoke` runs."""
 
-    def __init__(self, plan: Plan, launcher: Launcher, result: Result, patience: float, say: Say) -> None:
+    def __init__(self, plan: SmokePlan, launcher: Launcher, result: Result, patience: float, say: Say) -> None:
         super().__init__(
             launcher,
             result,
@@ -84,7 +84,7 @@ class _Test(Scenario):
                 say(f"preparing a small corpus for a small {plan.options.model.upper()}")
                 self._data = prepare_data(plan.options.model, plan.out / "data")
 
-    def launch(self, name: str, layout: Layout) -> Launch:
+    def launch(self, name: str, layout: LaunchLayout) -> Launch:
         """See `Scenario`."""
         return self.plan.launch(name, layout, data=self._data, model=self._model)
 
@@ -96,7 +96,7 @@ class _Test(Scenario):
         """See `Scenario`."""
         return self.plan.out / f"{name}.{number}.log"
 
-    def recorded(self, layout: Layout, topology: dict[str, Any]) -> Layout:
+    def recorded(self, layout: LaunchLayout, topology: dict[str, Any]) -> LaunchLayout:
         """A requeued job keeps its flags: what the training says of itself counts."""
         return replace(
             layout,
@@ -108,7 +108,7 @@ class _Test(Scenario):
         """See `Scenario`."""
         return self.off_checkpoint(step)
 
-    def came_back(self, attempt: Attempt, stopped: Stopped) -> None:
+    def came_back(self, attempt: Attempt, stopped: StopResult) -> None:
         """See `Scenario`."""
         self.say(
             f"  attempt {attempt.number}: went on from step {attempt.first}, first step after {stopped.seconds:.1f} s"
@@ -125,7 +125,7 @@ class _Test(Scenario):
         self.say(f"  attempt {attempt.number}: {attempt.layout}: {done}, ended by itself")
 
 
-def _final(plan: Plan, name: str) -> RunRecords | None:
+def _final(plan: SmokePlan, name: str) -> RunRecords | None:
     records = read_any(plan.records(name))
     if records is None or not records.steps:
         return None
@@ -135,7 +135,7 @@ def _final(plan: Plan, name: str) -> RunRecords | None:
     return with_losses(records, together)
 
 
-def _refuse_unproved(plan: Plan, result: Result) -> None:
+def _refuse_unproved(plan: SmokePlan, result: Result) -> None:
     """Hashes of ranks on another layout say nothing: without ``verify`` their order and content are unknown."""
     outcome = result.outcome
     if outcome is None or result.verified is not None or outcome.hashed == outcome.compared:
@@ -150,7 +150,7 @@ def _refuse_unproved(plan: Plan, result: Result) -> None:
     result.problems.append(str(problem))
 
 
-def _verify(plan: Plan, result: Result) -> bool | None:
+def _verify(plan: SmokePlan, result: Result) -> bool | None:
     """Plan the stream of the run again on this CPU."""
     try:
         found: dict[str, Any] = ask(

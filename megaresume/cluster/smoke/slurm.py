@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from megaresume.cluster.job import Job, Kind, Launch
+from megaresume.cluster.job import Kind, Launch, RunningLaunch
 from megaresume.cluster.launching.slurm_commands import (
     Partition,
     ask,
@@ -31,7 +31,7 @@ from megaresume.cluster.launching.slurm_commands import (
 from megaresume.cluster.scripts import launch_script
 from megaresume.cluster.smoke import slurm_check as checks
 from megaresume.cluster.smoke.slurm_check import check_nodes
-from megaresume.cluster.smoke.slurm_job import SlurmJob, end, undo
+from megaresume.cluster.smoke.slurm_job import SlurmAttempt, end, undo
 
 #: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
 GRACE = 300.0
@@ -110,24 +110,24 @@ class SlurmLauncher:
             asked = check_nodes(self.partition, count, directory, words, timeout=self.queue)
         self.description = f"Slurm {release}, partition {self.partition.name}: {len(nodes)} nodes, {len(asked)} asked"
 
-    def start(self, launch: Launch, *, after: Job | None = None) -> Job:
+    def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
         """See `Launcher`.
 
         Raises:
             SetupError: it is never started, or not in time.
         """
-        job = self._again(after, launch) if isinstance(after, SlurmJob) and after.waits() else None
+        job = self._again(after, launch) if isinstance(after, SlurmAttempt) and after.waits() else None
         job = job or self._submit(launch)
         try:
             job.wait_for_start(self.queue)
         except BaseException:
             job.close()
             raise
-        if isinstance(after, SlurmJob):
+        if isinstance(after, SlurmAttempt):
             undo(after.lost)
         return job
 
-    def _submit(self, launch: Launch) -> SlurmJob:
+    def _submit(self, launch: Launch) -> SlurmAttempt:
         logs = launch.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         # Ours come last, and win.
@@ -138,7 +138,7 @@ class SlurmLauncher:
         answer = ask(*words, env=os.environ | self._settings | dict(launch.env), failing="sbatch refuses the job")
         return self._job(launch, answer.strip().split(";")[0], restarts=0)
 
-    def _again(self, after: SlurmJob, launch: Launch) -> SlurmJob | None:
+    def _again(self, after: SlurmAttempt, launch: Launch) -> SlurmAttempt | None:
         """The requeued job, with the nodes of the next launch; None if it may not be changed, and was cancelled."""
         info = after.info
         assert info is not None  # it is pending
@@ -158,7 +158,7 @@ class SlurmLauncher:
         after.handed_over = True
         return self._job(launch, after.id, restarts=info.restarts)
 
-    def _job(self, launch: Launch, job: str, *, restarts: int) -> SlurmJob:
-        return SlurmJob(
+    def _job(self, launch: Launch, job: str, *, restarts: int) -> SlurmAttempt:
+        return SlurmAttempt(
             launch, job, restarts=restarts, partition=self.partition, urgent=lambda: self.urgent, grace=self.grace
         )

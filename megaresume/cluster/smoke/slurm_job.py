@@ -62,7 +62,7 @@ class Lost:
     urgent_job: str = ""
 
 
-class SlurmJob:
+class SlurmAttempt:
     """One attempt of a job; the next attempt of a requeued job is another object with the same id.
 
     Args:
@@ -299,7 +299,7 @@ def undo(lost: Lost) -> None:
         ask("scontrol", "update", f"nodename={node}", "state=resume", failing=f"node {node} cannot be resumed")
 
 
-def _sigkill(job: SlurmJob, info: JobInfo) -> None:
+def _sigkill(job: SlurmAttempt, info: JobInfo) -> None:
     # Of the last node: the first one hosts the place where the ranks meet, and would be missed at once.
     node = info.nodes[-1]
     words = ["srun", "--overlap", "--quiet", f"--jobid={job.id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
@@ -313,15 +313,15 @@ def _sigkill(job: SlurmJob, info: JobInfo) -> None:
         )
 
 
-def _sigterm(job: SlurmJob, info: JobInfo) -> None:
+def _sigterm(job: SlurmAttempt, info: JobInfo) -> None:
     ask("scancel", "--batch", "--signal=TERM", job.id)
 
 
-def _requeue(job: SlurmJob, info: JobInfo) -> None:
+def _requeue(job: SlurmAttempt, info: JobInfo) -> None:
     ask("scontrol", "requeue", job.id, failing="the job cannot be queued again")
 
 
-def _node_down(job: SlurmJob, info: JobInfo) -> None:
+def _node_down(job: SlurmAttempt, info: JobInfo) -> None:
     nodes = info.nodes
     node = next((name for name in reversed(nodes) if name != info.batch_host), nodes[0])
     others = [
@@ -338,13 +338,13 @@ def _node_down(job: SlurmJob, info: JobInfo) -> None:
     ask("scontrol", "update", f"nodename={node}", "state=down", "reason=megaresume-smoke")
 
 
-def _walltime(job: SlurmJob, info: JobInfo) -> None:
+def _walltime(job: SlurmAttempt, info: JobInfo) -> None:
     # A minute at least: Slurm looks at limits twice a minute, and one that is over ends the job without its signal.
     minutes = int(info.run_time // 60) + 2
     ask("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}", failing="its time limit cannot be changed")
 
 
-def _preempt(job: SlurmJob, info: JobInfo) -> None:
+def _preempt(job: SlurmAttempt, info: JobInfo) -> None:
     nodes = info.nodes
     words = ["sbatch", "--parsable", "--job-name=megaresume-smoke-urgent", f"--partition={job.urgent.name}"]
     words += [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--exclusive", "--no-requeue"]
@@ -353,7 +353,7 @@ def _preempt(job: SlurmJob, info: JobInfo) -> None:
     job.lost.urgent_job = ask(*words, failing="the job that is to preempt is refused").strip().split(";")[0]
 
 
-STOPS: dict[Kind, Callable[[SlurmJob, JobInfo], None]] = {
+STOPS: dict[Kind, Callable[[SlurmAttempt, JobInfo], None]] = {
     "sigkill": _sigkill,
     "sigterm": _sigterm,
     "requeue": _requeue,

@@ -48,7 +48,7 @@ class VisionShape:
     patch_size: int | None
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """A layer, normalised before attention and MLP."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
@@ -69,7 +69,7 @@ class _Block(nn.Module):
         return out
 
 
-class VisionEncoder(nn.Module):
+class ImageModel(nn.Module):
     """Vision transformer and projector.
 
     Args:
@@ -85,7 +85,7 @@ class VisionEncoder(nn.Module):
         self.shape = shape
         self.patches = nn.Linear(shape.patch_features, hidden_size)
         self.places = nn.Linear(hidden_size, hidden_size)
-        self.layers = nn.ModuleList(_Block(hidden_size, num_heads) for _ in range(num_layers))
+        self.layers = nn.ModuleList(_TransformerBlock(hidden_size, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(hidden_size)
         merged = hidden_size * shape.merge**2
         self.projector = nn.Sequential(nn.Linear(merged, output_size), nn.GELU(), nn.Linear(output_size, output_size))
@@ -197,7 +197,7 @@ def with_vision(args: Arguments, language: Any, encoder: Any, device: torch.devi
     """
     torch.manual_seed(xxhash.xxh3_64_intdigest(f"vision {args.seed}".encode()) >> 1)
     assert args.vision_num_layers and args.vision_hidden_size and args.vision_num_attention_heads
-    vision = VisionEncoder(
+    vision = ImageModel(
         vision_shape(encoder.processor, args.vision_patch_size),
         num_layers=args.vision_num_layers,
         hidden_size=args.vision_hidden_size,
@@ -256,7 +256,7 @@ class VisionLanguageModel(nn.Module):
         vision: encoder and projector; the same weights on all tensor-parallel ranks.
     """
 
-    def __init__(self, language: Any, vision: VisionEncoder) -> None:
+    def __init__(self, language: Any, vision: ImageModel) -> None:
         super().__init__()
         self.language, self.vision = language, vision
 

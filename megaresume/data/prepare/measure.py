@@ -18,7 +18,7 @@ from megaresume.data.prepare.work import WorkDirectory, disk_error
 from megaresume.data.record_index import ShardIndex
 from megaresume.data.shard_files import MAX_RECORD_BYTES, BlockFile, Place, ShardFiles
 from megaresume.data.shard_source import UNMEASURED
-from megaresume.data.tar import Extent, content_hash, parse_record, walk
+from megaresume.data.tar import RecordExtent, content_hash, parse_record, walk
 from megaresume.encoding.images.document import Measure
 from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import CorpusError
@@ -167,7 +167,7 @@ def _measured(
     spec: IndexSpec,
     task: ShardTask,
     number: int,
-    extent: Extent,
+    extent: RecordExtent,
     file: BlockFile,
     columns: _Columns,
     folder: Folder | None,

@@ -169,13 +169,13 @@ class ConversationEncoder:
 
     def _ended_early(self, conversation: Conversation) -> EncodedConversation | None:
         """The most messages up to a trained one that fit; None: not even the first."""
-        for short in self._that_fit(conversation):
+        for short in self._shortened(conversation):
             encoded = self._encode([short])[0]
             if isinstance(encoded, EncodedConversation) and not self._is_too_long(encoded):
                 return replace(encoded, shortened=True)
         return None
 
-    def _that_fit(self, conversation: Conversation) -> Iterator[Conversation]:
+    def _shortened(self, conversation: Conversation) -> Iterator[Conversation]:
         """A conversation ended early, the longest that fits first.
 
         With each turn it grows, unless the template leaves the reasoning of earlier turns out. Then more turns may be

@@ -137,7 +137,7 @@ class EngineData(Batches):
                 launcher with it the others.
         """
         is_first = self._random.step_begins()
-        batch, what = self._or_never_again(self._read_next)
+        batch, what = self._close_on_error(self._read_next)
         count = self._count
         count.take(what, count.samples + count.size * (len(count.out) + 1) // self._per_step)
         self._witness.know(what.key)
@@ -165,7 +165,7 @@ class EngineData(Batches):
             )
         return self._read()
 
-    def _or_never_again(self, function: Callable[[], Any]) -> Any:
+    def _close_on_error(self, function: Callable[[], Any]) -> Any:
         """What a function returns; after an error of it, nothing is handed out any more."""
         self._count.check()
         try:
@@ -226,7 +226,7 @@ class EngineData(Batches):
             else:
                 self._count.use()
 
-        self._or_never_again(check)
+        self._close_on_error(check)
 
     def after_step(self) -> None:
         """After ``engine.step()``."""
@@ -281,7 +281,7 @@ class EngineData(Batches):
         Raises:
             StateError: it was trained on other batches. On the ranks that read batches; no checkpoint is saved of it.
         """
-        self._or_never_again(self._check_clock)
+        self._close_on_error(self._check_clock)
 
     def not_restored(self, error: MegaresumeError) -> None:
         """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""

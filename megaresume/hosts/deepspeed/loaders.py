@@ -131,7 +131,7 @@ class AttachedLoader(EngineData):
 
     def _read(self) -> tuple[Any, MicroBatch]:
         number = self.batches_trained + len(self._count.out)
-        batch = self._ahead.pop() if self._ahead else next(self._the_reader())
+        batch = self._ahead.pop() if self._ahead else next(self._require_reader())
         tokens = None if self._is_pipeline else tokens_of(batch)
         if tokens is None:
             return batch, MicroBatch(f"batch {number} of this rank")
@@ -146,12 +146,12 @@ class AttachedLoader(EngineData):
         self._check_clock()
         if not self._ahead:
             self._random.step_begins()  # what the loader draws for it is drawn again after a resume
-            self._ahead.append(next(self._the_reader()))
+            self._ahead.append(next(self._require_reader()))
         if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
             self._witness.know(int(fingerprint(tokens)))
         return copy.deepcopy(self._ahead[0])
 
-    def _the_reader(self) -> LoaderReader:
+    def _require_reader(self) -> LoaderReader:
         if self.reader is None:
             raise UsageError(
                 "this rank has no loader",

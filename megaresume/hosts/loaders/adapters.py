@@ -38,7 +38,7 @@ from megaresume.stream.errors import StateError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class LoaderFacts:
     """What a state of this loader depends on."""
 
     #: energon, or state_dict.
@@ -54,7 +54,7 @@ class Facts:
 class Adapter(Protocol):
     """One loader, seen from here."""
 
-    def facts(self) -> Facts:
+    def facts(self) -> LoaderFacts:
         """What its state depends on."""
 
     def save(self, handed: int, epoch: int) -> Any:
@@ -114,12 +114,12 @@ class StateDictAdapter:
         self.loader = loader
         self._generator: Any = None
 
-    def facts(self) -> Facts:
+    def facts(self) -> LoaderFacts:
         """See `Adapter`."""
         size = getattr(self.loader, "batch_size", None)
         if size is None:  # torchdata takes it from a batch_sampler
             size = getattr(getattr(self.loader, "batch_sampler", None), "batch_size", None)
-        return Facts(
+        return LoaderFacts(
             kind="state_dict",
             library=_library(self.loader),
             workers=int(getattr(self.loader, "num_workers", 0)),
@@ -167,10 +167,10 @@ class EnergonAdapter:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def facts(self) -> Facts:
+    def facts(self) -> LoaderFacts:
         """See `Adapter`."""
         size = self.loader._get_batch_size() if hasattr(self.loader, "_get_batch_size") else None
-        return Facts(
+        return LoaderFacts(
             kind="energon",
             library=_library(self.loader),
             workers=int(self.loader.worker_config.num_workers),

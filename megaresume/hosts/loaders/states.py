@@ -25,7 +25,7 @@ from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files
 from megaresume.checkpoint.session.ranks import gather, on_all_ranks, rank
-from megaresume.hosts.loaders.adapters import Facts, LoaderReader
+from megaresume.hosts.loaders.adapters import LoaderFacts, LoaderReader
 from megaresume.stream.errors import StateError, UsageError
 
 
@@ -45,7 +45,7 @@ class RankState:
 class LoaderRecord:
     """The states of all data-parallel ranks at one step."""
 
-    facts: Facts
+    facts: LoaderFacts
     #: batches that optimizer steps have trained, of each data-parallel rank.
     batches: int
     #: by data-parallel rank.
@@ -98,7 +98,7 @@ class LoaderRecord:
         try:
             ranks = [(count(size), text(checksum), count(skip)) for size, checksum, skip in fields["ranks"]]
             return cls(
-                facts=from_members(Facts, fields),
+                facts=from_members(LoaderFacts, fields),
                 batches=count(fields["batches"]),
                 ranks=tuple(RankState(size=size, checksum=checksum, skip=skip) for size, checksum, skip in ranks),
                 sizes=tuple((count(first), count(size)) for first, size in fields["sizes"]),
@@ -113,10 +113,12 @@ class LoaderRecord:
 
 
 #: of a run that has not saved yet.
-NO_LOADER = LoaderRecord(facts=Facts(kind="none", library="none", workers=0, batch_size=None), batches=0, ranks=())
+NO_LOADER = LoaderRecord(
+    facts=LoaderFacts(kind="none", library="none", workers=0, batch_size=None), batches=0, ranks=()
+)
 
 
-def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
+def check_fits(record: LoaderRecord, now: LoaderFacts, dp: int) -> None:
     """Raise a StateError if the states cannot be restored exactly into this run's loaders.
 
     Args:
@@ -141,7 +143,7 @@ def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
             expected=f"{record.dp} data-parallel ranks with {then.workers} workers each",
             cause="samples are dealt out to ranks and workers before they are shuffled and packed; loaded into others, "
             "they would be repeated and skipped",
-            action=_way_out(record, dp),
+            action=_remedy(record, dp),
         )
     if then.batch_size != now.batch_size:
         raise StateError(
@@ -154,7 +156,7 @@ def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
         )
 
 
-def _way_out(record: LoaderRecord, dp: int) -> str:
+def _remedy(record: LoaderRecord, dp: int) -> str:
     workers = record.facts.workers
     same = f"start with {record.dp} data-parallel ranks and {workers} workers"
     if record.dp == dp:
@@ -183,7 +185,7 @@ class _Offer:
     """What one process tells the others. Plain values: sent between ranks."""
 
     dp_rank: int
-    facts: Facts | None
+    facts: LoaderFacts | None
     #: batches handed out.
     handed: int
     rank: RankState | None

@@ -313,7 +313,7 @@ def after_data_is_built(host: MegatronHost) -> None:
         session.resume(position=position, words=_random_state(args, host.loaded_args))
         _record_loaded(host)
     elif iteration:
-        session.goes_on_in(args.load)
+        session.mark_as_own(args.load)
         if is_rank_0():
             print(
                 f"megaresume: the checkpoint of iteration {iteration} has no data state: it was trained without "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.search import Choice, Theirs
+from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.step_file import StepFile
@@ -174,9 +174,9 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
         return None, None
     root, save = Path(os.path.abspath(load)), current.session.save_dir
 
-    def pick(_: Path | None, damaged: Mapping[Path, str]) -> Choice | Theirs | None:
+    def pick(_: Path | None, damaged: Mapping[Path, str]) -> Choice | ForeignCheckpoint | None:
         found = check_tracker(args, damaged=damaged)
-        if root == save and not isinstance(found, Theirs) and not getattr(args, "ckpt_step", None):
+        if root == save and not isinstance(found, ForeignCheckpoint) and not getattr(args, "ckpt_step", None):
             mend_tracker(root, found)
         return found
 

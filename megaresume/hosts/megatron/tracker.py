@@ -26,7 +26,7 @@ from megaresume.checkpoint.choosing.candidates import (
     write_tracker,
 )
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.choosing.search import Choice, Theirs
+from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import TRACKER, ledger_path, marker_path, megatron_tag
 from megaresume.files import read_file
@@ -62,22 +62,24 @@ def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     return read_metadata
 
 
-def names_nothing(tracker: Pointer) -> bool:
+def is_unusable(tracker: Pointer) -> bool:
     """Whether a tracker does not say what to load: a kill or a full disk left it so, or what it names is gone."""
     return tracker.status in ("empty", "garbled", "dangling") and tracker.tag != "release"
 
 
-def _instead(root: Path, tracker: Pointer, damaged: Mapping[Path, str] | None = None) -> Choice | Theirs | None:
-    """What a load takes in place of what a tracker should name: see `_newest`; `Theirs`: what it names."""
-    if not names_nothing(tracker):
-        return Theirs()
+def _instead(
+    root: Path, tracker: Pointer, damaged: Mapping[Path, str] | None = None
+) -> Choice | ForeignCheckpoint | None:
+    """What a load takes in place of what a tracker should name: see `_newest`; `ForeignCheckpoint`: what it names."""
+    if not is_unusable(tracker):
+        return ForeignCheckpoint()
     try:
         choice = _newest(root, damaged)
     except MegaresumeError:
         if tracker.status != "dangling":
             raise
         choice = None
-    return Theirs() if choice is None and tracker.status == "dangling" else choice
+    return ForeignCheckpoint() if choice is None and tracker.status == "dangling" else choice
 
 
 def _newest(root: Path, damaged: Mapping[Path, str] | None = None) -> Choice | None:
@@ -133,7 +135,7 @@ def _remedy(root: Path) -> str:
 def mend_tracker(root: Path, choice: Choice | None) -> None:
     """Let a tracker that names nothing name what is resumed from; none is left if that is nothing. On rank 0, as the
     owner of the root. Raises CheckpointError."""
-    if not names_nothing(read_pointer(root, TRACKER)):
+    if not is_unusable(read_pointer(root, TRACKER)):
         return
     if choice is not None and choice.iteration is not None:
         write_tracker(root, choice.iteration)
@@ -141,7 +143,7 @@ def mend_tracker(root: Path, choice: Choice | None) -> None:
         (root / TRACKER).unlink()
 
 
-def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Choice | Theirs | None:
+def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Choice | ForeignCheckpoint | None:
     """What Megatron is to load, and is it all right if there is no tracker? Reads only; on rank 0, before its load.
 
     It is at the first start of a run that loads from where it will save, if nothing was ever finished. And where
@@ -152,7 +154,7 @@ def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Ch
         damaged: tag directories that could not be read, with the reason.
 
     Returns:
-        the checkpoint, `Theirs` if it has no manifest; None if there is none, and the run begins.
+        the checkpoint, `ForeignCheckpoint` if it has no manifest; None if there is none, and the run begins.
 
     Raises:
         CheckpointError: the iteration of ``--ckpt-step`` is not there, or not whole; no checkpoint is whole; there are
@@ -160,7 +162,7 @@ def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Ch
     """
     load = getattr(args, "load", None)
     if not load or "://" in str(load):
-        return Theirs()
+        return ForeignCheckpoint()
     root = Path(os.path.abspath(load))
     if os.path.isfile(root / TRACKER):
         _check_step(args, root)
@@ -168,12 +170,12 @@ def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Ch
         if found is not None:
             return found
     if getattr(args, "pretrained_checkpoint", None):
-        return Theirs()
+        return ForeignCheckpoint()
     if getattr(args, "ckpt_step", None):
         _check_step(args, root)
-        return Theirs()
+        return ForeignCheckpoint()
     if getattr(args, "non_persistent_ckpt_type", None) == "local" or _has_non_persistent(args, load):
-        return Theirs()
+        return ForeignCheckpoint()
     there = [c for c in list_candidates(root) if c.has_dir and not c.unfinished]
     finished = [entry.tag for entry in read_ledger(ledger_path(root)).entries if entry.kind == "checkpoint"]
     if there or finished:
@@ -223,22 +225,22 @@ def _advice(root: Path, candidates: Iterable[Candidate]) -> str:
     return f"megaresume inspect {root} shows what is there"
 
 
-def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | Theirs | None:
+def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | ForeignCheckpoint | None:
     """The checkpoint that the tracker or --ckpt-step names, compared with its manifest, if it has one. If it is not
     whole, and was not asked for by --ckpt-step, the newest one that is takes its place; None if none was ever
     committed.
     """
     tracker, step = read_pointer(root, TRACKER), getattr(args, "ckpt_step", None)
     if getattr(args, "non_persistent_ckpt_type", None):
-        return Theirs()
-    if not step and names_nothing(tracker):
+        return ForeignCheckpoint()
+    if not step and is_unusable(tracker):
         return _instead(root, tracker, damaged)
     if not step and tracker.iteration is None:
-        return Theirs()
+        return ForeignCheckpoint()
     tag = megatron_tag(int(step or tracker.iteration or 0))
     candidate = next((c for c in list_candidates(root) if c.tag == tag and c.has_dir), None)
     if candidate is None or "manifest" not in candidate.records:
-        return Theirs()
+        return ForeignCheckpoint()
     found, unread = examine(root, candidate), damaged.get(root / tag)
     if unread is None and found.status == "complete":
         return Choice(load_dir=root, tag=tag, iteration=candidate.iteration, step=found.step, manifest=found.manifest)

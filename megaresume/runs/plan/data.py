@@ -16,7 +16,7 @@ from megaresume.data.catalog import open_sources
 from megaresume.data.data_config import DataConfig
 from megaresume.data.source import Source
 from megaresume.hosts.megatron.load_rules import check_stages
-from megaresume.runs.plan.start import Launch
+from megaresume.runs.plan.start import PlannedLaunch
 from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import Balance, BatchSchedule, Objective
 from megaresume.stream.changes import Reconciled, changes_since, check_recorded, reconcile
@@ -45,7 +45,7 @@ Outcome = Literal["nothing", "new stage", "refused"]
 
 
 @dataclass(kw_only=True)
-class Data:
+class PlannedData:
     """The data of the launch."""
 
     outcome: Outcome = "nothing"
@@ -78,7 +78,7 @@ class Data:
             "with_on_change_stage": None if self.with_stage is None else list(self.with_stage),
         }
 
-    def stream(self, launch: Launch) -> Stream | None:
+    def stream(self, launch: PlannedLaunch) -> Stream | None:
         """What the launch would train on; None if the corpora were not opened."""
         if not self.sources or self.config is None:
             return None
@@ -92,14 +92,14 @@ class Data:
         return stream
 
 
-def read_data(launch: Launch, *, end: int | None) -> Data:
+def read_data(launch: PlannedLaunch, *, end: int | None) -> PlannedData:
     """Open the data as the launch would, and reconcile it with the state.
 
     Args:
         launch: without a schedule no step can be skipped.
         end: samples trained at the end of the run; None if not known, so that anything can be skipped.
     """
-    data = Data()
+    data = PlannedData()
     try:
         _open(data, launch)
     except (ConfigError, CorpusError, SetupError, StateError, UsageError) as error:
@@ -114,7 +114,7 @@ def read_data(launch: Launch, *, end: int | None) -> Data:
     return data
 
 
-def _open(data: Data, launch: Launch) -> None:
+def _open(data: PlannedData, launch: PlannedLaunch) -> None:
     state, flags, recorded = launch.state, launch.flags, data_path(launch.root)
     path = flags.data or (recorded if recorded.is_file() else None)
     if path is None:
@@ -145,14 +145,14 @@ def _recorded_split(recorded: Path) -> str | None:
     return splits.pop() if len(splits) == 1 else None
 
 
-def _from_state(data: Data, launch: Launch) -> None:
+def _from_state(data: PlannedData, launch: PlannedLaunch) -> None:
     state = launch.state
     data.path, data.sources = None, {}
     data.config = StreamConfig.from_dict({**state.config, **launch.flags.config})
     data.fingerprints = state.fingerprints
 
 
-def _reconcile(data: Data, launch: Launch, end: int | None) -> None:
+def _reconcile(data: PlannedData, launch: PlannedLaunch, end: int | None) -> None:
     assert data.config is not None
     state, findings = launch.state, launch.findings
     data.changes = changes_since(data.config, state)
@@ -191,7 +191,7 @@ def _reconcile(data: Data, launch: Launch, end: int | None) -> None:
     data.in_force, data.to_come = stages[current - 1].config, stages[current:]
 
 
-def _go_on(data: Data, launch: Launch, on_change: OnChange, end: int | None) -> Reconciled:
+def _go_on(data: PlannedData, launch: PlannedLaunch, on_change: OnChange, end: int | None) -> Reconciled:
     """What the stream of the launch would make of the state, or refuse."""
 
     def samples_of(steps: Range) -> Range:
@@ -240,7 +240,7 @@ class Gain:
         )
 
 
-def gain(launch: Launch, data: Data) -> Gain | None:
+def gain(launch: PlannedLaunch, data: PlannedData) -> Gain | None:
     """Plan the next steps, and deal them both ways. None if something for it is not known, as a note tells."""
     now, balance = launch.now, launch.findings.attempt(lambda: launch.flags.balanced)
     if balance is None:

@@ -11,12 +11,12 @@ from typing import Any
 from megaresume.checkpoint.paths import split_root
 from megaresume.checkpoint.topology import Topology
 from megaresume.runs.answer import Answer, live, plain, told
-from megaresume.runs.plan.data import Data, Gain, gain, read_data
+from megaresume.runs.plan.data import Gain, PlannedData, gain, read_data
 from megaresume.runs.plan.guard import Guarded, compare_with_record
 from megaresume.runs.plan.start import (
     Findings,
     Flags,
-    Launch,
+    PlannedLaunch,
     StartingPoint,
     check_layout,
     find_start,
@@ -47,7 +47,7 @@ class Ending:
     before: tuple[int, int] | None
 
 
-def ending(launch: Launch, planned: BatchSchedule) -> Ending | None:
+def ending(launch: PlannedLaunch, planned: BatchSchedule) -> Ending | None:
     """The end of the run; None if neither steps nor samples are given.
 
     Args:
@@ -72,13 +72,13 @@ def ending(launch: Launch, planned: BatchSchedule) -> Ending | None:
     return Ending(step=end[0], sample=end[1], finished=finished, before=None if old == end else old)
 
 
-def _ours(launch: Launch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
+def _ours(launch: PlannedLaunch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
     step, sample = launch.step, launch.state.samples
     length = {"train_iters": launch.flags.train_iters, "train_samples": launch.flags.train_samples}
     return (step, sample) if is_over(step, sample, **length) else end_of_run(schedule, step, sample, **length)
 
 
-def _megatron(launch: Launch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
+def _megatron(launch: PlannedLaunch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
     last = max(_megatron_iterations(planned, launch.flags), launch.step)
     return last, schedule.after(launch.state.samples, last - launch.step)
 
@@ -118,7 +118,7 @@ def _warn_finished(findings: Findings, found: str, action: str) -> None:
     findings.warn(headline, found=found, expected="a longer run, or none", action=action)
 
 
-def _check_megatron_steps(launch: Launch, planned: BatchSchedule, end: tuple[int, int]) -> None:
+def _check_megatron_steps(launch: PlannedLaunch, planned: BatchSchedule, end: tuple[int, int]) -> None:
     """What Megatron's arithmetic makes of a batch size that changed in the middle of a run."""
     final, samples = planned.segments[-1][1], launch.flags.train_samples
     if samples is not None and samples - end[1] >= final:
@@ -134,7 +134,7 @@ def _check_megatron_steps(launch: Launch, planned: BatchSchedule, end: tuple[int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ahead:
+class SourceForecast:
     """One source from the resume point on, under the weights that hold there. Samples and steps are estimates."""
 
     now: SourceOutlook
@@ -155,7 +155,7 @@ class Ahead:
         return {**ahead.pop("now"), **ahead}
 
 
-def sources_ahead(launch: Launch, data: Data, end: Ending | None) -> list[Ahead]:
+def sources_ahead(launch: PlannedLaunch, data: PlannedData, end: Ending | None) -> list[SourceForecast]:
     """Every source under the config that holds from the resume point on."""
     assert data.in_force is not None
     known = launch.state.replace(fingerprints={**data.fingerprints, **launch.state.fingerprints})
@@ -163,7 +163,7 @@ def sources_ahead(launch: Launch, data: Data, end: Ending | None) -> list[Ahead]
     return [_ahead(launch, row, source, end) for row, source in zip(rows, data.in_force.sources, strict=True)]
 
 
-def _ahead(launch: Launch, row: SourceOutlook, source: SourceConfig, end: Ending | None) -> Ahead:
+def _ahead(launch: PlannedLaunch, row: SourceOutlook, source: SourceConfig, end: Ending | None) -> SourceForecast:
     state = launch.state
     cursor = state.sources.get(row.name)
     left = None
@@ -186,7 +186,7 @@ def _ahead(launch: Launch, row: SourceOutlook, source: SourceConfig, end: Ending
         further = 0.0 if rate is None else (end.sample - state.samples) / max(rate, 1e-9)
         drawn = (0.0 if cursor is None else cursor.epochs) + further / row.size
         drawn = drawn if left is None else min(drawn, row.epoch + left)
-    return Ahead(
+    return SourceForecast(
         now=row,
         epochs_left=left,
         sample=sample,
@@ -197,7 +197,7 @@ def _ahead(launch: Launch, row: SourceOutlook, source: SourceConfig, end: Ending
     )
 
 
-def end_of_stream(launch: Launch, data: Data, end: Ending | None) -> int | None:
+def end_of_stream(launch: PlannedLaunch, data: PlannedData, end: Ending | None) -> int | None:
     """Samples that the stream holds, where that is fewer than the run is to train; None: enough.
 
     Planned, not estimated. Only a stream whose sources have an end is looked at.
@@ -280,8 +280,8 @@ class DryRun(Answer):
     #: planned global batch sizes of the whole run, the past included.
     schedule: BatchSchedule | None = live(default=None)
     ending: Ending | None = live(default=None)
-    data: Data | None = None
-    sources: list[Ahead] = field(default_factory=list)
+    data: PlannedData | None = None
+    sources: list[SourceForecast] = field(default_factory=list)
     #: samples that the stream holds, where it ends before the run; None: enough.
     stream_ends: int | None = None
     #: what balanced ranks gain; None if not asked for, or not known.
@@ -429,7 +429,7 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     flags, findings, found, choice = result.flags, result.findings, result.found, result.found.choice
     assert choice is not None
     result.before, result.now = before, topology(before, flags)
-    launch = Launch(
+    launch = PlannedLaunch(
         root=result.root.absolute(),
         flags=flags,
         findings=findings,

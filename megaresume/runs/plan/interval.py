@@ -58,7 +58,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
+class LostTime:
     """A day at one interval: hours that are not training, and the rest."""
 
     #: steps between saves.
@@ -100,15 +100,15 @@ class Advice(Answer):
     given: tuple[str, ...]
     measured: Measured
     #: from the shortest interval to the longest; the recommended one and today's among them.
-    table: tuple[Loss, ...] = live()
+    table: tuple[LostTime, ...] = live()
 
     @property
-    def best(self) -> Loss:
+    def best(self) -> LostTime:
         """The row of the recommended interval."""
         return next(row for row in self.table if row.steps == self.save_interval)
 
     @property
-    def now(self) -> Loss | None:
+    def now(self) -> LostTime | None:
         """The row of the interval that the run has now."""
         return next((row for row in self.table if row.steps == self.measured.interval), None)
 
@@ -149,7 +149,7 @@ def daly(save: float, mtbf: float) -> float:
     return young(save, mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
-def losses(intervals: Sequence[int], *, step: float, save: float, restart: float, mtbf: float) -> tuple[Loss, ...]:
+def losses(intervals: Sequence[int], *, step: float, save: float, restart: float, mtbf: float) -> tuple[LostTime, ...]:
     """What a day looks like at each interval, in Daly's complete model (2006, equation 20).
 
     Failures come independently of each other, with the mean ``mtbf``, also in saves and restarts. A stretch of ``t``
@@ -174,7 +174,7 @@ def losses(intervals: Sequence[int], *, step: float, save: float, restart: float
         running = failures * mtbf
         hours = 24 / (running + waiting)
         lost = max(running - trained - save, 0.0)
-        row = Loss(
+        row = LostTime(
             steps=steps, seconds=trained, saving=save * hours, recomputing=lost * hours, restarting=waiting * hours
         )
         rows.append(row)

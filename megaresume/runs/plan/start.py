@@ -1,6 +1,6 @@
 """`Finding`: something that whoever launches the run should know; `Findings`: all of them; and what the launch says.
 
-`Launch`: where the launch would continue: which checkpoint it loads, on which ranks, with which batches.
+`PlannedLaunch`: where the launch would continue: which checkpoint it loads, on which ranks, with which batches.
 
 Under DeepSpeed we choose the checkpoint (`Run.choose`). Megatron-LM loads what its tracker names, and we check
 beforehand that this is whole (`integrations.megatron.tracker`).
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
-from megaresume.checkpoint.choosing.search import Choice, Theirs
+from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.data_state import stream_of
 from megaresume.checkpoint.paths import TRACKER, deepspeed_tag, megatron_tag
 from megaresume.checkpoint.session.host import without_state
@@ -152,7 +152,7 @@ class StartingPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class PlannedLaunch:
     """A launch that resumes from a state of a stream: what every question about it needs."""
 
     root: Path
@@ -230,7 +230,7 @@ def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None
         found = check_tracker(SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step))
         if isinstance(found, Choice):
             chosen.append(found)
-        elif isinstance(found, Theirs) and (root / TRACKER).is_file():
+        elif isinstance(found, ForeignCheckpoint) and (root / TRACKER).is_file():
             check_content(root / TRACKER)
         return True
 
@@ -329,7 +329,7 @@ def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool, start: int 
     return BatchSchedule.ramp_up(*flags.rampup_batch_size, now.global_batch_size)
 
 
-def check_layout(launch: Launch) -> None:
+def check_layout(launch: PlannedLaunch) -> None:
     """Batches over ranks, and ZeRO's partitions."""
     now, schedule = launch.now, launch.schedule
     micro = now.micro_batch_size

@@ -21,10 +21,18 @@ from megaresume.render import write_bytes
 from megaresume.runs.run import Run
 from megaresume.runs.trace.documents import Decoder, marked_ids
 from megaresume.runs.trace.find import Occurrence, Sought, as_json, find, parse_documents
-from megaresume.runs.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, require_pyarrow, write_parquet
+from megaresume.runs.trace.formats import (
+    CSV_COLUMNS,
+    Format,
+    TraceWriter,
+    csv_rows,
+    heading,
+    require_pyarrow,
+    write_parquet,
+)
 from megaresume.runs.trace.images import write_images
 from megaresume.runs.trace.replan import open_corpora
-from megaresume.runs.trace.trace import RECORD_COLUMNS, Piece, Trace, image_words, record_words
+from megaresume.runs.trace.trace import RECORD_COLUMNS, Trace, TracePiece, image_words, record_words
 from megaresume.stream.errors import UsageError
 from megaresume.stream.progress import progress
 from megaresume.stream.text import visible
@@ -153,7 +161,7 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
         columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *_more_columns(args, trace)]
         print(",".join([*columns, *(["text"] if args.text else [])]))
     lines = _decoded(args, trace, sources, form) if args.text or args.records else None
-    writer = Writer(form, trace.names, numbered=numbered, shards=trace.records.shards)
+    writer = TraceWriter(form, trace.names, numbered=numbered, shards=trace.records.shards)
     shown = ""
     with _progress("tracing", trace.work(first, stop)) as update:
         for piece in trace.pieces(first, stop, progress=update):
@@ -180,14 +188,14 @@ def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:
 
 def _decoded(
     args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], form: Format
-) -> Callable[[Piece], Iterable[str]]:
+) -> Callable[[TracePiece], Iterable[str]]:
     """Writes pieces with the text of their segments, or with their records."""
     tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
     decoder = Decoder(sources, tokenizer, _note, marks=form == "text") if args.text else None
     recorded = {(f.sample, f.source, f.document): f for f in trace.history.state.faults.kept}
     more = _more_columns(args, trace)
 
-    def rows(piece: Piece) -> Iterator[dict[str, Any]]:
+    def rows(piece: TracePiece) -> Iterator[dict[str, Any]]:
         for row in piece.rows() if decoder is None else decoder.rows(piece):
             for segment in row["segments"] if args.records else ():
                 segment.update(trace.records.describe(trace.names.index(segment["source"]), segment["document"]))
@@ -202,7 +210,7 @@ def _decoded(
         words = {"images": image_words(images), "fault": fault and f"{fault['policy']}: {fault['reason']}"}
         return segment | words
 
-    def of_csv(piece: Piece) -> Iterator[str]:
+    def of_csv(piece: TracePiece) -> Iterator[str]:
         for row in rows(piece):
             row["segments"] = [cells(segment) for segment in row["segments"]]
             out = io.StringIO()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from megaresume.encoding.images.encoder import ImageTextEncoder
-    from megaresume.runs.trace.trace import Piece
+    from megaresume.runs.trace.trace import TracePiece
 
 T = TypeVar("T")
 #: around what is trained, in texts for people.
@@ -226,8 +226,8 @@ class Decoder:
                 "--tokenizer tokenizer.json gives it"
             )
 
-    def rows(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """As `Piece.rows`; an image-text document that a policy was applied to has its ``fault``.
+    def rows(self, piece: TracePiece) -> Iterator[dict[str, Any]]:
+        """As `TracePiece.rows`; an image-text document that a policy was applied to has its ``fault``.
 
         Segments of sources that say which tokens are trained have ``trained``: runs of tokens of the document.
 
@@ -253,7 +253,7 @@ class Decoder:
                     segment["text"] = decode_marked(tokenizer, tokens, trained if self._marks else None)
             yield row
 
-    def _document(self, piece: Piece, segment: Mapping[str, Any]) -> dict[str, Any]:
+    def _document(self, piece: TracePiece, segment: Mapping[str, Any]) -> dict[str, Any]:
         """Of an image-text document, which is never cut."""
         name = segment["source"]
         source = of_stage(self._with_images[name], name, piece.config)

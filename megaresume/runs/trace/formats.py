@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.runs.history import UNKNOWN
-from megaresume.runs.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
+from megaresume.runs.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, TracePiece
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import CheckpointError, require
 from megaresume.stream.text import one_line
@@ -174,7 +174,7 @@ RECORD_WORDS: tuple[Word, ...] = (
 )
 
 
-class Writer:
+class TraceWriter:
     """Writes pieces in a format.
 
     Args:
@@ -228,7 +228,7 @@ class Writer:
         names = ("source", "shard")
         return sum(len(w) if isinstance(w, bytes) else self._longest_name if w in names else 20 for w in words)
 
-    def write(self, piece: Piece) -> memoryview:
+    def write(self, piece: TracePiece) -> memoryview:
         """The lines of a piece."""
         head, row, between, tail = self._bytes
         size = len(piece.samples) * (head + tail) + len(piece.segments) * (row + between)
@@ -239,7 +239,7 @@ class Writer:
 
 
 def csv_rows(row: dict[str, object], more: Sequence[str] = ()) -> list[list[object]]:
-    """A sample of `Piece.rows` as rows of the CSV; a column more where segments have their text or tokens.
+    """A sample of `TracePiece.rows` as rows of the CSV; a column more where segments have their text or tokens.
 
     Args:
         row: the sample.
@@ -256,7 +256,7 @@ def csv_rows(row: dict[str, object], more: Sequence[str] = ()) -> list[list[obje
     return rows
 
 
-def heading(piece: Piece) -> str:
+def heading(piece: TracePiece) -> str:
     """What holds for the samples of a piece, for people."""
     span, config = piece.span, piece.config
     when = (
@@ -289,7 +289,7 @@ def require_pyarrow() -> Any:
     return pyarrow
 
 
-def write_parquet(path: Path, pieces: Iterable[Piece]) -> int:
+def write_parquet(path: Path, pieces: Iterable[TracePiece]) -> int:
     """Write a file; it takes its name when it is complete.
 
     Returns:
@@ -328,7 +328,7 @@ def write_parquet(path: Path, pieces: Iterable[Piece]) -> int:
     return rows
 
 
-def _table(pyarrow: Any, piece: Piece) -> Any:
+def _table(pyarrow: Any, piece: TracePiece) -> Any:
     counts = np.diff(piece.starts)
     columns: dict[str, Any] = {}
     for k, name in enumerate(SAMPLE_COLUMNS[:4]):
@@ -348,7 +348,7 @@ def _table(pyarrow: Any, piece: Piece) -> Any:
     return pyarrow.table(columns)
 
 
-def _records(pyarrow: Any, piece: Piece) -> dict[str, Any]:
+def _records(pyarrow: Any, piece: TracePiece) -> dict[str, Any]:
     """Columns of records in tar shards; null for documents of other sources."""
     numbers = piece.segments[:, len(SEGMENT_COLUMNS) :]
     none = numbers == UNKNOWN

@@ -24,7 +24,7 @@ from megaresume.data.source import DocumentSource, is_document_source
 from megaresume.encoding.images.document import Key
 from megaresume.render import escape, page_head
 from megaresume.runs.trace.documents import Shown, of_stage, show
-from megaresume.runs.trace.trace import Piece, Trace
+from megaresume.runs.trace.trace import Trace, TracePiece
 from megaresume.stream.errors import CheckpointError, UsageError
 
 FORMAT, VERSION = "megaresume.encoding.images", 1
@@ -180,7 +180,7 @@ class _Writer:
         done = self.done
         self._page.write(f"<p>{done.images:,} images of {done.documents:,} documents.</p></html>\n")
 
-    def write(self, piece: Piece, row: Mapping[str, Any]) -> None:
+    def write(self, piece: TracePiece, row: Mapping[str, Any]) -> None:
         """The documents of a sample."""
         for number, segment in enumerate(row["segments"]):
             name = segment["source"]

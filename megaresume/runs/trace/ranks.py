@@ -31,7 +31,7 @@ from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.session.rank_log import hash_rows, hash_samples
 from megaresume.data.source import Source
 from megaresume.data.spans import spans_of
-from megaresume.runs.history import Steps
+from megaresume.runs.history import StepMap
 from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.trace.documents import of_stage
 from megaresume.runs.trace.replan import Past, Planned
@@ -279,7 +279,7 @@ def _kept(entries: Sequence[LedgerEntry]) -> list[range]:
     return [launch for launch in kept if launch]
 
 
-def _groups(steps: Steps, records: RankSteps, first: int, stop: int) -> list[_Group]:
+def _groups(steps: StepMap, records: RankSteps, first: int, stop: int) -> list[_Group]:
     groups = []
     for step, lines in records.steps.items():
         if first <= step < stop:
@@ -295,7 +295,7 @@ def _groups(steps: Steps, records: RankSteps, first: int, stop: int) -> list[_Gr
     return groups
 
 
-def _samples_of(steps: Steps, step: int) -> tuple[int, int] | None:
+def _samples_of(steps: StepMap, step: int) -> tuple[int, int] | None:
     try:
         return steps.samples(step, step + 1)
     except (StateError, UsageError):

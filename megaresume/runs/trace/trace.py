@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.data.source import is_document_source
-from megaresume.runs.history import UNKNOWN, Span, Steps
+from megaresume.runs.history import UNKNOWN, Span, StepMap
 from megaresume.runs.run import Run
 from megaresume.runs.trace.replan import Past, Planned, Replan
 from megaresume.stream.config import StreamConfig
@@ -138,18 +138,18 @@ def image_words(images: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{i['member']} {i['width']}x{i['height']} {i['tokens']} tokens" for i in images)
 
 
-#: columns of `Piece.samples` and of `Piece.segments`.
+#: columns of `TracePiece.samples` and of `TracePiece.segments`.
 SAMPLE_COLUMNS = ("step", "sample", "rank", "micro_batch", "tokens")
-#: column of `Piece.samples`: the number of the sample if nothing were left out.
+#: column of `TracePiece.samples`: the number of the sample if nothing were left out.
 ABSOLUTE = 5
 SEGMENT_COLUMNS = ("source", "epoch", "document", "offset", "length", "place", "end")
-#: further columns of `Piece.segments` where the run has tar shards: which shard, the number of the record in it, images
-#: and their tokens; `UNKNOWN` for documents of other sources.
+#: further columns of `TracePiece.segments` where the run has tar shards: which shard, the number of the record in it,
+#: images and their tokens; `UNKNOWN` for documents of other sources.
 RECORD_COLUMNS = ("shard", "record", "num_images", "image_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TracePiece:
     """Consecutive samples of one stage, one batch size and one layout: n samples, s segments."""
 
     #: names of the sources.
@@ -263,7 +263,7 @@ class Trace:
 
     def __init__(self, run: Run, sources: Mapping[str, LengthSource], *, compare: bool = True) -> None:
         self.run, self.history = run, run.history
-        self.steps = Steps(self.history)
+        self.steps = StepMap(self.history)
         self.replan = Replan(self.history, sources, self.steps.schedule, compare=compare)
         self.records = ShardRecords(self.replan.sources)
         self._dealt = Dealt(self.replan)
@@ -291,7 +291,7 @@ class Trace:
 
     def pieces(
         self, first: int, stop: int, *, progress: Callable[[int], object] = lambda samples: None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TracePiece]:
         """Samples ``first .. stop``, in order, some thousand at a time.
 
         Raises:
@@ -306,7 +306,7 @@ class Trace:
             for span in self.steps.spans(plan.first, plan.stop):
                 yield self._piece(plan.slice(span.first, span.stop), planned, span)
 
-    def _piece(self, plan: Plan, planned: Planned, span: Span) -> Piece:
+    def _piece(self, plan: Plan, planned: Planned, span: Span) -> TracePiece:
         skipped = self.replan.skips.ranges
         samples = _samples(plan, span, self._dealt.places(span, plan.first, plan.stop))
         if planned.left_out:
@@ -327,7 +327,7 @@ class Trace:
         segments[:, 6] = table[:, OFFSET] + table[:, LENGTH]
         if self.records.shards:
             self.records.fill(table[:, SOURCE], table[:, DOCUMENT], segments[:, len(SEGMENT_COLUMNS) :])
-        return Piece(
+        return TracePiece(
             names=self.names,
             stage=planned.stage,
             config=planned.config,

@@ -1,4 +1,4 @@
-"""`Feed`: the pieces of one source in stream order, a chunk at a time, with their lengths.
+"""`DocumentFeed`: the pieces of one source in stream order, a chunk at a time, with their lengths.
 
 Documents that are skipped by their number are passed over here, as empty ones are (`Mask`); those that wait in open
 bins when that is declared are taken out of them by ``arrays.py``.
@@ -79,7 +79,7 @@ class _Chunk(NamedTuple):
     order: SourceOrder
 
 
-class Feed:
+class DocumentFeed:
     """Looks ahead in one source. Holds no state of the stream: all follows from the position asked for.
 
     Not safe to use from several threads at once.
@@ -217,7 +217,7 @@ class Feed:
 
 @compiled
 def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[no-untyped-def]
-    """Write the rows of `Feed.fill` from ``position`` on, as many as there is room for, the units being tokens.
+    """Write the rows of `DocumentFeed.fill` from ``position`` on, as many as there is room for, the units being tokens.
 
     Returns:
         How many; or -1 for a length that cannot be.

@@ -32,7 +32,7 @@ from megaresume.stream.planning.arrays import (
     with_bins,
     without_documents,
 )
-from megaresume.stream.planning.feed import Feed
+from megaresume.stream.planning.feed import DocumentFeed
 from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.stream.planning.stages import Course, Stage
@@ -139,12 +139,14 @@ class Planner:
         sources: Sequence[LengthSource],
         arrays: Arrays | None = None,
         *,
-        feeds: Sequence[Feed] | None = None,
+        feeds: Sequence[DocumentFeed] | None = None,
     ) -> None:
         first = course.config(0)
         self.course = course
         self._sources = sources
-        self.feeds = feeds or [Feed(source, entry.name) for source, entry in zip(sources, first.sources, strict=True)]
+        self.feeds = feeds or [
+            DocumentFeed(source, entry.name) for source, entry in zip(sources, first.sources, strict=True)
+        ]
         self._keys = np.array([source_key(s.name) for s in first.sources], np.uint64)
         most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)

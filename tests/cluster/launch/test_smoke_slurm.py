@@ -22,7 +22,7 @@ from megaresume.cluster.job import Kind, Launch
 from megaresume.cluster.launching.slurm_commands import find_job
 from megaresume.cluster.smoke import slurm_check
 from megaresume.cluster.smoke.slurm import SlurmLauncher
-from megaresume.cluster.smoke.slurm_job import SlurmJob
+from megaresume.cluster.smoke.slurm_job import SlurmAttempt
 from megaresume.stream.errors import SetupError, UsageError
 from tests.cluster.smoke.conftest import costs_steps
 
@@ -225,15 +225,15 @@ def launch(directory: Path, nodes: int) -> Launch:
 
 
 @pytest.fixture
-def start(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., SlurmJob]]:
+def start(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., SlurmAttempt]]:
     """Starts a script that is given as text."""
-    started: list[SlurmJob] = []
+    started: list[SlurmAttempt] = []
 
-    def start(text: str, nodes: int = 2, after: SlurmJob | None = None, **options: Any) -> SlurmJob:
+    def start(text: str, nodes: int = 2, after: SlurmAttempt | None = None, **options: Any) -> SlurmAttempt:
         script = tmp_path / "job.sh"
         script.write_text(text)
         job = SlurmLauncher(script, **options).start(launch(tmp_path, nodes), after=after)
-        assert isinstance(job, SlurmJob)
+        assert isinstance(job, SlurmAttempt)
         started.append(job)
         return job
 
@@ -242,7 +242,7 @@ def start(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., SlurmJob]]:
         job.close()
 
 
-def said(job: SlurmJob, text: str) -> None:
+def said(job: SlurmAttempt, text: str) -> None:
     deadline = time.monotonic() + 120
     while text not in job.text():
         assert time.monotonic() < deadline, job.text()
@@ -251,7 +251,7 @@ def said(job: SlurmJob, text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["node-down", "preempt"])
 def test_the_cluster_is_given_back_when_the_test_is_broken_off(
-    slurm: Cluster, start: Callable[..., SlurmJob], kind: Kind
+    slurm: Cluster, start: Callable[..., SlurmAttempt], kind: Kind
 ) -> None:
     job = start(QUIET, 4)
     job.stop(kind)
@@ -260,7 +260,7 @@ def test_the_cluster_is_given_back_when_the_test_is_broken_off(
     assert "down" not in slurm.slurm("sinfo", "-hNp", "batch", "-o", "%T")
 
 
-def test_a_job_that_takes_no_notice(slurm: Cluster, start: Callable[..., SlurmJob]) -> None:
+def test_a_job_that_takes_no_notice(slurm: Cluster, start: Callable[..., SlurmAttempt]) -> None:
     job = start("#!/bin/bash\ntrap '' TERM\necho begun\nwhile :; do sleep 0.1; done\n", 1, grace=3.0)
     said(job, "begun")
     with pytest.raises(SetupError, match="the job went on after sigterm"):
@@ -268,7 +268,7 @@ def test_a_job_that_takes_no_notice(slurm: Cluster, start: Callable[..., SlurmJo
     assert slurm.slurm("squeue", "-h") == ""
 
 
-def test_a_job_that_nothing_can_be_killed_of(start: Callable[..., SlurmJob]) -> None:
+def test_a_job_that_nothing_can_be_killed_of(start: Callable[..., SlurmAttempt]) -> None:
     job = start(QUIET)
     with pytest.raises(SetupError, match="no rank of job") as error:
         job.stop("sigkill")
@@ -278,7 +278,7 @@ def test_a_job_that_nothing_can_be_killed_of(start: Callable[..., SlurmJob]) -> 
         job.stop("requeue")
 
 
-def test_a_node_with_other_peoples_jobs_is_left_alone(slurm: Cluster, start: Callable[..., SlurmJob]) -> None:
+def test_a_node_with_other_peoples_jobs_is_left_alone(slurm: Cluster, start: Callable[..., SlurmAttempt]) -> None:
     job = start(QUIET)
     other = slurm.slurm("sbatch", "--parsable", "-w", "n2", "--wrap", "sleep 600", "-o", "/dev/null").strip()
     while "RUNNING" not in slurm.slurm("squeue", "-h", "-j", other, "-o", "%T"):
@@ -289,7 +289,7 @@ def test_a_node_with_other_peoples_jobs_is_left_alone(slurm: Cluster, start: Cal
     assert "down" not in slurm.slurm("sinfo", "-hNp", "batch", "-o", "%T")
 
 
-def test_a_job_that_will_never_start(slurm: Cluster, start: Callable[..., SlurmJob], tmp_path: Path) -> None:
+def test_a_job_that_will_never_start(slurm: Cluster, start: Callable[..., SlurmAttempt], tmp_path: Path) -> None:
     slurm.slurm("scontrol", "update", "PartitionName=urgent", "MaxNodes=1")
     try:
         with pytest.raises(UsageError, match="may not have so many nodes"):
@@ -302,7 +302,9 @@ def test_a_job_that_will_never_start(slurm: Cluster, start: Callable[..., SlurmJ
         slurm.slurm("scontrol", "update", "PartitionName=urgent", "MaxNodes=UNLIMITED")
 
 
-def test_a_job_that_fails_and_comes_back_by_itself_has_ended(start: Callable[..., SlurmJob], tmp_path: Path) -> None:
+def test_a_job_that_fails_and_comes_back_by_itself_has_ended(
+    start: Callable[..., SlurmAttempt], tmp_path: Path
+) -> None:
     # Not before it was seen to run: else the attempt that is waited for is the next one.
     fails = f"until [ -e {tmp_path}/go ]; do sleep 0.1; done\necho failed\nscontrol requeue $SLURM_JOB_ID\nsleep 600\n"
     job = start(f"#!/bin/bash\n#SBATCH --requeue\n{fails}", 1)
@@ -313,7 +315,7 @@ def test_a_job_that_fails_and_comes_back_by_itself_has_ended(start: Callable[...
     assert info is not None and info.state == "CANCELLED"
 
 
-def test_exit_status_and_a_new_job_after_one_that_is_over(start: Callable[..., SlurmJob]) -> None:
+def test_exit_status_and_a_new_job_after_one_that_is_over(start: Callable[..., SlurmAttempt]) -> None:
     first = start("#!/bin/bash\n#SBATCH --no-requeue\ntrap 'exit 3' TERM\necho begun\nsleep 600 & wait\n", 1)
     said(first, "begun")
     first.stop("sigterm")

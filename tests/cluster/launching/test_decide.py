@@ -9,9 +9,9 @@ import pytest
 
 from megaresume.cluster.launching.decide import (
     Action,
+    AttemptHistory,
+    AttemptProgress,
     BadNode,
-    History,
-    Progress,
     SlurmState,
     Status,
     choose_nodes,
@@ -22,8 +22,8 @@ from megaresume.cluster.launching.decide import (
 DOCUMENT = Path(__file__).parents[3] / "docs" / "slurm.md"
 
 N2 = BadNode(name="n2", why="rank 3 failed first")
-SAVED = Progress(saved=160)
-NOTHING = Progress()
+SAVED = AttemptProgress(saved=160)
+NOTHING = AttemptProgress()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Case:
     status: Status = field(default_factory=lambda: Status(exit=0))
     signal: str | None = None
     slurm: SlurmState = field(default_factory=SlurmState)
-    progress: Progress = NOTHING
-    history: History = field(default_factory=History)
+    progress: AttemptProgress = NOTHING
+    history: AttemptHistory = field(default_factory=AttemptHistory)
     #: attempts in a row without a new checkpoint, and nodes left out, from then on.
     fruitless: int = 0
     exclude: tuple[str, ...] = ()
@@ -53,16 +53,18 @@ CASES = [
     Case(
         what="the end",
         seen="test_a_signal_a_requeue_a_cancel_and_the_end",
-        progress=Progress(finished=3000, saved=3000),
+        progress=AttemptProgress(finished=3000, saved=3000),
         then="finish",
         why="after step 3000",
     ),
-    Case(what="launched again", progress=Progress(finished=3000), then="finish", why="after step 3000"),
-    Case(what="an error after the end", status=FAILED, progress=Progress(finished=8), then="finish", why="step 8"),
+    Case(what="launched again", progress=AttemptProgress(finished=3000), then="finish", why="after step 3000"),
+    Case(
+        what="an error after the end", status=FAILED, progress=AttemptProgress(finished=8), then="finish", why="step 8"
+    ),
     Case(
         what="the end in the seconds before the time limit",
         slurm=SlurmState(reason="time limit"),
-        progress=Progress(finished=8, saved=8),
+        progress=AttemptProgress(finished=8, saved=8),
         then="finish",
         why="step 8",
     ),
@@ -77,7 +79,7 @@ CASES = [
     Case(
         what="status 0 without a new checkpoint, for ever (seen)",
         seen="test_without_progress_it_comes_to_an_end_whatever_ends_it",
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="refuse",
         why="attempt 4 in a row without a new checkpoint, MAX_RESTARTS=3",
         fruitless=4,
@@ -97,7 +99,7 @@ CASES = [
         seen="test_a_preemption_before_the_first_step_does_not_count",
         signal="USR1",
         slurm=SlurmState(preempting=True),
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="requeue",
         why="stopped by USR1 (preemption), no new checkpoint, which does not count",
         fruitless=3,
@@ -107,7 +109,7 @@ CASES = [
         signal="USR1",
         status=FAILED,
         slurm=SlurmState(preempting=True),
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="refuse",
         why="failed with status 1 after USR1, attempt 4 in a row",
         fruitless=4,
@@ -140,7 +142,7 @@ CASES = [
         what="a time limit before any progress, MAX_RESTARTS=0 (seen: five requeues)",
         seen="without_training",
         slurm=SlurmState(reason="time limit"),
-        history=History(max_restarts=0),
+        history=AttemptHistory(max_restarts=0),
         then="refuse",
         why="attempt 1 in a row",
         fruitless=1,
@@ -148,7 +150,7 @@ CASES = [
     Case(
         what="a hang until the time limit, once too often",
         slurm=SlurmState(reason="time limit"),
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="refuse",
         why="attempt 4 in a row",
         fruitless=4,
@@ -156,7 +158,7 @@ CASES = [
     Case(
         what="preempted before the first save, however often",
         slurm=SlurmState(reason="preemption", requeued=True),
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="requeue",
         why="preemption",
         fruitless=3,
@@ -172,7 +174,7 @@ CASES = [
     Case(
         what="a lost node: Slurm has decided, the next start counts",
         slurm=SlurmState(reason="node failure", requeued=True),
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="requeue",
         why="node failure",
         fruitless=4,
@@ -206,20 +208,25 @@ CASES = [
         what="the fourth",
         seen="test_failures_without_progress_come_to_an_end",
         status=FAILED,
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="refuse",
         why="failed with status 1, attempt 4 in a row without a new checkpoint, MAX_RESTARTS=3",
         fruitless=4,
     ),
     Case(what="killed", seen="nine_stops", status=Status(exit=137), progress=SAVED, then="requeue", why="status 137"),
     Case(
-        what="progress begins anew", status=FAILED, progress=SAVED, history=History(fruitless=3), then="requeue", why=""
+        what="progress begins anew",
+        status=FAILED,
+        progress=SAVED,
+        history=AttemptHistory(fruitless=3),
+        then="requeue",
+        why="",
     ),
     Case(
         what="another job's checkpoints are no progress (seen): the ledgers leave them out",
         seen="two_jobs_of_one_name",
         status=FAILED,
-        history=History(fruitless=1),
+        history=AttemptHistory(fruitless=1),
         then="requeue",
         why="attempt 2",
         fruitless=2,
@@ -280,13 +287,18 @@ CASES = [
         why="no job follows",
     ),
     Case(
-        what="a chain that leads nowhere", slurm=CHAIN, history=History(fruitless=3), then="refuse", why="", fruitless=4
+        what="a chain that leads nowhere",
+        slurm=CHAIN,
+        history=AttemptHistory(fruitless=3),
+        then="refuse",
+        why="",
+        fruitless=4,
     ),
     Case(
         what="a chain at its end",
         seen="test_a_signal_a_requeue_a_cancel_and_the_end",
         slurm=CHAIN,
-        progress=Progress(finished=8),
+        progress=AttemptProgress(finished=8),
         then="finish",
         why="step 8",
     ),
@@ -313,7 +325,7 @@ CASES = [
         what="as many are left out as may be",
         status=FAILED,
         slurm=SlurmState(other_nodes=5),
-        history=History(excluded=("n5", "n6")),
+        history=AttemptHistory(excluded=("n5", "n6")),
         then="requeue",
         why="",
         fruitless=1,
@@ -322,7 +334,7 @@ CASES = [
         what="none may be left out",
         status=FAILED,
         slurm=SlurmState(other_nodes=5),
-        history=History(max_excluded=0),
+        history=AttemptHistory(max_excluded=0),
         then="requeue",
         why="",
         fruitless=1,
@@ -358,7 +370,7 @@ CASES = [
         what="of three bad nodes as many as there is room for",
         status=Status(exit=1, unchecked=True, bad_nodes=tuple(BadNode(name=f"n{k}", why="full") for k in (1, 2, 3))),
         slurm=SlurmState(other_nodes=9),
-        history=History(excluded=("n7",)),
+        history=AttemptHistory(excluded=("n7",)),
         then="requeue",
         why="n3: full",
         fruitless=1,
@@ -418,7 +430,7 @@ CASES = [
         what="the fourth, in one job or several",
         status=FAILED,
         slurm=SlurmState(spares=2),
-        history=History(fruitless=3),
+        history=AttemptHistory(fruitless=3),
         then="refuse",
         why="attempt 4",
         fruitless=4,
@@ -468,7 +480,7 @@ def test_no_sequence_of_ends_goes_on_for_ever() -> None:
     for case in ends:
         fruitless = 0
         for _ in range(5):
-            history = History(fruitless=fruitless)
+            history = AttemptHistory(fruitless=fruitless)
             if decide_start(history) is not None:
                 break
             decision = decide(case.status, case.signal, case.slurm, case.progress, history)
@@ -481,9 +493,9 @@ def test_no_sequence_of_ends_goes_on_for_ever() -> None:
 
 def test_a_job_that_begins_at_the_same_step_again_and_again_is_not_queued_for_ever() -> None:
     """`--ckpt-step 20`: to step 461, then from 20 to 172 each time; further than before is progress."""
-    history, actions = History(), []
+    history, actions = AttemptHistory(), []
     for saved in (461, 172, 172, 500, 172, 172, 172, 172, 172):
-        decision = decide(Status(exit=1), None, SlurmState(), Progress(saved=saved), history)
+        decision = decide(Status(exit=1), None, SlurmState(), AttemptProgress(saved=saved), history)
         history = replace(history, fruitless=decision.fruitless, best=decision.best)
         actions.append((decision.action, decision.fruitless, decision.best))
     assert [best for *_, best in actions] == [461, 461, 461, 500, 500, 500, 500, 500, 500]
@@ -493,8 +505,8 @@ def test_a_job_that_begins_at_the_same_step_again_and_again_is_not_queued_for_ev
 
 
 def test_what_slurm_itself_brought_back_once_too_often_does_not_begin() -> None:
-    assert decide_start(History(fruitless=3)) is None
-    refused = decide_start(History(fruitless=4))
+    assert decide_start(AttemptHistory(fruitless=3)) is None
+    refused = decide_start(AttemptHistory(fruitless=4))
     assert refused is not None and refused.action == "refuse" and "4 attempts in a row" in refused.why
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launching.decide import Progress
+from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.cluster.launching.local import LocalDriver, LocalSettings
 from megaresume.stream.errors import UsageError
 
@@ -49,7 +49,7 @@ def test_the_command_that_goes_on_begins_nowhere_in_particular(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped = driver(tmp_path, flags=("--ckpt-step=20",))
-    assert stopped._end(1, Progress(saved=31)) == 1
+    assert stopped._end(1, AttemptProgress(saved=31)) == 1
     assert "the same command without --ckpt-step=20 goes on from the last checkpoint" in capsys.readouterr().out
-    assert stopped._end(1, Progress()) == 1  # nothing new to go on from
+    assert stopped._end(1, AttemptProgress()) == 1  # nothing new to go on from
     assert "the same command goes on" in capsys.readouterr().out

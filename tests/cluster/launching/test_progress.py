@@ -11,7 +11,7 @@ from megaresume.checkpoint.ledger import ATTEMPT, LedgerEntry, append_ledger, wi
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.checkpoint.topology import Topology
-from megaresume.cluster.launching.decide import Progress
+from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.cluster.launching.driver import (
     Attempts,
     Ledgers,
@@ -48,15 +48,15 @@ def test_only_what_is_new_and_its_own(root: Path, monkeypatch: pytest.MonkeyPatc
     write(root, "checkpoint", 10)
     write(root, "finished", 10)
     ledgers = Ledgers([root], "7.1")
-    assert ledgers.progress() == Progress()
+    assert ledgers.progress() == AttemptProgress()
     write(root, "checkpoint", 20)  # of attempt 7.0, which this one took for dead
-    assert ledgers.progress() == Progress()
+    assert ledgers.progress() == AttemptProgress()
     monkeypatch.setenv(ATTEMPT, "7.1")
     write(root, "start", 10)
     write(root, "checkpoint", 15)
-    assert ledgers.progress() == Progress(saved=15)
+    assert ledgers.progress() == AttemptProgress(saved=15)
     write(root, "finished", 20)
-    assert ledgers.progress() == Progress(saved=15, finished=20)
+    assert ledgers.progress() == AttemptProgress(saved=15, finished=20)
 
 
 def test_flags_that_pin_the_start_are_for_the_first_attempt() -> None:
@@ -70,21 +70,21 @@ def test_without_a_name_new_lines_are_its_own(root: Path, monkeypatch: pytest.Mo
     ledgers = Ledgers([root], "7.1")
     monkeypatch.delenv(ATTEMPT)  # as behind ssh, which passes few variables on
     write(root, "checkpoint", 15)
-    assert ledgers.progress() == Progress(saved=15)
+    assert ledgers.progress() == AttemptProgress(saved=15)
 
 
 def test_a_node_that_does_not_know_the_name_counts_all(root: Path) -> None:
     write(root, "finished", 5)
     ledgers = Ledgers([root], None)
     write(root, "checkpoint", 15)
-    assert ledgers.progress() == Progress(saved=15)
+    assert ledgers.progress() == AttemptProgress(saved=15)
 
 
 def test_nothing_to_train_is_an_end_if_it_ended_well(root: Path) -> None:
     ledgers = Ledgers([root], "7.0")
     write(root, "start", 20, **{NOTHING_TO_TRAIN: True})
-    assert ledgers.progress() == ledgers.progress(status=1) == Progress()
-    assert ledgers.progress(status=0) == Progress(finished=20)
+    assert ledgers.progress() == ledgers.progress(status=1) == AttemptProgress()
+    assert ledgers.progress(status=0) == AttemptProgress(finished=20)
 
 
 @pytest.mark.parametrize(

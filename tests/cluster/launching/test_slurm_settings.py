@@ -13,7 +13,7 @@ from megaresume.cluster.launching.driver import Attempts, read_attempts, write_a
 from megaresume.cluster.launching.node_check import Verdict
 from megaresume.cluster.launching.slurm import SlurmDriver
 from megaresume.cluster.launching.slurm_commands import usable
-from megaresume.cluster.launching.slurm_job import Layout, SlurmJob, SlurmSettings, tasks
+from megaresume.cluster.launching.slurm_job import RankLayout, SlurmJob, SlurmSettings, tasks
 from megaresume.stream.errors import UsageError
 
 
@@ -143,7 +143,7 @@ def test_the_trainers_environment_is_its_own(tmp_path: Path, monkeypatch: pytest
     assert own[4:] == ["--container-image=x", "--cpu-bind=cores", "true"]
 
 
-LAYOUT = Layout(nodes=("n1", "n2"), ranks_per_node=4, address="10.0.0.1", port=12345)
+LAYOUT = RankLayout(nodes=("n1", "n2"), ranks_per_node=4, address="10.0.0.1", port=12345)
 TRAINING = ("-m", "megaresume.cluster.training", "--save", "a run, 'mine'")
 
 

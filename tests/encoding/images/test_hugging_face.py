@@ -63,7 +63,7 @@ def test_tokens_and_pixels_are_those_of_transformers(family, backend, tmp_path):
 def test_an_index_of_other_lengths_than_the_processor_makes_is_refused(tmp_path):
     write_processor(tmp_path / "model", "idefics3")
     encoder = encoder_of(tmp_path / "model", "idefics3")
-    theirs = encoder.processor._theirs
+    theirs = encoder.processor._loaded_processor
     assert encoder.processor.num_tokens(40, 40) == 40
     theirs.patterns[40, 40] = ("<image>", 7)  # as another version of transformers might have announced
     with pytest.raises(CorpusError, match="two patterns for images of one size"):

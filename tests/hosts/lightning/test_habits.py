@@ -32,7 +32,7 @@ import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.hosts.feeds import Items
+from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.lightning import LightningHost
 from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import StateError, UsageError
@@ -252,7 +252,7 @@ def test_items_that_no_rank_would_train_are_said_at_the_last_epoch(caplog: pytes
     made = megaresume.DataLoader(Numbers(47), 1, accumulation=2, dp_rank=0, dp_size=2)
     fit_loop: Any = SimpleNamespace(max_epochs=1)
     host = LightningHost(SimpleNamespace(fit_loop=fit_loop), Checkpoints())
-    host.steps = Steps(Items(made))
+    host.steps = Steps(ItemFeed(made))
     for _ in range(2):
         assert host.batches_of_epoch() == (0, 23)
     assert caplog.text.count("the last 1 of the run's items will not be trained: its last step has 3, which") == 1

@@ -269,7 +269,7 @@ def test_save(loading: Loading, stream: Stream) -> None:
     assert save_with(loading, 1) is None  # before the data is built
     assert records(loading) == []
     current.order = Fixed(stream)
-    current.session.goes_on_in(loading.root)
+    current.session.mark_as_own(loading.root)
     current.built = True
     loading.args.consumed_train_samples = 80
     text = save_with(loading, 10)

@@ -11,7 +11,7 @@ import pytest
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
-from megaresume.cluster.launching.decide import Progress
+from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.cluster.launching.driver import Ledgers
 from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
@@ -83,30 +83,30 @@ def test_a_run_says_that_it_is_over_and_only_then(mini: Any, data_yaml: Path, tm
     flags += ["--micro-batch-size", 2, "--global-batch-size", 8, "--save", save, "--load", save, "--save-interval", 3]
     flags += ["--split", "80,10,10"]
 
-    def run(*more: object, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[int], Progress]:
+    def run(*more: object, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[int], AttemptProgress]:
         before = Ledgers([save], None)
         done = mini(*flags, *more, env=env)
         assert done.status == status, done.output[-3000:]
         return sorted(done.steps()), before.progress(status=done.status)
 
     stopped = run("--train-iters", 7, "--exit-signal-handler", env={"MINI_KILL": "step:2", "MINI_SIGNAL": "SIGTERM"})
-    assert stopped == ([1, 2], Progress(saved=2))
-    assert run("--train-iters", 7, "--exit-interval", 4) == ([3, 4], Progress(saved=4))
+    assert stopped == ([1, 2], AttemptProgress(saved=2))
+    assert run("--train-iters", 7, "--exit-interval", 4) == ([3, 4], AttemptProgress(saved=4))
     # The last step is saved, and the validation after it fails.
     fails = ["--eval-interval", 6, "--eval-iters", 1, "--mini-fail-in-evaluation"]
-    assert run("--train-iters", 6, *fails, status=1) == ([5, 6], Progress(saved=6))
+    assert run("--train-iters", 6, *fails, status=1) == ([5, 6], AttemptProgress(saved=6))
 
-    assert run("--train-iters", 7) == ([7], Progress(saved=7, finished=7))
+    assert run("--train-iters", 7) == ([7], AttemptProgress(saved=7, finished=7))
     entries = [entry for entry in read_ledger(ledger_path(save)).entries if entry.kind != "durable"]
     assert (entries[-1].kind, entries[-1].iteration, entries[-1].samples) == ("finished", 7, 56)
     assert entries[-1].digest == entries[-2].digest
 
     # An evaluation is over when it ends, and says nothing of the run.
-    assert run("--train-iters", 9, "--skip-train") == ([], Progress(finished=7))
+    assert run("--train-iters", 9, "--skip-train") == ([], AttemptProgress(finished=7))
     entries = read_ledger(ledger_path(save)).entries
     assert [entry.kind for entry in entries].count("finished") == 1 and NOTHING_TO_TRAIN in entries[-1].details
-    assert run("--train-iters", 9) == ([8, 9], Progress(saved=9, finished=9))
-    assert run("--train-iters", 9) == ([], Progress(finished=9))
+    assert run("--train-iters", 9) == ([8, 9], AttemptProgress(saved=9, finished=9))
+    assert run("--train-iters", 9) == ([], AttemptProgress(finished=9))
     assert read_ledger(ledger_path(save)).entries[-1].kind == "finished"
 
 

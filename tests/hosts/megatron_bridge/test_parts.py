@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.feeds import Items
+from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.megatron_bridge.host import BridgeHost, Carrying, attach
 from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import StateError, UsageError
@@ -100,7 +100,7 @@ class Opened(BridgeHost):
 
     def __init__(self, reads: bool = True) -> None:
         super().__init__(config(), lambda *_: None, lambda rank, ranks: [0, 1, 2])
-        self.steps, self.reads = Steps(Items(loader())), reads
+        self.steps, self.reads = Steps(ItemFeed(loader())), reads
         self.steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
 
 

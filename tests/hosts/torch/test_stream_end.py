@@ -17,7 +17,7 @@ import megaresume
 from megaresume import BatchSchedule, Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
-from megaresume.hosts.feeds import Feed, Items, Samples, micro_batches
+from megaresume.hosts.feeds import Feed, ItemFeed, Samples, micro_batches
 from megaresume.hosts.steps import Steps
 from megaresume.program import main
 from tests.hosts.conftest import write_corpus
@@ -119,7 +119,7 @@ def test_items(ranks: int, micro: int, accumulation: int) -> None:
     for number in range(step, 2 * step):
         options: dict[str, Any] = {"accumulation": accumulation, "max_epochs": 1, "dp_size": ranks, "seed": 3}
         loaders = [megaresume.DataLoader(torch.arange(number), micro, dp_rank=rank, **options) for rank in range(ranks)]
-        of_ranks = [trained(steps_of(Items(loader)), lambda batch: batch.tolist()) for loader in loaders]
+        of_ranks = [trained(steps_of(ItemFeed(loader)), lambda batch: batch.tolist()) for loader in loaders]
         flat = [list(chain.from_iterable(rank)) for rank in of_ranks]
         assert {len(batches) for batches in flat} == {micro_batches(loaders[0], number)}
         assert all(1 <= len(batch) <= micro for batches in flat for batch in batches)
@@ -134,7 +134,7 @@ def test_items(ranks: int, micro: int, accumulation: int) -> None:
 def test_items_that_are_left_out_are_said(caplog: pytest.LogCaptureFixture) -> None:
     """Also if nothing is read ahead."""
     loader = megaresume.DataLoader(torch.arange(7), 1, max_epochs=1, dp_rank=0, dp_size=2)
-    given = trained(steps_of(Items(loader)), lambda batch: batch.tolist())
+    given = trained(steps_of(ItemFeed(loader)), lambda batch: batch.tolist())
     assert len(given) == 3
     assert "the last 1 items of the stream are not trained: there are 2 ranks" in caplog.text
 

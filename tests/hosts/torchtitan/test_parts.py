@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import megaresume
-from megaresume.hosts.feeds import Items
+from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.steps import Steps
 from megaresume.hosts.torchtitan import Batches, attach
 from megaresume.hosts.trainer import Carried
@@ -31,7 +31,7 @@ def test_the_data_in_a_checkpoint(tmp_path: Path) -> None:
 def batches(**options: Any) -> tuple[Batches, Steps]:
     """Two micro-batches a step, of seven items an epoch."""
     loader = megaresume.DataLoader(torch.arange(7), batch_size=2, accumulation=2, **options)
-    steps = Steps(Items(loader))
+    steps = Steps(ItemFeed(loader))
     steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
     return Batches(steps, lambda batch: batch.tolist()), steps
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.feeds import Items
+from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.steps import Steps
 from megaresume.hosts.verl import Batches, Prompts, attach, attach_prompts
 from megaresume.stream.errors import StateError, UsageError
@@ -17,7 +17,7 @@ from megaresume.stream.errors import StateError, UsageError
 
 def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> tuple[Batches, Steps]:
     """Of ten items an epoch, from a state on."""
-    feed = Items(megaresume.DataLoader(torch.arange(10), batch_size=batch_size, drop_last=True))
+    feed = ItemFeed(megaresume.DataLoader(torch.arange(10), batch_size=batch_size, drop_last=True))
     steps = Steps(feed)
     steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
     source = Batches(steps, epochs)

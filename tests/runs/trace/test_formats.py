@@ -14,15 +14,15 @@ import pytest
 from megaresume.checkpoint.topology import Topology
 from megaresume.runs.history import UNKNOWN, Span
 from megaresume.runs.run import Run
-from megaresume.runs.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, write_parquet
-from megaresume.runs.trace.trace import Piece, Trace, places
+from megaresume.runs.trace.formats import CSV_COLUMNS, Format, TraceWriter, csv_rows, heading, write_parquet
+from megaresume.runs.trace.trace import Trace, TracePiece, places
 from megaresume.stream.config import StreamConfig
 from tests.runs.trace.conftest import ToyRun, config, segments_of
 
 NAMES = ['we"b, 1', "code", "Wörter"]
 
 
-def piece(seed: int, *, names: list[str] = NAMES, known: bool = True) -> Piece:
+def piece(seed: int, *, names: list[str] = NAMES, known: bool = True) -> TracePiece:
     """Numbers of every size."""
     rng = np.random.default_rng(seed)
     starts = np.cumsum([0, *rng.integers(1, 5, 30)])
@@ -37,7 +37,7 @@ def piece(seed: int, *, names: list[str] = NAMES, known: bool = True) -> Piece:
     if not known:
         samples[::2, [0, 2, 3]] = UNKNOWN
     span = Span(first=0, stop=30, step_sample=0, step=1, batch_size=4, topology=Topology(dp=2, micro_batch_size=2))
-    return Piece(
+    return TracePiece(
         names=names,
         stage="start",
         config=StreamConfig.from_dict(config()),
@@ -53,7 +53,7 @@ def piece(seed: int, *, names: list[str] = NAMES, known: bool = True) -> Piece:
 @pytest.mark.parametrize("known", [True, False])
 def test_json(known: bool) -> None:
     one = piece(1, known=known)
-    lines = bytes(Writer("json", NAMES).write(one)).decode().splitlines()
+    lines = bytes(TraceWriter("json", NAMES).write(one)).decode().splitlines()
     assert lines == [json.dumps(row) for row in one.rows()]
     assert ("null" in lines[0]) != known
 
@@ -61,14 +61,14 @@ def test_json(known: bool) -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_csv(known: bool) -> None:
     one = piece(2, known=known)
-    read = list(csv.reader(io.StringIO(bytes(Writer("csv", NAMES).write(one)).decode())))
+    read = list(csv.reader(io.StringIO(bytes(TraceWriter("csv", NAMES).write(one)).decode())))
     rows = [["" if cell is None else str(cell) for cell in cells] for row in one.rows() for cells in csv_rows(row)]
     assert read == rows and len(read) == len(one.segments)
 
 
 def test_text() -> None:
     one = piece(3, known=False)
-    lines = bytes(Writer("text", NAMES).write(one)).decode().splitlines()
+    lines = bytes(TraceWriter("text", NAMES).write(one)).decode().splitlines()
     assert len(lines) == 30
     for line, row in zip(lines, one.rows(), strict=True):
         numbers = ["?" if row[n] is None else str(row[n]) for n in ("step", "sample", "rank", "micro_batch")]
@@ -86,7 +86,7 @@ def test_the_largest_numbers_fit(form: Format) -> None:
     one = piece(4, names=["x" * 5000])
     for array in (one.samples, one.segments[:, 1:]):
         array[:] = (1 << 63) - 1
-    assert re.fullmatch(rb"[ -~\n]+", bytes(Writer(form, ["x" * 5000]).write(one)))
+    assert re.fullmatch(rb"[ -~\n]+", bytes(TraceWriter(form, ["x" * 5000]).write(one)))
 
 
 def test_places(toy: ToyRun) -> None:

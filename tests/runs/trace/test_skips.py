@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.runs.run import Run
 from megaresume.runs.trace.find import find
-from megaresume.runs.trace.formats import Writer, csv_rows, heading
+from megaresume.runs.trace.formats import TraceWriter, csv_rows, heading
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.ranges import absolute
 from megaresume.stream.state import StreamState
@@ -54,7 +54,7 @@ def test_formats(skipping: ToyRun) -> None:
     trace = Trace(Run(skipping.root), skipping.sources)
     pieces = list(trace.pieces(28, 33))
     rows = [row for p in pieces for row in p.rows()]
-    writers = {form: Writer(form, trace.names, numbered=True) for form in ("json", "csv", "text")}
+    writers = {form: TraceWriter(form, trace.names, numbered=True) for form in ("json", "csv", "text")}
     text = {form: b"".join(bytes(writer.write(p)) for p in pieces) for form, writer in writers.items()}
     assert [json.loads(line) for line in text["json"].splitlines()] == rows
     expected = [[str("" if c is None else c) for c in line] for row in rows for line in csv_rows(row)]
@@ -149,7 +149,7 @@ def test_three_stages_two_skips_two_batch_sizes_three_topologies_four_kills(toy:
     last = max(toy.trained) + 1
     assert [s.name for s in trace.history.state.stages] == ["start", "stage 2", "stage 3"]
     assert trace.history.state.reached == last + 7 + 10
-    writer = Writer("json", trace.names, numbered=True)
+    writer = TraceWriter("json", trace.names, numbered=True)
     found = b"".join(bytes(writer.write(p)) for p in trace.pieces(0, last) if not p.left_out).splitlines()
     hashes = iter(json.loads(line)["hash"] for line in found)
     skipped = trace.history.state.skips.ranges

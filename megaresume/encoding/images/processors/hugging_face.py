@@ -135,12 +135,12 @@ class TransformersProcessor(Options):
     @property
     def pixel_shape(self) -> tuple[int, ...]:
         """(3, S, S) of a tile; (3 * P * P,) of a patch."""
-        return self._theirs.pixel_shape
+        return self._loaded_processor.pixel_shape
 
     @property
     def alone(self) -> bool:
         """Whether its pattern is for an image that is the only one of its document."""
-        return self._theirs.alone
+        return self._loaded_processor.alone
 
     def num_tokens(self, width: int, height: int) -> int:
         """Image tokens of the pattern."""
@@ -154,16 +154,16 @@ class TransformersProcessor(Options):
         """
         import PIL.Image
 
-        known = self._theirs.patterns.get((width, height))
+        known = self._loaded_processor.patterns.get((width, height))
         if known is None:
-            self._theirs.shown(PIL.Image.new("RGB", (width, height)))
-            known = self._theirs.patterns[width, height]
+            self._loaded_processor.shown(PIL.Image.new("RGB", (width, height)))
+            known = self._loaded_processor.patterns[width, height]
         return known
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
         """Of patches, their number; of tiles, that of the size: `__call__` has compared it with the processor's."""
         if pixels.ndim == 2:
-            return len(pixels) // self._theirs.merge**2
+            return len(pixels) // self._loaded_processor.merge**2
         return self.num_tokens(grid[2], grid[1])
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
@@ -172,14 +172,14 @@ class TransformersProcessor(Options):
         Raises:
             CorpusError: the processor cannot take the image, or writes for it another pattern than for its size.
         """
-        return self._theirs.shown(image)
+        return self._loaded_processor.shown(image)
 
     @property
-    def _theirs(self) -> _Theirs:
+    def _loaded_processor(self) -> _LoadedProcessor:
         return _loaded(self._content, self.image_token, self.backend)
 
 
-class _Theirs:
+class _LoadedProcessor:
     """The processor, and what it wrote for images of each size.
 
     Args:
@@ -270,7 +270,7 @@ class _Theirs:
 
 
 @functools.lru_cache(maxsize=8)
-def _loaded(content: str, image_token: str | None, backend: Backend) -> _Theirs:
+def _loaded(content: str, image_token: str | None, backend: Backend) -> _LoadedProcessor:
     """Of the files, once a process.
 
     Raises:
@@ -311,7 +311,7 @@ def _loaded(content: str, image_token: str | None, backend: Backend) -> _Theirs:
         raise _unusable("says no text that stands for an image", type(processor).__name__)
     named = getattr(processor.tokenizer, "image_token", None) or processor.image_token
     try:
-        return _Theirs(processor, image_token or named)
+        return _LoadedProcessor(processor, image_token or named)
     except (LookupError, TypeError, AttributeError, RuntimeError, CorpusError) as error:
         found = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise _unusable(f"does not follow {type(processor).__name__}", found) from error

@@ -170,7 +170,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
 
     def _cross(self, samples: list[int], plan: Plan, layout: SegmentLayout, arrays: BatchArrays) -> None:
         """Give the last token of every document the token after it for a label, also if that is in the next sample."""
-        trained = self._begins_trained(plan)
+        trained = self._is_first_token_trained(plan)
         cross_documents(layout.rows, layout.columns, trained, arrays.tokens, arrays.labels, arrays.loss_mask)
         for row in self._end_documents(plan, arrays):
             if row + 1 < len(samples) and samples[row + 1] == samples[row] + 1:
@@ -182,7 +182,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
                     continue  # the last token of all has no label
                 one = BatchArrays.empty(1, arrays.tokens.shape[1])
                 self._inner.assembler.fill(after, one)
-                token, counts = one.tokens[0, 0], self._begins_trained(after)[0]
+                token, counts = one.tokens[0, 0], self._is_first_token_trained(after)[0]
             arrays.labels[row, -1], arrays.loss_mask[row, -1] = token, counts
 
     def _end_documents(self, plan: Plan, arrays: BatchArrays) -> list[int]:
@@ -197,7 +197,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             if sources[last[row, SOURCE]].lengths(last[row, [DOCUMENT]])[0] == last[row, OFFSET] + last[row, LENGTH]
         ]
 
-    def _begins_trained(self, plan: Plan) -> npt.NDArray[np.bool_]:
+    def _is_first_token_trained(self, plan: Plan) -> npt.NDArray[np.bool_]:
         """Whether the first token of each segment is trained: bool[n]."""
         trained = np.ones(len(plan.table), np.bool_)
         for i in self._inner.assembler.masked:

@@ -22,7 +22,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.hosts.megatron.guard.pinned import blend_part, components_of, is_blend, part, without_lazy_caches
-from megaresume.hosts.megatron.guard.record import ComponentRecord, Part, SplitRecord
+from megaresume.hosts.megatron.guard.record import ArrayHashes, ComponentRecord, SplitRecord
 from megaresume.stream.errors import CorpusError
 
 #: a further epoch has at least this many samples: tiny corpora are repeated so often that they have.
@@ -178,7 +178,7 @@ def extension_record(split: SplitRecord, dataset: Any) -> SplitRecord:
         known = len(record.epochs)
         more = [part(e, f"epoch {n} of {record.path}") for n, e in enumerate(epochs[known:], start=known + 1)]
         components.append(replace(record, epochs=record.epochs + tuple(more)))
-    blend: tuple[Part, ...] = split.blend
+    blend: tuple[ArrayHashes, ...] = split.blend
     if is_blend(dataset):
         now = blend_part(dataset)
         if now.samples > blend[-1].samples:

@@ -17,10 +17,10 @@ import numpy as np
 from megaresume.hosts.megatron.guard.corpora import Array, Corpus, array_digest, index_arrays
 from megaresume.hosts.megatron.guard.record import (
     SPLITS,
+    ArrayHashes,
     Blend,
     BuilderRecord,
     ComponentRecord,
-    Part,
     Request,
     SplitRecord,
 )
@@ -40,17 +40,17 @@ def components_of(dataset: Any) -> list[Any]:
     return list(dataset.datasets) if is_blend(dataset) else [dataset]
 
 
-def part(dataset: Any, what: str) -> Part:
+def part(dataset: Any, what: str) -> ArrayHashes:
     """The index arrays of a dataset, by content."""
     arrays = {name: array_digest(array, f"{name} of {what}") for name, array in sorted(index_arrays(dataset).items())}
-    return Part(samples=len(dataset), arrays=arrays)
+    return ArrayHashes(samples=len(dataset), arrays=arrays)
 
 
-def blend_part(blend: Any, samples: int | None = None) -> Part:
+def blend_part(blend: Any, samples: int | None = None) -> ArrayHashes:
     """How a blend takes turns over its first samples (None: all)."""
     arrays = index_arrays(blend)
     size = len(arrays["dataset_index"]) if samples is None else samples
-    return Part(
+    return ArrayHashes(
         samples=size,
         arrays={name: array_digest(array[:size], f"{name} of the blend") for name, array in sorted(arrays.items())},
     )
@@ -291,7 +291,7 @@ def mismatches(split: SplitRecord, dataset: Any, name: str) -> list[str]:
     return found
 
 
-def _differing(old: Part, new: Part, what: str) -> list[str]:
+def _differing(old: ArrayHashes, new: ArrayHashes, what: str) -> list[str]:
     # Without an index the length says nothing of the order: it is what was asked for.
     if old.samples != new.samples and old.arrays:
         return [f"{what} has {new.samples} samples, not {old.samples}"]

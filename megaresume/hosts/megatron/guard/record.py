@@ -29,7 +29,7 @@ OfEach = Annotated[tuple[T, ...], Field(min_length=3, max_length=3)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ArrayHashes:
     """Built index arrays, by content."""
 
     #: samples that they order.
@@ -51,13 +51,13 @@ class ComponentRecord:
     #: samples that the builder asked this corpus for; None: one epoch.
     requested: int | None
     #: what the dataset built from it.
-    built: Part
+    built: ArrayHashes
     #: hash of the documents' lengths; None: no local .idx.
     lengths: str | None
     #: hash of tokens drawn here and there from the documents; None: no local .bin.
     tokens: str | None
     #: further epochs after the built ones, as far as they were needed.
-    epochs: tuple[Part, ...] = ()
+    epochs: tuple[ArrayHashes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class SplitRecord:
     components: tuple[ComponentRecord, ...]
     #: how the components are blended: a part for the recorded size, then one for each size it grew to; each covers
     #: all samples before its size. Empty: a single corpus, or several sets side by side.
-    blend: tuple[Part, ...] = ()
+    blend: tuple[ArrayHashes, ...] = ()
 
 
 #: (paths, weights as given or None); weights are exact: float.hex().

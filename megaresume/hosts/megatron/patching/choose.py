@@ -162,7 +162,7 @@ def _fit(script: Script, recipe: Recipe, beside: Beside | None) -> Fit | str:
             return f"it does not call {name} of {' or '.join(recipe.calls[name].modules)}"
     if beside is not None and (reason := beside.why_not(recipe)) is not None:
         return reason
-    calls = {name: _the_call(script, recipe, name, uses) for name, uses in found.items()}
+    calls = {name: _single_call(script, recipe, name, uses) for name, uses in found.items()}
     arguments = {}
     for name, call in calls.items():
         known = len(recipe.calls[name].parameters)
@@ -185,7 +185,7 @@ def _has(imported: frozenset[str], module: str) -> bool:
     return any(name == module or name.startswith(module + ".") for name in imported)
 
 
-def _the_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call:
+def _single_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call:
     """The only call of a function. Raises PatchError for several, or for uses that hide further ones."""
     modules = " or ".join(recipe.calls[name].modules)
     if len(uses.calls) > 1:

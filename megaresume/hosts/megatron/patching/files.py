@@ -44,7 +44,7 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
         SetupError: the write failed; the old content is still there.
     """
     info = os.lstat(path)
-    _refuse_surprises(path, info)
+    _refuse_special_files(path, info)
     temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         shutil.copy2(path, temporary)
@@ -75,7 +75,7 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
             os.unlink(temporary)
 
 
-def _refuse_surprises(path: Path, info: os.stat_result) -> None:
+def _refuse_special_files(path: Path, info: os.stat_result) -> None:
     refusal: tuple[str, str, str] | None = None
     if stat.S_ISLNK(info.st_mode):
         refusal = "is a symbolic link", f"a link to {path.resolve()}", f"megaresume patch {path.resolve()}"

@@ -40,7 +40,7 @@ class Hunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Marker:
+class PatchMarker:
     """What the comment says."""
 
     recipe: str
@@ -76,7 +76,7 @@ def diff(data: bytes, patched: bytes, place: int) -> tuple[Hunk, ...]:
     )
 
 
-def with_marker(patched: bytes, marker: Marker) -> bytes:
+def with_marker(patched: bytes, marker: PatchMarker) -> bytes:
     """Put the comment into a patched file."""
     lines = patched.splitlines(keepends=True)
     undo = "megaresume patch --revert SCRIPT"
@@ -94,7 +94,7 @@ def _sealed(texts: list[str], original: object) -> list[str]:
     return [*texts, json.dumps({"original": original, "check": check})]
 
 
-def read_marker(data: bytes, name: str) -> tuple[Marker, bytes] | None:
+def read_marker(data: bytes, name: str) -> tuple[PatchMarker, bytes] | None:
     """Read the comment of a patched file.
 
     Returns:
@@ -120,7 +120,7 @@ def read_marker(data: bytes, name: str) -> tuple[Marker, bytes] | None:
             )
         if texts == _sealed(texts[:-1], end["original"]) and stop - first == len(indices):
             changed = tuple(Hunk(line=line, old=old, new=new) for line, old, new in hunks)
-            marker = Marker(
+            marker = PatchMarker(
                 recipe=head["recipe"], version=head["version"], original=end["original"], hunks=changed, place=first
             )
             return marker, b"".join(lines[:first] + lines[stop:])
@@ -137,7 +137,7 @@ def read_marker(data: bytes, name: str) -> tuple[Marker, bytes] | None:
     )
 
 
-def undo(data: bytes, marker: Marker, name: str) -> bytes:
+def undo(data: bytes, marker: PatchMarker, name: str) -> bytes:
     """Put the old lines in the place of the new ones, with the ends that those have.
 
     Args:
@@ -166,7 +166,7 @@ def undo(data: bytes, marker: Marker, name: str) -> bytes:
     return b"".join(lines)
 
 
-def _edited(texts: list[str], marker: Marker, hunk: Hunk, places: list[int], name: str) -> PatchError:
+def _edited(texts: list[str], marker: PatchMarker, hunk: Hunk, places: list[int], name: str) -> PatchError:
     """The error that shows a line of the patch as it is now, and as it was written."""
     added = next(line for line in hunk.new if line not in hunk.old)
     ours = next((word for word in ("megaresume.provider", "import megaresume") if word in added), "megaresume.")

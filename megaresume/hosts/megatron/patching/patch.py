@@ -11,7 +11,7 @@ from typing import Literal
 from megaresume.hosts.megatron.patching.choose import Beside, choose
 from megaresume.hosts.megatron.patching.codemod import Codemod
 from megaresume.hosts.megatron.patching.errors import PatchError
-from megaresume.hosts.megatron.patching.marker import Marker, diff, read_marker, undo, with_marker
+from megaresume.hosts.megatron.patching.marker import PatchMarker, diff, read_marker, undo, with_marker
 from megaresume.hosts.megatron.patching.recipe import Recipe
 from megaresume.hosts.megatron.patching.script import Script
 
@@ -33,7 +33,7 @@ class Reverted:
     """A script without the patch."""
 
     data: bytes
-    marker: Marker
+    marker: PatchMarker
     #: whether it is the original byte for byte; else other lines were edited since, and stay so.
     exact: bool
 
@@ -80,7 +80,7 @@ def apply(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
     fit = choose(script, recipes, beside)
     codemod = Codemod(script, fit)
     patched = script.wrapper.visit(codemod).bytes
-    marker = Marker(
+    marker = PatchMarker(
         recipe=fit.recipe.name,
         version=fit.recipe.version,
         original=hashlib.sha256(data).hexdigest(),

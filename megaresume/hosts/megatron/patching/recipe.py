@@ -86,7 +86,7 @@ class Argument(Options):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Provider(Argument):
+class ProviderCall(Argument):
     """The datasets provider; a call without one is refused."""
 
     #: for the name of one that the script does not show (imported, an attribute).
@@ -108,7 +108,7 @@ class Recipe(Options):
     calls: dict[str, Called]
     matches: Matches = Matches()
     #: becomes ``megaresume.provider(...)``.
-    provider: Provider
+    provider: ProviderCall
     #: the function that adds flags: becomes ``megaresume.extra_args_provider(...)``, added if there is none.
     flags: Argument
     #: ``import megaresume`` goes before the first import of one of these, and after all of those.
