@@ -127,9 +127,7 @@ def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, g
         UsageError: nothing fits into it.
     """
     if not 0 < gib < math.inf:
-        raise UsageError(
-            "a cache of records has no room like this", found=f"cache_gib={gib}", expected="more than 0 GiB"
-        )
+        raise UsageError("bad size for a cache of records", found=f"cache_gib={gib}", expected="more than 0 GiB")
     shards: list[Any] = [source for source in sources if hasattr(source, "places")]
     if shards:
         from megaresume.data.disk_cache import DiskCache

@@ -148,7 +148,7 @@ class Assembler:
         """
         if self.documents is not None and images is None:
             raise UsageError(
-                "this loop takes tokens alone, and the blend has images",
+                "this loop takes only tokens, and the blend has images",
                 found=f"image sources: {', '.join(self.documents.names[i] for i in self.documents.sources)}",
                 expected="sources of text",
                 action="load batches with images through megaresume.attach or StreamLoader, or leave these sources out",
@@ -403,7 +403,7 @@ def _check_all_trained(assembler: Assembler) -> None:
         masked += [assembler.name_of(i) for i in assembler.documents.sources]
     if masked:
         raise UsageError(
-            "this loop does without a loss mask, and the blend has sources that say which tokens are trained",
+            "this loop has no loss mask, and the blend has sources that say which tokens are trained",
             found=f"{', '.join(masked)}; fields without 'loss_mask'",
             expected="loss_mask among the fields, and a loop that trains by it",
             action="add 'loss_mask' to fields, or leave these sources out",

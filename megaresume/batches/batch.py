@@ -128,10 +128,10 @@ def image_places(batch: Batch) -> torch.Tensor:
     places = batch["tokens"] == token
     if int(places.sum()) != int(positions[:, 2].sum()):
         raise UsageError(
-            "a text has the token that stands for images",
+            "a text contains the image token",
             found=f"token {int(token)} {int(places.sum())} times, {int(positions[:, 2].sum())} of them of images",
             expected="the image token only where images are",
-            cause="a corpus that was made with a tokenizer that knows the image token, and texts that spell it",
+            cause="the corpus was made with a tokenizer that knows the image token, and its texts spell it",
             action="prepare the corpus again without that token, or give the encoder another image_token",
         )
     return places

@@ -267,7 +267,7 @@ class DataLoader(RankLoader):
             log.info("megaresume: epoch %d was trained before the state was saved: passed over", epoch)
         elif epoch != now:
             raise UsageError(
-                f"epoch {epoch} is not the one that comes next",
+                f"epoch {epoch} is not the next one",
                 found=f"set_epoch({epoch}), with the next sample ({self._position}) in epoch {now}",
                 expected=f"set_epoch({now})",
                 cause="the loop begins at another epoch than the state that was loaded, or a for was left early",
@@ -382,7 +382,7 @@ class DataLoader(RankLoader):
         if self._resumed_epoch and is_open and not (self._was_asked or self.ends_elsewhere):
             self._was_asked = True
             log.warning(
-                "megaresume: the run goes on in epoch %d, and the loop did not ask in which: `for epoch in "
+                "megaresume: the run continues in epoch %d, and the loop did not ask in which: `for epoch in "
                 "range(EPOCHS)` would train EPOCHS more. Write range(loader.epoch, EPOCHS), or make the loader with "
                 "max_epochs=EPOCHS",
                 self._resumed_epoch,

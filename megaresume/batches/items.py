@@ -132,15 +132,15 @@ class ItemSource:
                 f"{self.call}(..., append='next_epoch') trains them from the next epoch on, append='now' from now on"
             )
         elif more > 0:
-            cause = f"{_items(more)} added, and the first {before.documents:,} are not those of before: new ones were "
-            cause += "put between the old ones, or the dataset was shuffled, filtered or made anew"
+            cause = f"{_items(more)} added, and the first {before.documents:,} are not as before: new ones were "
+            cause += "put between the old ones, or the dataset was shuffled, filtered or rebuilt"
             action = f"add new items after the old ones and call {self.call}(..., append='next_epoch'); or {keep}"
         elif more < 0:
             cause, action = f"{_items(-more)} removed: by a filter, another split, or a file that is missing", keep
         elif now.lengths != before.lengths:
             cause, action = "items have other lengths: another tokenizer, template, max_length or lengths=", keep
         else:
-            cause = "items hold something else: the dataset was shuffled or made anew, or its transform was changed"
+            cause = "items hold something else: the dataset was shuffled or rebuilt, or its transform was changed"
             action = f"{keep}. If items differ each time they are read, draw their random numbers under keyed=True"
         # Of another number of items the hashes say nothing more.
         asked = [] if more else ["contents"] if self.tokens is None else ["lengths", "contents"]
@@ -334,7 +334,7 @@ class ItemReader(torch.utils.data.Dataset[Any]):
         read = many(items)
         if len(read) != len(items):
             raise CorpusError(
-                f"dataset '{self._names[number]}' gives another number of items than it was asked for",
+                f"dataset '{self._names[number]}' returns a different number of items than it was asked for",
                 found=f"{len(read)} items from __getitems__({list(items)})",
                 expected=f"{len(items)}",
                 action="correct __getitems__ of the dataset: one item for each number, in that order",

@@ -67,7 +67,7 @@ class DataParallel:
         now, size = _of_torch()
         if self.is_default and (now, size) != (self.rank, self.size):
             raise StateError(
-                "the loader was made for other ranks than there are",
+                "the loader was made for ranks that do not exist",
                 found=f"rank {now} of {size} in torch.distributed",
                 expected=f"rank {self.rank} of {self.size}, as when the loader was made",
                 cause="the loader was made before init_process_group, or the process group was made again",
@@ -79,7 +79,7 @@ class DataParallel:
             raise StateError(
                 "this is not the data-parallel rank of this process",
                 found=f"dp_rank={self.rank}, dp_size={self.size}, in rank {now} of {size} of torch.distributed",
-                expected=f"dp_rank={now}, if each of the {size} processes has samples of its own",
+                expected=f"dp_rank={now}, if each of the {size} processes has its own samples",
                 cause="dp_rank is the number on a node (LOCAL_RANK), or one that was written down",
                 action="leave both out; with tensor, pipeline or context parallelism, take them from the mesh",
             )
@@ -331,7 +331,7 @@ class StreamLoader(RankLoader):
         self.stop, self.prefetch, self.start_method, self.pin_memory = stop, prefetch, start_method, pin_memory
         if read_ahead < 0 or requests < 1:
             raise UsageError(
-                "nothing can be read ahead like this",
+                "bad settings for reading ahead",
                 found=f"read_ahead={read_ahead}, requests={requests}",
                 expected="read_ahead of 0 MiB or more, and 1 request or more",
             )

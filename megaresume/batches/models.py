@@ -239,7 +239,7 @@ def for_hf(
             arguments |= _images_for(batch, family)
     elif "pixel_values" in batch and len(batch["num_tiles"]):
         raise UsageError(
-            "a language model without eyes was given images",
+            "a language model without vision was given images",
             found=f"{len(batch['num_tiles'])} images",
             expected="text",
             action="pass the family of a model that takes images, or leave the image sources out",

@@ -74,7 +74,7 @@ def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[st
         mapping["skip"] = config.skip.to_dict(files=True)
     for source in config.sources:
         options = located(source.options, directory)
-        if split is not None and options.get("kind") != "energon":  # which has a split of its own
+        if split is not None and options.get("kind") != "energon":  # which has its own split
             options.setdefault("split", split)
         mapping["sources"][source.name] |= options
     return mapping

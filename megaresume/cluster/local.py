@@ -130,7 +130,7 @@ class Processes:
             if time.monotonic() > deadline:
                 self.kill()
                 raise SetupError(
-                    f"a run did not get on within {timeout:.0f} seconds and was killed",
+                    f"a run made no progress within {timeout:.0f} seconds and was killed",
                     found=self.text()[-2000:],
                     action=f"look at {self.output}",
                 )
@@ -376,7 +376,7 @@ class LocalScript(Processes):
         self.close()
         if not ended and kind in _SENT:
             raise SetupError(
-                f"the job went on after {_SENT[kind].name}",
+                f"the job continued after {_SENT[kind].name}",
                 found=f"processes {self._grace:.0f} seconds later; they were killed",
                 expected="a script that lets all ranks save, and ends",
                 cause="a shell that waits for the training in the foreground runs its trap when the training is over",

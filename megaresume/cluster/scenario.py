@@ -344,7 +344,7 @@ class Scenario:
         """Every launch has one start."""
         if watch.starts > number:
             raise GaveUp(
-                f"the job went on after it was stopped: attempt {number} started {watch.starts - number + 1} times",
+                f"the job continued after it was stopped: attempt {number} started {watch.starts - number + 1} times",
                 found=f"{watch.starts} starts in the records, after {number} launches",
                 cause="something starts the training again in place: torchrun --max-restarts, a loop in the script",
                 action="MAX_RESTARTS=0 for this test",
@@ -359,7 +359,7 @@ class Scenario:
                 f"attempt {number} does not run on the ranks that were asked for",
                 found=f"{found} ranks",
                 expected=f"{layout.nodes} nodes x {layout.ranks_per_node} ranks = {layout.ranks}",
-                cause="the launch script has numbers of its own, and ignores NNODES or PROCS_PER_NODE",
+                cause="the launch script has its own numbers, and ignores NNODES or PROCS_PER_NODE",
                 action="set both from the environment, as launch/torchrun.sh does; or --nodes and --ranks-per-node",
             )
 
@@ -385,7 +385,7 @@ class Scenario:
                 return False
             if time.monotonic() - max(since, watch.changed) > self.patience:
                 raise GaveUp(
-                    f"{who} did not get on for {self.patience:.0f} seconds",
+                    f"{who} made no progress for {self.patience:.0f} seconds",
                     found=f"step {watch.step} of {self.steps}",
                     output=_tail(job),
                     cause=None if watch.records else _IGNORED,

@@ -8,7 +8,7 @@ webdataset  index (``.shards.idx``), path (tar shards, if they are not where the
             max_tokens, augment, encoder: see `megaresume.data.shard_options`
 image_folder  index, path (JSON lines) and image_folder (their images), if they are not where the index says, and as
             webdataset
-energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
+energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has its own split
 items       items (how many), contents, lengths (a file), keyed, group_by_length: of a dataset that only the
             training program has, for trace and verify
 
@@ -127,7 +127,7 @@ def _open(
     thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)
     source = as_source(thing, name)
     parts = getattr(source, "parts", None)
-    if parts is not None and own_split is None:  # it has a split of its own, by shards
+    if parts is not None and own_split is None:  # it has its own split, by shards
         return _own_part(source, parts, name, part)
     if split is not None:
         return split_part(source, split, part)

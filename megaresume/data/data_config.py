@@ -120,7 +120,7 @@ class DataConfig:
         elif not isinstance(data, Mapping):
             if not isinstance(data, Sequence):
                 raise ConfigError(
-                    "this is no data config",
+                    "this is not a data config",
                     found=f"{type(data).__module__}.{type(data).__qualname__}",
                     expected="the path of a data.yaml, the mapping in it, or the words after --data-path",
                     action="megaresume.attach also takes a Stream; so does a loader that saves its own state",

@@ -268,7 +268,7 @@ class Folder:
                 raise ValueError(f"{type(row).__name__}, not an object")
         except (ValueError, RecursionError) as error:
             raise RecordError(
-                f"record '{record.key}' is no row of JSON",
+                f"record '{record.key}' is not a row of JSON",
                 found=f"{data[:40]!r}{' ...' if len(data) > 40 else ''}: {error}",
                 expected='one object on the line, {"image": ...}',
                 cause="a damaged file, one that was written again, or an object on several lines",
@@ -298,7 +298,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
     return row
 
 

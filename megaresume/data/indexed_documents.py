@@ -93,7 +93,7 @@ class IndexedDocuments(ABC):
         first, last = int(self._boundaries[0]), int(self._boundaries[-1])
         if first != 0 or last != len(self._lengths):
             raise CorpusError(
-                f"{idx} has document boundaries that do not fit",
+                f"{idx} has inconsistent document boundaries",
                 found=f"documents from sequence {first} to {last}",
                 expected=f"from sequence 0 to {len(self._lengths)}",
                 cause="the counts in the header or the last entries are damaged, or the file was cut and padded",
@@ -104,7 +104,7 @@ class IndexedDocuments(ABC):
             end = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
             if self._pointers[0] != 0 or self._lengths[-1] < 0 or self._pointers[-1] < 0:
                 raise CorpusError(
-                    f"{idx} has pointers that do not fit",
+                    f"{idx} has inconsistent pointers",
                     found=f"the first sequence starts at byte {self._pointers[0]}, "
                     f"the last at byte {self._pointers[-1]} with {self._lengths[-1]} tokens",
                     expected="the first at byte 0, and no negative number",

@@ -267,7 +267,7 @@ def _files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]
                     files.append(path)
                 elif entry.is_symlink():
                     raise CorpusError(
-                        f"{path} is a link that leads nowhere",
+                        f"{path} is a broken link",
                         found=os.readlink(path),
                         expected="a link to a file or a directory",
                         cause="its target was moved, or is on a disk that is not mounted here",

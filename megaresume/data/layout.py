@@ -126,7 +126,7 @@ class IndexHeader:
             raise bad("has an unknown code for the type of its tokens", f"code {code}", known, newer)
         if boundaries < 1:
             expected = "at least 1 (documents + 1)"
-            raise bad("has counts that do not fit", "0 document boundaries", expected, "the header is damaged")
+            raise bad("has inconsistent counts", "0 document boundaries", expected, "the header is damaged")
         header = cls(dtype=DTYPES[code], sequences=sequences, documents=boundaries - 1)
         expected = f"{header.modes_at} bytes for {sequences} sequences and {header.documents} documents"
         if size < header.modes_at:
@@ -134,7 +134,7 @@ class IndexHeader:
             raise bad("is shorter than its counts say", f"{size} bytes", expected, cause)
         if size not in (header.modes_at, header.modes_at + sequences):
             raise bad(
-                "has counts that do not fit its size",
+                "has counts that do not match its size",
                 f"{size} bytes",
                 f"{expected}, or {header.modes_at + sequences} with a mode for each sequence",
                 "the counts in the header are damaged, or something was appended to the file",

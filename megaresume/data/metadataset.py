@@ -116,7 +116,7 @@ def _entries(
     sized = kind == "blend_epochized" or part != "train"
     if unit is None and not sized and len(leaves) > 1:
         raise ConfigError(
-            f"{full}, of source '{name}': what its weights count is not said",
+            f"{full}, of source '{name}': it does not say what its weights count",
             found="a blend of data sets, and no blend.unit in the data config",
             expected="blend: {unit: documents}, as Energon counts, or blend: {unit: tokens}",
             cause="weights count tokens by default: data sets of long documents would be seen less often than "
@@ -299,5 +299,5 @@ def _refused(path: str, found: str, expected: str, name: str) -> ConfigError:
         f"{path}, of source '{name}', cannot be read as a blend of sources",
         found=found,
         expected=expected,
-        action="name the data sets as sources of their own: {kind: energon, path: DIR, weight: ...}",
+        action="name the data sets as separate sources: {kind: energon, path: DIR, weight: ...}",
     )

@@ -276,7 +276,7 @@ class RawFiles:
                 found=error.found,
                 expected=error.expected,
                 cause="an interrupted copy, or something was appended to it",
-                action="put it back as it was, and give new rows files of their own; or make the index again for a new "
+                action="put it back as it was, and put new rows in separate files; or make the index again for a new "
                 "run: megaresume prepare --index-only --overwrite",
             ) from error
 

@@ -253,7 +253,7 @@ def _same_shards(shards: Sequence[str], index: ShardIndex, name: str) -> Sequenc
         expected=f"{len(wanted)} shards" + (f", number {where} is {wanted[where]}" if where < len(wanted) else ""),
         cause="shards were added or removed after megaresume prepare",
         action="leave path out (the index knows its shards), name the same shards, or prepare again; new shards are "
-        "best a source of their own",
+        "best a separate source",
     )
 
 

@@ -188,7 +188,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         data = parse_json(text)
     except ValueError as error:
-        raise _damaged(path, f"{len(text)} bytes that are no JSON ({error})") from error
+        raise _damaged(path, f"{len(text)} bytes that are not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("fingerprints", []), list):
         raise _damaged(path, "JSON of another kind")
     if data.get("version") != VERSION:

@@ -220,7 +220,7 @@ class SpanFile:
         first, stop = self._bounds[ids], self._bounds[ids + 1]
         counts = stop - first
         if ids.size and (counts.min() < 0 or first.min() < 0 or stop.max() > self.header.spans):
-            raise self._damaged(f"bounds that do not fit, of document {int(ids[np.argmin(counts)])} or near it")
+            raise self._damaged(f"inconsistent bounds, of document {int(ids[np.argmin(counts)])} or near it")
         starts = np.zeros(len(ids) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         places = np.repeat(first - starts[:-1], counts) + np.arange(starts[-1])

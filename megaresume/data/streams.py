@@ -349,7 +349,7 @@ def check_text(path: Path, head: bytes) -> None:
     if kind is None and b"\0" not in head:
         return  # another encoding, or characters that went astray: --invalid-utf8 decides
     raise UsageError(
-        f"{path} is no text",
+        f"{path} is not text",
         found=kind or f"a NUL byte at {head.index(0)}",
         expected="text in UTF-8, or JSON lines",
         cause="text in UTF-16" if head.startswith(_UTF16) else None if kind else "a binary file among the inputs",

@@ -30,7 +30,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
                 raise yaml.composer.ComposerError(
-                    "in a mapping", node.start_mark, f"the key '{key.value}' stands there twice", key.start_mark
+                    "in a mapping", node.start_mark, f"the key '{key.value}' occurs twice", key.start_mark
                 )
             seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
         return node

@@ -362,7 +362,7 @@ class StepMap:
         self._offset = next(iter(offsets))
         if len(offsets) > 1:
             self._contradiction = StateError(
-                "the iterations and the batch sizes of the records do not fit",
+                "the iterations and the batch sizes of the records do not match",
                 found="; ".join(f"{o:+} steps at step {i}" for o, i in list(offsets.items())[:4]),
                 expected="one count of steps over the whole run",
                 cause="the iteration was set back or forth in the middle of the run",

@@ -233,7 +233,7 @@ def _headline(found: Inspection) -> str:
     run, choice = found.run, found.run.choice
     if found.unrecorded is not None:
         return (
-            f"{run.root}\nMegatron goes on from {found.unrecorded}: its tracker names it. The data state is inside it; "
+            f"{run.root}\nMegatron resumes from {found.unrecorded}: its tracker names it. The data state is inside it; "
             "the save was killed before the records beside it were written, and the next start writes them"
         )
     if choice is None:

@@ -228,7 +228,7 @@ def _read_gathered(path: Path, launches: dict[Key, _Launch], problems: list[tupl
             record = json.loads(line)
             event, step = record["event"], int(record["step"])
         except (ValueError, KeyError, TypeError):
-            problems.append((at < len(lines), f"{path.name} line {at} is no record"))
+            problems.append((at < len(lines), f"{path.name} line {at} is not a record"))
             continue
         if event == "start":
             number += 1

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         return _losses(args)
     if args.dir is None or args.tolerance is not None:
         raise UsageError(
-            "what is to be verified?" if args.dir is None else "--tolerance is of --loss",
+            "what should be verified?" if args.dir is None else "--tolerance is of --loss",
             found="no directory" if args.dir is None else "--tolerance without --loss",
             expected="verify DIR, or verify --loss RUN_A RUN_B",
         )

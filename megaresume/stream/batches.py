@@ -257,4 +257,4 @@ class Balance:
         try:
             return cls(**{name: data[name] for name in ("objective", "token_cost", "algorithm")})
         except (KeyError, TypeError, UsageError) as error:
-            raise ValueError(f"balance: {data!r:.80} is none") from error
+            raise ValueError(f"balance: {data!r:.80} is not a balance") from error

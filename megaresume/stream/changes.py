@@ -41,7 +41,7 @@ def check_recorded(state: StreamState) -> None:
             found=f"{error.headline}: {error.found}",
             expected=error.expected,
             cause="the state was written by a faulty release of megaresume",
-            action="go on from an older checkpoint: megaresume inspect DIR lists those that are whole",
+            action="resume from an older checkpoint: megaresume inspect DIR lists those that are whole",
         ) from error
 
 
@@ -241,7 +241,7 @@ def _reconcile(
             f"{field} {json.dumps(before)} -> {json.dumps(after)}"
             for field, after, before in differences(_plain(wanted), _plain(current))
         ]
-        accepted.append(", ".join(changes) or "stages of the past were declared anew")
+        accepted.append(", ".join(changes) or "past stages were declared again")
     begun = [Stage.recorded(record) for record in history]
     if grown or _plain(wanted) != _plain(current):
         now_in = frozenset(growth.source for growth in grown if growth.append == "now")
@@ -304,10 +304,10 @@ def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
 def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> StateError:
     changed = _changed(now, then)
     if now.seed != then.seed:
-        cause = "a different seed reorders every source: documents that were seen would come again"
+        cause = "a different seed reorders every source: documents that were seen would be repeated"
         action = f"set seed: {then.seed} (--seed {then.seed}), or start a new run in another --save directory"
     elif names := _reshuffled(now, then):
-        cause = f"another shuffle orders {', '.join(names)} anew: what was seen of an epoch would come again"
+        cause = f"another shuffle orders {', '.join(names)} differently: what was seen of an epoch would be repeated"
         action = "set shuffle as under 'expected', or start a new run in another --save directory"
         if any("group_by_length" in field for field, *_ in changed):
             action = (

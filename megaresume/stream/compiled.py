@@ -58,7 +58,7 @@ def _say(why: str) -> None:
         return
     _said.append(why)
     log.warning(
-        "megaresume: %s; every process compiles it again, some 10 s of one core at each start. Set NUMBA_CACHE_DIR to "
+        "megaresume: %s; every process compiles it again, about 10 s of one core at each start. Set NUMBA_CACHE_DIR to "
         "a directory that can be written to",
         why,
     )

@@ -142,7 +142,7 @@ def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, d
         return samples
     if balance.algorithm != ALGORITHM:
         raise StateError(
-            "which rank got which samples is not known to this version of megaresume",
+            "this version of megaresume does not know which rank got which samples",
             found=f"ranks balanced by algorithm {balance.algorithm}",
             expected=f"algorithm {ALGORITHM}",
             action="use the version of megaresume that the run was trained with",

@@ -120,7 +120,7 @@ def _parse(data: object, texts: type | tuple[type, ...]) -> Mapping[str, Any]:
         try:
             data = parse_json(data)
         except ValueError as error:
-            found, why = f"{size} bytes that are no JSON ({error})", "the text was cut short or damaged"
+            found, why = f"{size} bytes that are not JSON ({error})", "the text was cut short or damaged"
     if isinstance(data, Mapping):
         return data
     raise StateError(

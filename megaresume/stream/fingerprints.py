@@ -136,7 +136,7 @@ def listing(items: Iterator[tuple[str, Any]]) -> str:
 
 def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> tuple[str, str]:
     """The likely cause, and the next action."""
-    action = f"give '{name}' the path of the corpus as it was, or add the new data as a source of its own"
+    action = f"give '{name}' the path of the corpus as it was, or add the new data as a separate source"
     if before is None:
         return "the source is new", action
     if now.documents > before.documents:
@@ -180,7 +180,7 @@ def _other_spans(name: str, before: Fingerprint, now: Fingerprint) -> tuple[str,
     return (
         "the tokens are the same, and others of them are trained: PREFIX.spans was replaced, or the corpus was "
         "prepared again with other options of --train",
-        f"give '{name}' the spans that it had, or add the corpus as it is now as a source of its own",
+        f"give '{name}' the spans that it had, or add the corpus as it is now as a separate source",
     )
 
 

@@ -150,7 +150,7 @@ class SkipConfig:
         for name, entry in by_source.items():
             if names is not None and name not in names:
                 raise ConfigError(
-                    f"{where}.documents names a source that there is not",
+                    f"{where}.documents names a source that does not exist",
                     found=str(name),
                     expected=f"one of {', '.join(names)}",
                     action=f"correct {where}.documents",

@@ -93,7 +93,7 @@ class AbsentSource:
 
     def _missing(self) -> NoReturn:
         raise CorpusError(
-            f"source '{self._name}' is not in the data config any more",
+            f"source '{self._name}' is no longer in the data config",
             found="samples of a time when it was",
             expected=f"'{self._name}' with its path; weight 0 is enough",
             action=f"add '{self._name}' to the data config",

@@ -249,9 +249,9 @@ class Stream:
                 raise StateError(
                     "the data state that is to be saved cannot be read again",
                     found=f"{error.headline}: {error.found}" if error.found else error.headline,
-                    expected="a state that a resume goes on from",
+                    expected="a state that a run can resume from",
                     cause="a fault of megaresume, which this check keeps out of the checkpoint",
-                    action="go on from the checkpoint before this one without the last change of the data config, and "
+                    action="resume from the checkpoint before this one without the last change of the data config, and "
                     "report this with data.yaml and the output of: megaresume inspect DIR --json",
                 ) from error
 

@@ -284,7 +284,7 @@ def test_another_epoch_than_the_next_is_refused() -> None:
     loader = megaresume.DataLoader(Numbers(), 4)
     next(iter(loader))
     loader.set_epoch(0)
-    with pytest.raises(UsageError, match="epoch 1 is not the one that comes next"):
+    with pytest.raises(UsageError, match="epoch 1 is not the next one"):
         loader.set_epoch(1)
 
 
@@ -426,7 +426,7 @@ def test_a_loop_from_epoch_zero_that_says_its_epochs_passes_over_those_that_are_
     first = [number for batch in islice(endless(loader), 13) for number in numbers(batch)]
     (resumed,) = ranks(1, 4, loader.state_dict())
     assert first + epochs_from_zero(resumed, set_epoch=resumed.sampler.set_epoch) == order
-    with pytest.raises(UsageError, match="epoch 0 is not the one that comes next"):
+    with pytest.raises(UsageError, match="epoch 0 is not the next one"):
         whole.set_epoch(0)
 
 
@@ -437,7 +437,7 @@ def test_a_loop_that_does_not_ask_in_which_epoch_it_is_is_warned_once(caplog: py
     state = loader.state_dict()
     (resumed,) = ranks(1, 4, state)
     epochs_from_zero(resumed)
-    assert caplog.text.count("the run goes on in epoch 3, and the loop did not ask") == 1
+    assert caplog.text.count("the run continues in epoch 3, and the loop did not ask") == 1
     caplog.clear()
     for options, ask in (({}, lambda one: one.epoch), ({"max_epochs": 4}, lambda one: None)):
         (resumed,) = ranks(1, 4, state, **options)

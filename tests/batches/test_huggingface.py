@@ -263,7 +263,7 @@ def test_pixels_of_another_family_are_refused():
     batch = StreamDataset(stream_of("qwen2_vl"))[0]
     with pytest.raises(UsageError, match="as llava takes them"):
         for_hf(batch, family="llava")
-    with pytest.raises(UsageError, match="without eyes"):
+    with pytest.raises(UsageError, match="without vision"):
         for_hf(batch, family="causal_lm")
     with pytest.raises(UsageError, match="unknown family"):
         for_hf(batch, family="llama")

@@ -129,5 +129,5 @@ def test_a_text_that_has_the_image_token_is_refused_where_images_are_found_by_it
     config = {"seed": SEED, "seq_length": 128, "packing": {"mode": "best_fit"}, "sources": {"pages": {"weight": 1}}}
     batch = StreamDataset(open_stream(config, objects={"pages": pages})).__getitems__([0])
     batch["tokens"][0, -1] = pages.encoder.image_token_id
-    with pytest.raises(UsageError, match="a text has the token that stands for images"):
+    with pytest.raises(UsageError, match="a text contains the image token"):
         for_hf(batch, family="gemma3", sliding_window=16)

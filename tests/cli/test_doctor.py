@@ -142,7 +142,7 @@ def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(capsys, tmp_path / "hf", "--dp", 2)[0] == 0
     write_verl(tmp_path / "verl", 4)
     status, checks = doctor(capsys, tmp_path / "verl", "--dp", 2)
-    assert status == 1 and "FSDP's files are of 1 ranks" in of(checks, "ranks")["found"]
+    assert status == 1 and "FSDP's files are for 1 ranks" in of(checks, "ranks")["found"]
 
 
 def test_a_run_under_megaresume(run: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

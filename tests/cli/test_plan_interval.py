@@ -154,7 +154,7 @@ def test_too_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger.line("checkpoint", 10, save_seconds=4)
     assert main(["plan", str(tmp_path), "--mtbf", "6h"]) == 1
     err = capsys.readouterr().err
-    assert "does not tell the time of a step\n" in err and "1 timed saves, 0 stretches" in err
+    assert "does not record the time of a step\n" in err and "1 timed saves, 0 stretches" in err
     assert main(["plan", str(tmp_path), "--mtbf", "6h", "--step-time", "500ms"]) == 0
     assert capsys.readouterr().out.startswith(f"--save-interval {round(daly(4, 21_600) / 0.5)}:")
     assert main(["plan", str(tmp_path), "--step-time", "1s"]) == 2
@@ -164,7 +164,7 @@ def test_too_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path), "--mtbf", "6h", *other]) == 2
     assert "found: --on-change, --skip, --dp with --mtbf" in " ".join(capsys.readouterr().err.split())
     done = megaresume("plan", tmp_path, "--mtbf", "soon")
-    assert done.returncode == 2 and "'soon' is no time such as 45s, 90m, 6h or 2d" in done.stderr
+    assert done.returncode == 2 and "'soon' is not a time such as 45s, 90m, 6h or 2d" in done.stderr
 
 
 @pytest.mark.parametrize(

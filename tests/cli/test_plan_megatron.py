@@ -74,7 +74,7 @@ def test_the_flip_is_named(build: Any, corpora: Corpora, plan: Any, tmp_path: Pa
     epochs = [(c["before"]["epochs"], c["now"]["epochs"]) for c in report["guard"]["components"]]
     assert any(before < now for before, now in epochs)
     assert report["end"] == {"step": 75, "samples": None}
-    assert any("goes on after its 300 recorded samples, up to 600" in f["headline"] for f in report["findings"])
+    assert any("continues after its 300 recorded samples, up to 600" in f["headline"] for f in report["findings"])
     assert plan("--train-iters", 25, "--global-batch-size", 8)["verdict"] == "finished"
 
 

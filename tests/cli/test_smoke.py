@@ -11,9 +11,9 @@ from tests.cli.conftest import megaresume
 
 BAD = {
     "--kill sigkill,unplug": ("no such way to stop a run", "unplug", "node-down"),
-    "--nodes 2,x": ("no list of numbers",),
-    "--nodes 2,,1": ("no list of numbers",),
-    "--nodes=": ("no list of numbers",),
+    "--nodes 2,x": ("not a list of numbers",),
+    "--nodes 2,,1": ("not a list of numbers",),
+    "--nodes=": ("not a list of numbers",),
     "--nodes 2,0": ("--nodes holds an impossible number",),
     "--nodes 3,2 --micro-batch-size 2 --global-batch-size 8": (
         "does not divide",
@@ -25,10 +25,10 @@ BAD = {
     "--save-interval 1": ("cannot cost one", "--save-interval 4"),
     "--data nowhere.yaml": ("no such data config",),
     "--script nowhere.sh": ("cannot read --script",),
-    "--timeout 0": ("no number above 0",),
-    "--timeout soon": ("no number from 0",),
-    "--min-step-seconds -1": ("no number from 0",),
-    "--loss-tolerance nan": ("no number from 0",),
+    "--timeout 0": ("not a number above 0",),
+    "--timeout soon": ("not a number from 0",),
+    "--min-step-seconds -1": ("not a number from 0",),
+    "--loss-tolerance nan": ("not a number from 0",),
     # What looks like a flag is a value here, its underscore is not ours, and its quote is not closed.
     "--launcher slurm --sbatch-options --qos='high_prio": ("cannot split --sbatch-options", "--qos='high_prio"),
     "--partition gpu": ("--partition is for Slurm",),

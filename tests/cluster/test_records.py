@@ -115,7 +115,7 @@ def test_a_job_that_hangs_is_killed_and_said(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
     with LocalJob(str(script), [], num_processes=1, output=tmp_path / "out", launcher="env") as job:
-        with pytest.raises(SetupError, match="did not get on within 3 seconds"):
+        with pytest.raises(SetupError, match="made no progress within 3 seconds"):
             job.wait(3)
         assert not job.running()
 

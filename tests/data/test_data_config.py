@@ -65,7 +65,7 @@ def test_a_key_that_stands_there_twice(tmp_path, content):
     with pytest.raises(ConfigError) as error:
         DataConfig.of(path)
     key = "web" if "web" in content else "seed"
-    assert f"the key '{key}' stands there twice" in str(error.value.found)
+    assert f"the key '{key}' occurs twice" in str(error.value.found)
 
 
 def test_merged_keys_may_be_given_again(tmp_path):
@@ -81,7 +81,7 @@ def test_missing_yaml(tmp_path):
 
 def test_a_loader_in_the_place_of_a_config_is_refused():
     """It is iterable, and never ends."""
-    with pytest.raises(ConfigError, match=r"no data config(.|\n)*found: *itertools\.count"):
+    with pytest.raises(ConfigError, match=r"not a data config(.|\n)*found: *itertools\.count"):
         open_stream(itertools.count())
 
 

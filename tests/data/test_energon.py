@@ -297,7 +297,7 @@ def test_what_weights_of_a_blend_count_must_be_said(several):
     data = config()
     del data["blend"]
     (several / "data.yaml").write_text(yaml.safe_dump(data))
-    with pytest.raises(ConfigError, match=r"what its weights count is not said[\s\S]*add blend: \{unit: documents\}"):
+    with pytest.raises(ConfigError, match=r"not say what its weights count[\s\S]*add blend: \{unit: documents\}"):
         open_stream(several / "data.yaml")
     assert list(expand_metadatasets(data, several, "valid")["sources"]) == ["pairs/coco"]
 
@@ -357,7 +357,7 @@ def test_a_file_that_is_no_metadataset(several):
     for text, match in (
         ("sources: {}", "is not a metadataset"),
         ("[]", "is not a metadataset"),
-        ("splits: {}\nsplits: {}", r"the key 'splits' stands there twice"),
+        ("splits: {}\nsplits: {}", r"the key 'splits' occurs twice"),
     ):
         (several / "meta.yaml").write_text(text)
         with pytest.raises(ConfigError, match=match):

@@ -492,7 +492,7 @@ CHANGES = {
     ),
     "deleted": ("has no image 'a.png'", lambda d: (d / "images/a.png").unlink()),
     "another row": ("is not the indexed one", lambda d: edit(d / "rows.jsonl", b"good", b"evil")),
-    "a damaged row": ("is no row of JSON", lambda d: edit(d / "rows.jsonl", b'"text"', b"'text'")),
+    "a damaged row": ("is not a row of JSON", lambda d: edit(d / "rows.jsonl", b'"text"', b"'text'")),
 }
 
 

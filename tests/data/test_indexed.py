@@ -222,24 +222,24 @@ class TestDamage:
     @pytest.mark.parametrize(("offset", "count"), [(18, 2), (18, 1 << 60), (26, 3), (26, 2**64 - 1)])
     def test_counts(self, prefix, offset, count):
         rewrite(Path(f"{prefix}.idx"), offset, struct.pack("<Q", count))
-        self.check(prefix, "counts that do not fit its size|shorter than its counts say")
+        self.check(prefix, "counts that do not match its size|shorter than its counts say")
 
     def test_no_boundaries(self, prefix):
         rewrite(Path(f"{prefix}.idx"), 26, struct.pack("<Q", 0))
-        self.check(prefix, "counts that do not fit")
+        self.check(prefix, "inconsistent counts")
 
     def test_appended_bytes(self, prefix):
         with open(f"{prefix}.idx", "ab") as file:
             file.write(b"x" * 5)
-        self.check(prefix, "counts that do not fit its size")
+        self.check(prefix, "counts that do not match its size")
 
     def test_last_boundary_is_not_the_number_of_sequences(self, prefix):
         rewrite(Path(f"{prefix}.idx"), 34 + 3 * 12 + 3 * 8, struct.pack("<q", 2))
-        self.check(prefix, "document boundaries that do not fit")
+        self.check(prefix, "inconsistent document boundaries")
 
     def test_first_pointer(self, prefix):
         rewrite(Path(f"{prefix}.idx"), 34 + 3 * 4, struct.pack("<q", 4))
-        self.check(prefix, "pointers that do not fit")
+        self.check(prefix, "inconsistent pointers")
 
     @pytest.mark.parametrize(("change", "text"), [(-1, "shorter"), (4, "longer")])
     def test_bin_of_another_size(self, prefix, change, text):

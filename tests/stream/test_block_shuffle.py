@@ -45,7 +45,7 @@ def test_a_source_that_was_away_comes_back_in_its_own_order_only() -> None:
     away = stream({"code": {}}, stream(both).state_at(20))
     state = stream({"code": {}}, away.state_at(30)).state_at(40)
     stream(both, state).plan(40, 41)
-    with pytest.raises(StateError, match=r"would come again"):
+    with pytest.raises(StateError, match=r"would be repeated"):
         stream(both | {"web": {}}, state)
 
 
@@ -110,7 +110,7 @@ def test_another_shuffle_is_refused(other: object, on_change: OnChange) -> None:
     state = _stream(BLOCKS).state_at(20)
     with pytest.raises(StateError, match=r"shuffle") as error:
         _stream(other, state, on_change)
-    assert "would come again" in str(error.value)
+    assert "would be repeated" in str(error.value)
 
 
 @pytest.mark.parametrize("shuffle", [{"window": 0}, {"block": 0}, {"block": 4, "size": 1}, "block", {"block": "8"}])

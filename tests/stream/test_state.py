@@ -84,7 +84,7 @@ def test_truncated_at_every_byte(state: StreamState) -> None:
     for end in range(1, len(text)):
         with pytest.raises(StateError, match="the data state is unreadable") as error:
             StreamState.from_json(text[:end])
-        assert f"{end} bytes that are no JSON" in str(error.value.found)
+        assert f"{end} bytes that are not JSON" in str(error.value.found)
 
 
 def test_every_flipped_bit(state: StreamState) -> None:

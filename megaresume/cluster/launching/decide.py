@@ -150,7 +150,7 @@ def _decide(
     if progress.finished is not None:
         return Decision(action="finish", why=f"the run is over: it has said so after step {progress.finished}")
     if slurm.reason == "cancelled":
-        return Decision(action="refuse", why=f"{what}; the same sbatch command goes on", fruitless=fruitless)
+        return Decision(action="refuse", why=f"{what}; the same sbatch command continues", fruitless=fruitless)
     mistake = (status.exit if status.rank_exit is None else status.rank_exit) == USAGE and not status.of_node
     if mistake and progress.saved is None and signal is None and slurm.reason is None:
         why = f"{what}: a mistake in the flags or the data, which another attempt would not fix"
@@ -168,7 +168,7 @@ def _decide(
         return Decision(action="requeue", why=what, fruitless=fruitless, exclude=exclude)
     if slurm.successor is not None:
         return Decision(action="chain", why=what, fruitless=fruitless, exclude=exclude)
-    why = f"{what}; REQUEUE=no, and no job follows: the same sbatch command goes on"
+    why = f"{what}; REQUEUE=no, and no job follows: the same sbatch command continues"
     return Decision(action="refuse", why=why, fruitless=fruitless)
 
 

@@ -134,7 +134,7 @@ class LaunchDriver:
             self.stop_file.touch()
         except OSError as error:
             words = f"the stop file {self.stop_file} cannot be created: {error.strerror}"
-            self.say(f"{words}; ranks that still start go on")
+            self.say(f"{words}; ranks that are still starting continue")
 
 
 def script_of(training: Sequence[str]) -> str:

@@ -107,7 +107,7 @@ class LocalDriver(LaunchDriver):
                 if restarts and ledgers.progress().saved is not None:
                     training, pins = without_pins(training)
                     if pins:
-                        self.say(f"{' '.join(pins)} is left out: it has saved since, and goes on from there")
+                        self.say(f"{' '.join(pins)} is left out: it has saved since, and resumes from there")
                 status = self._train([*command, *training])
                 # torchrun restarts its ranks itself.
                 if not status or self.signal or self.launcher == "torchrun" or restarts >= int(settings.max_restarts):

@@ -176,7 +176,7 @@ class SlurmDriver(LaunchDriver):
         if self.attempts.best is not None:
             self.training, pins = without_pins(self.training)
             if pins:
-                saved = f"an attempt before has saved up to step {self.attempts.best}, and this one goes on from there"
+                saved = f"an attempt before has saved up to step {self.attempts.best}, and this one resumes from there"
                 self.say(f"{' '.join(pins)} is left out: {saved}")
 
     def _choose_nodes(self) -> None:
@@ -409,7 +409,7 @@ class SlurmDriver(LaunchDriver):
         if self.requeued:
             self.say(f"TERM came: Slurm ends this attempt and has queued the job again itself ({self.reason})")
         elif self.reason == "cancelled":
-            self.say("TERM came: the job was cancelled, so it is not queued again; the same sbatch command goes on")
+            self.say("TERM came: the job was cancelled, so it is not queued again; the same sbatch command continues")
             self.cancel_successor("this job was cancelled")
         else:
             self.say(f"TERM came: Slurm ends this attempt ({self.reason})")

@@ -135,7 +135,7 @@ def try_to(
             "there is no Slurm on this machine",
             found=f"no {words[0]} in PATH={os.environ.get('PATH', '')}",
             expected=", ".join(COMMANDS),
-            cause="this is no login node, or its Slurm is not on the path (often: module load slurm)",
+            cause="this is not a login node, or its Slurm is not on the path (often: module load slurm)",
             action="run it on a login node; or --launcher local; or a cluster on this machine: docs/slurm.md",
         )
     deadline = time.monotonic() + timeout

@@ -177,7 +177,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 2,1,3") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,1,3") from error
 
 
 def _from_zero(text: str) -> float:
@@ -186,11 +186,11 @@ def _from_zero(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
     return number
 
 
 def _above_zero(text: str) -> float:
     if _from_zero(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return float(text)

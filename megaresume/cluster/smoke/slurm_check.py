@@ -309,5 +309,5 @@ def may_set_nodes_down(node: str) -> None:
             found=f"scontrol update: {done.stderr.strip() or done.stdout.strip()}",
             expected="an operator or administrator of this Slurm",
             action="leave node-down out of --kill: sigkill loses a rank without warning as well; "
-            "or try node-down on a cluster of your own: docs/slurm.md",
+            "or try node-down on your own cluster: docs/slurm.md",
         )

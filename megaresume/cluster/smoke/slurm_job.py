@@ -189,7 +189,7 @@ class SlurmAttempt:
         if kind in ("sigkill", "node-down"):
             return  # ranks that wait for a lost one: cancelled, as their user would do
         raise SetupError(
-            f"the job went on after {kind}",
+            f"the job continued after {kind}",
             found=f"job {self.id} still runs {self._grace:.0f} seconds later; it was cancelled",
             expected="a script that lets all ranks save, and ends",
             cause="a batch script that waits for srun in the foreground runs its trap when srun is over",
@@ -331,7 +331,7 @@ def _node_down(job: SlurmAttempt, info: JobInfo) -> None:
         raise SetupError(
             f"node {node} is not set down: other jobs run on it",
             found=f"jobs {', '.join(others)}",
-            expected="a node that this job has for itself",
+            expected="a node that this job has to itself",
             action="--sbatch-options --exclusive, or leave node-down out of --kill",
         )
     job.lost.node = node

@@ -220,7 +220,7 @@ def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
     for other in encoders_of(stream.sources):
         if encoder is None or other.fingerprint != encoder.fingerprint:
             raise UsageError(
-                "the held-out images are encoded in another way than those of the training",
+                "the held-out images are encoded differently from those of the training",
                 found=f"encoder {other.fingerprint} in {args.megaresume_held_out}",
                 expected="no images" if encoder is None else f"encoder {encoder.fingerprint}",
                 action="prepare both with the same options of megaresume prepare",

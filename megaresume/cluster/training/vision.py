@@ -168,7 +168,7 @@ def image_encoder(args: Arguments, sources: Sequence[Any]) -> Any | None:
     encoders = encoders_of(sources)
     if encoders and args.vision_num_layers is None:
         raise UsageError(
-            "the data has images, and the model cannot see",
+            "the data has images, and the model has no vision encoder",
             found="an image source, and no --vision-num-layers",
             expected="a vision encoder, or data of text alone",
             action="--vision-num-layers 2 --vision-hidden-size 64 --vision-num-attention-heads 4, or larger",

@@ -110,7 +110,7 @@ def _check(chat: ChatOptions) -> None:
         raise UsageError(
             f"--too-long {chat.too_long} goes with --max-tokens",
             found="no --max-tokens",
-            expected="the length that conversations are held to",
+            expected="the longest length of a conversation",
             action="add --max-tokens N, for example the seq_length of the training",
         )
     if chat.too_long not in TOO_LONG:
@@ -132,7 +132,7 @@ def _check_trained(
     for role in unknown:
         if role not in known:
             raise UsageError(
-                f"--train names a role that nobody has: {role}",
+                f"--train names a role that no message has: {role}",
                 found=f"--train {','.join(roles)}",
                 expected=f"some of {', '.join(known)}, which the chat template or the first rows have",
                 cause=near(role, known),
@@ -187,7 +187,7 @@ def _first_shape(files: Sequence[InputFile]) -> RowShape:
             raise CorpusError(
                 "the first row can be read in two ways",
                 found=f"keys {', '.join(list(row)[:10])}: {' or '.join(shapes)}",
-                expected="which of them is to be trained",
+                expected="which of them to train",
                 action=" or ".join(f"--chat-rows {shape}" for shape in shapes),
             )
         if shapes:
@@ -195,7 +195,7 @@ def _first_shape(files: Sequence[InputFile]) -> RowShape:
         keys = keys or list(row)
     known = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in KEYS.items())
     raise CorpusError(
-        "the first rows are no conversations",
+        "the first rows are not conversations",
         found=f"keys {', '.join(keys[:10]) or 'none'}",
         expected=f"the keys of one of the shapes ({known})",
         action="say which key holds the messages: --json-key KEY",

@@ -186,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     for why in summary.first_left_out:
         print(f"  left out: {why}")
     for path in summary.linked_twice:
-        print(f"  left out: {path} is a link to what is read already")
+        print(f"  left out: {path} is a link to what is already read")
     print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
     return 0
 
@@ -213,7 +213,7 @@ def _piped(args: argparse.Namespace) -> Path:
     format = args.format or ("jsonl" if args.chat or args.json_key is not None else None)
     if format is None:
         raise UsageError(
-            "nobody says what standard input is",
+            "the format of standard input is not given",
             found="the input - without --format",
             expected="text, jsonl, json (an array of rows) or csv",
             action="for example --format jsonl",

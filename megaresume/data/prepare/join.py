@@ -113,9 +113,9 @@ def _check_alike(indexes: Sequence[ShardIndex]) -> None:
         if "energon" in index.header:
             raise UsageError(
                 f"{index.path} is the index of an Energon data set",
-                found="a split of its own",
+                found="its own split",
                 expected="indexes of tar shards",
-                action="keep it as a source of its own, or prepare its shards: 'DATASET/*.tar'",
+                action="keep it as a separate source, or prepare its shards: 'DATASET/*.tar'",
             )
         made, found = _made(first), _made(index)
         for what in made:

@@ -51,7 +51,7 @@ def _check_size(processor: Processor, copy: Processor, image: Image, generators:
     shape = tuple(processor.pixel_shape)
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.float32 or pixels.shape[1:] != shape:
         what = f"{pixels.dtype}{list(pixels.shape)}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
-        raise _broken("returns other pixels than it promises", what, f"float32[k, {', '.join(map(str, shape))}]")
+        raise _broken("returns pixels other than promised", what, f"float32[k, {', '.join(map(str, shape))}]")
     if not pixels.flags.c_contiguous or not np.isfinite(pixels).all():
         raise _broken("returns pixels that are not plain numbers", "a view, or NaN", "finite, C-contiguous float32")
     if len(grid) != 3 or not all(type(part) is int for part in grid):
@@ -59,7 +59,7 @@ def _check_size(processor: Processor, copy: Processor, image: Image, generators:
     made = processor.tokens_of(pixels, grid)
     if made != announced:
         raise _broken(
-            "announces other lengths than it makes",
+            "announces different lengths from those it makes",
             f"{announced} for {width} x {height} pixels, and {made!r} tokens of a grid of {grid}",
             "the same number from both",
             "compute num_tokens (or pattern) by the formula that the pixels are cut by",
@@ -68,7 +68,7 @@ def _check_size(processor: Processor, copy: Processor, image: Image, generators:
         again = _run(other, image, generators, seed=2)
         if not np.array_equal(again[0], pixels) or again[1] != grid:
             raise _broken(
-                "is no function of image and generator",
+                "is not a function of image and generator",
                 f"two results for one image of {width} x {height} pixels and equal generators",
                 "the same bits",
                 "draw only from the generator that it is given: not from random, numpy.random, torch, time or a state",

@@ -303,7 +303,7 @@ class ImageTextEncoder:
                         f"record '{record.key}' spells the image token in its text",
                         found=f"token {self.image_token_id} in {piece.text!r:.60}",
                         expected="image tokens only where images are",
-                        cause="a mark such as <image> that the template does not take for one",
+                        cause="a mark such as <image> that the template does not recognise",
                         action="correct the template, or the record",
                     )
                 yield Unit(parts=[(ids, piece.trained)], tokens=len(ids))
@@ -335,7 +335,7 @@ class ImageTextEncoder:
         made = self.processor.tokens_of(pixels, grid)
         if made != num_tokens:
             raise CorpusError(
-                f"{name}: the processor made another number of tokens than it announced",
+                f"{name}: the processor made a different number of tokens than it announced",
                 found=f"{made} tokens of a grid of {grid}",
                 expected=f"{num_tokens} tokens, by its num_tokens",
                 cause="a processor whose two formulas differ for this size",

@@ -161,7 +161,7 @@ class ConversationEncoder:
                 f"{conversation.where} is too long",
                 found=f"{len(encoded.tokens)} tokens",
                 expected=f"at most {limit}, by --max-tokens",
-                action="say what becomes of such: --too-long turn (ended after an answer that fits), cut or skip",
+                action="say what to do with them: --too-long turn (ended after an answer that fits), cut or skip",
             )
         if how == "cut" and encoded.trained[:limit].any():
             return replace(encoded, tokens=encoded.tokens[:limit], trained=encoded.trained[:limit], shortened=True)

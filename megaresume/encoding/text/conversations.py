@@ -202,7 +202,7 @@ def _messages(turns: object, *, strict: bool) -> list[Message]:
 def _message(turn: object, i: int, *, strict: bool) -> Message:
     """With role and content, in OpenAI's words or ShareGPT's; without what is null, as transformers does it."""
     if not isinstance(turn, dict):
-        raise BadRow(f"message {i} is none", type(turn).__name__, "an object with role and content")
+        raise BadRow(f"message {i} is not an object", type(turn).__name__, "an object with role and content")
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or (strict and role not in ROLES):
         known = f"one of {', '.join(ROLES)}" if strict else "a role"
@@ -216,7 +216,7 @@ def _message(turn: object, i: int, *, strict: bool) -> Message:
     reasoning = next((message[key] for key in REASONING if key in message), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
-            raise BadRow(f"message {i} has reasoning that is no text", type(reasoning).__name__, "a text")
+            raise BadRow(f"message {i} has reasoning that is not text", type(reasoning).__name__, "a text")
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
 
@@ -256,7 +256,7 @@ def _tools(value: object) -> list[Any] | None:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise BadRow("has tools that are no JSON", f"{value:.40}", "a list of JSON schemas") from error
+            raise BadRow("has tools that are not JSON", f"{value:.40}", "a list of JSON schemas") from error
     if value in (None, "", []):
         return None
     if not isinstance(value, list):

@@ -236,7 +236,7 @@ def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str |
         return HuggingFaceTokenizer(content, name=name, eod_token=eod_token)
     if eod_token is not None:
         raise UsageError(
-            "the byte-level tokenizer has an end-of-document token of its own",
+            "the byte-level tokenizer has its own end-of-document token",
             found=f"--eod-token {eod_token}",
             expected="--eod-token together with --tokenizer",
             action="remove --eod-token",

@@ -93,7 +93,7 @@ class TurnFinder:
         if not self.wanted(conversation):
             roles = ", ".join(dict.fromkeys(message["role"] for message in conversation.messages))
             raise BadRow(
-                "has nobody who is trained", f"messages of {roles}", f"of {' or '.join(self._selection.roles)}"
+                "has no role that is trained", f"messages of {roles}", f"of {' or '.join(self._selection.roles)}"
             )
         try:
             text = self.render(conversation)

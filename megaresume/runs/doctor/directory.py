@@ -138,7 +138,7 @@ def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: D
         if look.problems:
             more = f"; and {len(look.problems) - 3} more" if len(look.problems) > 3 else ""
             text = "; ".join(look.problems[:3]) + more
-            found.add(name, "warning", text, action="nothing, while newer ones are complete; it is no fallback")
+            found.add(name, "warning", text, action="nothing, while newer ones are complete; it is not a fallback")
         for note in look.notes:
             found.add(name, "note", note)
 
@@ -156,7 +156,7 @@ def _pointers(run: Run, layout: Layout, newest: Newest | None, found: DirectoryR
             value = taken.name if layout is DEEPSPEED or newest.iteration is None else newest.iteration
             action = f"printf %s {quote(str(value))} > {quote(str(root / layout.pointer))}"
         status: Status = "note" if problem.startswith("there is no ") and taken is None else "problem"
-        cause = f"without megaresume the next start of {layout.title} begins anew, or stops"
+        cause = f"without megaresume the next start of {layout.title} starts over, or stops"
         found.add("pointer", status, problem, cause=cause, action=action)
     elif named is not None and taken is not None and named != taken.name:
         found.add(
@@ -176,7 +176,7 @@ def _leftovers(run: Run, found: DirectoryReport) -> None:
         names = sorted({*names, *(name for name in os.listdir(run.root) if _TEMPORARY.fullmatch(name))})
     if names:
         shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
-        action = "delete them while no job saves here; those of megaresume the next start deletes"
+        action = "delete them while no job saves here; the next start deletes those of megaresume"
         found.add("temporary files", "note", shown, cause="saves that were killed before their rename", action=action)
 
 
@@ -235,7 +235,7 @@ def _ranks(
             found.add(
                 "ranks",
                 "problem",
-                f"FSDP's files are of {saved} ranks, the launch has {dp}",
+                f"FSDP's files are for {saved} ranks, the launch has {dp}",
                 cause="each rank loads the file of its own rank and of this world size",
                 action=f"start on {saved} ranks, or merge them: python -m verl.model_merger merge --backend fsdp",
             )
@@ -268,7 +268,7 @@ def _ranks(
             "ranks",
             "problem",
             f"saved with ZeRO {before.zero_stage} on {before.dp * before.cp} data-parallel ranks, the launch has {dp}",
-            cause="DeepSpeed cannot divide the optimizer state over another number of ranks; the data could go on",
+            cause="DeepSpeed cannot divide the optimizer state over other numbers of ranks; the data could continue",
             action=f"start on {before.dp * before.cp} ranks, or: {into}",
         )
     else:

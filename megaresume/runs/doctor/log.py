@@ -167,4 +167,4 @@ def first_failure(paths: Sequence[Path]) -> list[Check]:
         return []
     found = f"{error}: {error.headline or 'it printed no error'}"
     cause = "launchers print their own traceback after it; other ranks only noticed that it was gone"
-    return [Check("log", "first failure", "note", found, cause, "mend this one first")]
+    return [Check("log", "first failure", "note", found, cause, "fix this one first")]

@@ -119,7 +119,7 @@ def _data(result: DryRun) -> str:
     if data is None:
         return ""
     what = {
-        "nothing": "the order goes on as it was",
+        "nothing": "the order continues as it was",
         "new stage": f"a new stage begins at sample {0 if result.state is None else result.state.samples:,}",
         "refused": "refused",
     }[data.outcome]

@@ -153,8 +153,8 @@ def compare_with_record(record: OrderRecord, flags: Flags, findings: Findings) -
         split = builder.splits[0]
         if split is not None and extendable(split):
             findings.note(
-                f"the run goes on after its {guarded.recorded_samples} recorded samples, up to {wanted}",
-                cause="each corpus that runs out goes on with further epochs; what is recorded does not move",
+                f"the run continues after its {guarded.recorded_samples} recorded samples, up to {wanted}",
+                cause="each corpus that runs out continues with further epochs; what is recorded does not move",
             )
     return guarded
 

@@ -271,7 +271,7 @@ def advise(
     if save is None or step is None:
         what = [word for word, value in (("of a save", save), ("of a step", step)) if value is None]
         raise StateError(
-            f"the ledger does not tell the time {' and '.join(what)}",
+            f"the ledger does not record the time {' and '.join(what)}",
             found=f"{run.ledger_path}: {measured.num_saves} timed saves, {measured.num_stretches} stretches between "
             "two checkpoints of one start, in the layout of the newest checkpoint",
             expected="at least two checkpoints, saved one after the other by one start",
@@ -309,7 +309,7 @@ def duration(text: str) -> float:
         argparse.ArgumentTypeError: it is none.
     """
     if not _DURATION.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 45s, 90m, 6h or 2d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 45s, 90m, 6h or 2d")
     parts = re.findall(r"([0-9.]+)(ms|min|[smhd]|)", text)
     seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
     if not 0 < seconds <= _LONGEST:
@@ -353,7 +353,7 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
     unused = [f"--{one.name.replace('_', '-')}" for one in fields(flags) if getattr(flags, one.name) != one.default]
     if unused:
         raise UsageError(
-            "--mtbf says how often to save, from what the ledger recorded; it is no dry run with other flags",
+            "--mtbf says how often to save, from what the ledger recorded; it is not a dry run with other flags",
             found=f"{', '.join(unused)} with --mtbf",
             action="one command for each; for another layout, its --save-time and --step-time with --mtbf",
         )

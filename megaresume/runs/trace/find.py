@@ -329,9 +329,9 @@ def _check_ends(trace: Trace, targets: list[_Target]) -> None:
         exhausted = name in state.sources and state.sources[name].exhausted
         if config.sources[target.source].weight == 0 or exhausted:
             raise UsageError(
-                f"source '{name}' is not drawn any more",
+                f"source '{name}' is no longer drawn",
                 found=f"weight 0 in the stage '{trace.replan.last_stage}'" if not exhausted else "all its epochs seen",
-                expected="a source that goes on, to plan ahead until its documents come",
+                expected="a source that continues, to plan ahead until its documents come",
                 action="bound the search: --until-step N",
             )
 

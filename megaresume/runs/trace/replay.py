@@ -271,7 +271,7 @@ def between(history: History, first: int | None, last: int | None) -> tuple[int,
             above = min((s for s in by_step if s > step), default=None)
             near = " or ".join(str(s) for s in (below, above) if s is not None)
             raise UsageError(
-                f"no record is of step {step}",
+                f"no record has step {step}",
                 found=f"{len(by_step) - 1} recorded steps, {min(by_step)} to {max(by_step)}",
                 expected=f"a step with a line in the ledger: {near} is the nearest",
                 action=f"megaresume inspect {history.root} lists them",

@@ -111,8 +111,8 @@ def check_growing(config: StreamConfig, sources: Sequence[LengthSource]) -> None
                 found=f"append: {entry.append}, and split (or --split)",
                 expected="one of the two",
                 cause="the boundaries of a split move when a corpus grows: what was held out before would be trained",
-                action="leave append out and add new documents as a source of their own; or hold out documents by a "
-                "corpus of their own, without split",
+                action="leave append out and add new documents as a separate source; or hold out documents with a "
+                "separate corpus, without split",
             )
 
 

@@ -248,7 +248,7 @@ def test_a_restart_goes_on_from_what_was_saved_since(start: Start, directory: Pa
     assert (directory / "pinned" / "commands").read_text().split() == ["pinned", "pinned", "free"]
     assert node.decisions[2:] == [
         "failed: status 3; restart 2 of 2 from the last checkpoint",
-        "--ckpt-step 20 is left out: it has saved since, and goes on from there",
+        "--ckpt-step 20 is left out: it has saved since, and resumes from there",
         "failed: status 3; the same command without --ckpt-step 20 goes on from the last checkpoint",
     ]
 

@@ -124,7 +124,7 @@ def test_a_signal_a_requeue_a_cancel_and_the_end(slurm: Cluster, directory: Path
     run.until_gone(job)
     said = run.decisions(job, 1)
     assert said[0].startswith("start: restart count 1; 2 node(s)")
-    assert said[1] == "TERM came: the job was cancelled, so it is not queued again; the same sbatch command goes on"
+    assert said[1] == "TERM came: the job was cancelled, so it is not queued again; the same sbatch command continues"
     assert not any("queued again:" in line for line in said)
     batch_log = (directory / f"signals-{job}.log").read_text()
     assert all(line in batch_log for line in [*run.decisions(job), *said])
@@ -168,7 +168,7 @@ def test_the_time_limit_where_requeue_is_not_allowed(slurm: Cluster, directory: 
     assert "Comment=second" in told and "TimeLimit=00:30:00" in told and "NumNodes=1" in told
     slurm.slurm("scancel", "--batch", "--signal=TERM", second)
     run.until_said(second, "NOT queued again: stopped by TERM, new checkpoint at step")
-    assert run.decisions(second)[-1].endswith("; REQUEUE=no, and no job follows: the same sbatch command goes on")
+    assert run.decisions(second)[-1].endswith("; REQUEUE=no, and no job follows: the same sbatch command continues")
     run.until_gone(second)
     assert run.is_whole(run.steps()[-1])
 

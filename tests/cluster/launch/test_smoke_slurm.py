@@ -263,7 +263,7 @@ def test_the_cluster_is_given_back_when_the_test_is_broken_off(
 def test_a_job_that_takes_no_notice(slurm: Cluster, start: Callable[..., SlurmAttempt]) -> None:
     job = start("#!/bin/bash\ntrap '' TERM\necho begun\nwhile :; do sleep 0.1; done\n", 1, grace=3.0)
     said(job, "begun")
-    with pytest.raises(SetupError, match="the job went on after sigterm"):
+    with pytest.raises(SetupError, match="the job continued after sigterm"):
         job.stop("sigterm")
     assert slurm.slurm("squeue", "-h") == ""
 

@@ -74,7 +74,7 @@ def test_node_down_leaves_nothing_of_the_node(tmp_path: Path) -> None:
 def test_a_script_that_ignores_its_signal(tmp_path: Path) -> None:
     job = start(tmp_path, f"trap '' TERM\n{RANK}\n", grace=0.5)
     (rank,) = ranks(tmp_path)
-    with pytest.raises(SetupError, match="went on after SIGTERM"):
+    with pytest.raises(SetupError, match="continued after SIGTERM"):
         job.stop("sigterm")
     assert not alive(rank) and not job.running()
 

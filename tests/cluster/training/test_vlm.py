@@ -87,7 +87,7 @@ def test_micro_batches_without_a_picture_hang_no_collective(runs: Any, blends: d
 def test_data_and_vision_must_fit(runs: Any, blends: dict[str, str]) -> None:
     flags = "--train-iters 1 --micro-batch-size 1 --vocab-size 258"
     blind = runs("blind", flags, num_processes=1, data=blends["even"])
-    assert blind.status == 2 and "the model cannot see" in blind.text and "Traceback" not in blind.text
+    assert blind.status == 2 and "the model has no vision encoder" in blind.text and "Traceback" not in blind.text
 
 
 def test_no_picture_for_training_holds_a_digit_that_is_held_out() -> None:

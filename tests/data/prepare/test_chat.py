@@ -165,7 +165,7 @@ def test_a_damaged_row_group_is_named_or_left_out_and_counted(tmp_path, tokenize
 
 
 BAD = [
-    ({"messages": [{"role": "user", "content": "Hi"}]}, "has nobody who is trained"),
+    ({"messages": [{"role": "user", "content": "Hi"}]}, "has no role that is trained"),
     ({"messages": [{"role": "user", "content": None}, ROWS[0]["messages"][1]]}, "message 0 has no text"),
     ({"messages": [*ROWS[0]["messages"], ROWS[0]["messages"][1]]}, "has roles out of order"),
     ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}, "has no 'messages'"),
@@ -273,7 +273,7 @@ def test_the_command(tmp_path, tokenizer, capsys):
     path = str(write(tmp_path / "chats.jsonl", [*long_rows(), BAD[0][0]]))
     words = ["prepare", path, "--output", str(tmp_path / "chat"), "--tokenizer", str(tokenizer), "--workers", "1"]
     assert main([*words, "--chat", "--train-turns", "last", "--max-tokens", "100", "--too-long", "turn"]) == 1
-    assert "has nobody who is trained" in capsys.readouterr().err
+    assert "has no role that is trained" in capsys.readouterr().err
     more = ["--max-tokens", "100", "--too-long", "turn", "--bad-lines", "skip"]
     assert main([*words, "--chat", "--train-turns", "last", *more]) == 0
     out = capsys.readouterr().out
@@ -337,7 +337,7 @@ def test_a_role_that_nobody_has_is_refused(tmp_path, tokenizer):
     tool = {"messages": [*ROWS[0]["messages"], {"role": "tool", "content": "7"}, *ROWS[1]["messages"]]}
     critic = {"messages": [*ROWS[0]["messages"], {"role": "critic", "content": "poor"}]}
     chat = ChatOptions(selection=Selection(roles=("assistant", "tol")))
-    with pytest.raises(UsageError, match=r"(?s)a role that nobody has: tol.*did you mean 'tool'"):
+    with pytest.raises(UsageError, match=r"(?s)a role that no message has: tol.*did you mean 'tool'"):
         made(tmp_path, tokenizer, [tool], chat)
     for roles, rows in ((("gpt", "tool"), [tool]), (("critic",), [critic])):
         chat = ChatOptions(selection=Selection(roles=roles), any_order=True)

@@ -173,7 +173,7 @@ BAD = [
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has no preference"),
     ({"prompt": "a", "chosen": "b", "rejected": None}, "has no 'rejected'"),
     ({"prompt": "a", "chosen": "b", "rejected": []}, "has no list of messages"),
-    ({"chosen": said("a", "b"), "rejected": said("a")}, "has nobody who is trained"),
+    ({"chosen": said("a", "b"), "rejected": said("a")}, "has no role that is trained"),
     ({"chosen": said("a", "b"), "rejected": [*said("a", "c"), *said("d")[:1], *said("e")]}, "has roles out of order"),
     ({"messages": said("a", "b")}, "has no 'chosen'"),
 ]

@@ -118,13 +118,13 @@ class NoPickle(Honest):
     [
         (DrawsFromRandom, ["moves a generator that belongs to the whole process", "random after one image"]),
         (DrawsFromNumpy, ["moves a generator that belongs to the whole process", "numpy.random after one image"]),
-        (ReadsNumpy, ["no function of image and generator", "draw only from the generator"]),
+        (ReadsNumpy, ["not a function of image and generator", "draw only from the generator"]),
         (Reseeds, ["moves a generator"]),
-        (DrawsFromEntropy, ["no function of image and generator"]),
-        (Counts, ["no function of image and generator"]),
-        (OtherLengths, ["announces other lengths", "12 for 301 x 97 pixels, and 13 tokens"]),
-        (OtherShape, ["other pixels than it promises", "float32[k, 3]"]),
-        (Doubles, ["other pixels than it promises", "float64"]),
+        (DrawsFromEntropy, ["not a function of image and generator"]),
+        (Counts, ["not a function of image and generator"]),
+        (OtherLengths, ["announces different lengths", "12 for 301 x 97 pixels, and 13 tokens"]),
+        (OtherShape, ["pixels other than promised", "float32[k, 3]"]),
+        (Doubles, ["pixels other than promised", "float64"]),
         (NotNumbers, ["not plain numbers"]),
         (BadGrid, ["bad grid"]),
         (NoPickle, ["cannot be sent to a worker process", "lambda"]),
@@ -185,6 +185,6 @@ def test_arguments_that_no_spec_can_hold():
 
 
 def test_a_factory_of_something_else():
-    with pytest.raises(ConfigError, match="no image processor") as caught:
+    with pytest.raises(ConfigError, match="not an image processor") as caught:
         ImageTextEncoder.from_options({"processor": {"kind": "python", "factory": "collections:Counter"}})
     assert "num_tokens" in str(caught.value)

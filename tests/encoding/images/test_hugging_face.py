@@ -128,7 +128,7 @@ def test_a_back_end_that_is_not_installed_is_not_replaced_by_another(tmp_path, m
     pil = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model", backend="pil")
     monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", lambda *_, **__: pil)
     options = resolved({"kind": "transformers", "model": str(tmp_path / "model"), "backend": "torchvision"})
-    with pytest.raises(SetupError, match="not the image processor of this back-end"):
+    with pytest.raises(SetupError, match="not have the image processor for this back-end"):
         processor_from_options(options).num_tokens(8, 8)
 
 

@@ -114,7 +114,7 @@ def turns(*contents, role="assistant"):
         (CHAT, {"json": []}, ["json is not a JSON object", "list"]),
         (CHAT, {"json": "[" * 100_000}, ["json is not JSON"]),
         (CHAT, {"json": {"text": "a"}}, ["no conversation", "conversations or messages"]),
-        (CHAT, {"json": {"messages": ["a"]}}, ["messages[0] is no turn"]),
+        (CHAT, {"json": {"messages": ["a"]}}, ["messages[0] is not a turn"]),
         (CHAT, {"json": turns("a", role="gtp")}, ["unknown role", "'gtp'"]),
         (CHAT, {"json": turns("a", role="user")}, ["has no text", "assistant"]),
         (CHAT, {"json": turns(None)}, ["messages[0] has no content"]),

@@ -118,7 +118,7 @@ def test_last_turn_weights_and_parts(generation):
     assert trained(THOUGHTS, everything, untrained=frozenset({3})) == ["<think>\nadd\n</think>\n\ntwo<|im_end|>"]
     answers = finder("chatml", Selection(parts=("text",)), generation=generation)
     assert trained(THOUGHTS, answers) == ["two<|im_end|>", "four<|im_end|>"]
-    with pytest.raises(BadRow, match="nobody who is trained"):
+    with pytest.raises(BadRow, match="no role that is trained"):
         trained(THOUGHTS, everything, untrained=frozenset({1, 3}))
 
 
@@ -200,7 +200,7 @@ def test_a_template_that_drops_tool_calls_is_refused():
 
 
 def test_no_assistant():
-    with pytest.raises(BadRow, match="nobody who is trained"):
+    with pytest.raises(BadRow, match="no role that is trained"):
         trained([{"role": "user", "content": "Hi"}], finder("chatml"))
 
 

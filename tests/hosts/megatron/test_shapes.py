@@ -115,7 +115,7 @@ def test_killed_between_tracker_and_records(
     assert not (records / "step_0000006.json").exists()
     assert (records / "step_0000006.saving.json").exists()
     status, text = command("inspect", tmp_path / "save")
-    assert status == 0 and "Megatron goes on from iter_0000006" in text, text
+    assert status == 0 and "Megatron resumes from iter_0000006" in text, text
 
     second = mini(*stream_flags, *sizes(), *where, "--async-save", script=AT_0_18, num_processes=1)
     assert second.status == 0, second.output

@@ -211,7 +211,7 @@ class Tiles(Options):
             raise ConfigError(
                 "an image cannot have so many tiles",
                 found=f"min_tiles {self.min_tiles}, max_tiles {self.max_tiles}",
-                expected="at least as many at most as at least",
+                expected="max_tiles no smaller than min_tiles",
                 action="correct processor.min_tiles or processor.max_tiles",
             )
 

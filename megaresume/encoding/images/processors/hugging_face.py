@@ -265,7 +265,7 @@ class _LoadedProcessor:
                 f"kind: transformers does not follow {type(self._processor).__name__}",
                 found=", ".join(unknown),
                 expected="tiles or whole images, and nothing else that the model must be given",
-                action="kind: native for Qwen's models; otherwise a processor of your own: kind: python",
+                action="kind: native for Qwen's models; otherwise your own processor: kind: python",
             )
 
 
@@ -300,7 +300,7 @@ def _loaded(content: str, image_token: str | None, backend: Backend) -> _LoadedP
         ) from error
     if type(image_processor).__name__.endswith("Pil") != (backend == "pillow"):
         raise SetupError(
-            "transformers has not the image processor of this back-end",
+            "transformers does not have the image processor for this back-end",
             found=f"{type(image_processor).__name__}, for backend: {backend}",
             expected="a class that ends with Pil for pillow alone",
             cause="torchvision is not installed" if backend == "torchvision" else None,
@@ -339,5 +339,5 @@ def _unusable(headline: str, found: str) -> ConfigError:
         found=found,
         expected="transformers 5.23 or later, and a processor of it that writes a text for an image",
         cause="an older transformers, a model with code of its own, or one that is not given images as tokens",
-        action="pip install --upgrade transformers; or a processor of your own: kind: python (docs/images.md)",
+        action="pip install --upgrade transformers; or your own processor: kind: python (docs/images.md)",
     )

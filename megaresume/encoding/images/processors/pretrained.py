@@ -113,7 +113,7 @@ def options_of(config: Mapping[str, Any], model: Mapping[str, Any], where: str) 
     name = str(written).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     if name not in _CLASSES:
         raise ConfigError(
-            f"{where}: no processor of ours follows this one",
+            f"{where}: none of our processors does the same as this one",
             found=f"image_processor_type {written}",
             expected=f"one of {', '.join(_CLASSES)}",
             action="take transformers' own: processor: {kind: transformers, model: DIRECTORY}",
@@ -177,7 +177,7 @@ def _crop(values: dict[str, Any], model: Mapping[str, Any], where: str) -> dict[
 
 def _stretch(values: dict[str, Any], model: Mapping[str, Any], where: str) -> dict[str, Any]:
     if values.get("do_pan_and_scan"):
-        raise _bad(where, "do_pan_and_scan", "true", "false: crops of an image are no single run of tokens")
+        raise _bad(where, "do_pan_and_scan", "true", "false: crops of an image are not a single run of tokens")
     size, square = _edge(values, "size", {"height", "width"}, where), _square(model, where)
     tokens = model.get("mm_tokens_per_image")
     if isinstance(tokens, int) and tokens > 0:

@@ -66,7 +66,7 @@ class PythonProcessor(Options):
         lacking = [name for name in ("pixel_shape", length, "tokens_of", "__call__") if not hasattr(inner, name)]
         if lacking:
             raise ConfigError(
-                f"what {self.factory} returns is no image processor",
+                f"what {self.factory}returns is not an image processor",
                 found=f"{type(inner).__name__} without {', '.join(lacking)}",
                 expected="pixel_shape, num_tokens(width, height) or pattern(width, height), tokens_of(pixels, grid), "
                 "call (image, generator)",

@@ -178,7 +178,7 @@ class _Images:
 def _turn(record: Record, turn: Any, where: str) -> tuple[str, Any]:
     """Role and content of one turn, in LLaVA's words or OpenAI's."""
     if not isinstance(turn, dict):
-        raise bad_json(record, f"{where} is no turn", type(turn).__name__, "an object with role and content")
+        raise bad_json(record, f"{where} is not a turn", type(turn).__name__, "an object with role and content")
     name = turn.get("role", turn.get("from"))
     content = turn.get("content", turn.get("value"))
     if not isinstance(name, str) or name not in ROLES:

@@ -66,7 +66,7 @@ def test_a_newer_version_of_the_recipe_asks_for_revert_and_apply(parse):
         ("version: 1", "versoin: 1", ["line 2: unknown key 'versoin'", "did you mean 'version'?"]),
         ("named:", "name:", ["line 16: unknown key 'name' in provider", "did you mean 'named'?"]),
         ("    defined_in:", "    defined:", ["line 10", "unknown key 'defined'", "did you mean 'defined_in'?"]),
-        ("version: 1", "version: 1\nname: x", ["line 3", "the key 'name' stands there twice"]),
+        ("version: 1", "version: 1\nname: x", ["line 3", "the key 'name' occurs twice"]),
         ("name: ", "name: Bad Name ", ["line 1: bad value of name", "lower-case"]),
         ("matches:", "matches: [", ["is not YAML", "line "]),
         ("of: launch", "of: lunch", ["line 16: provider.of is not described under calls", "lunch"]),
