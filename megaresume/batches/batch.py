@@ -29,7 +29,7 @@ PAIRS: Field = "pairs"
 
 
 def check_fields(fields: Collection[str]) -> None:
-    """Raise a UsageError for a field that there is none of."""
+    """Raise a UsageError for an unknown field."""
     if isinstance(fields, str) or not {*fields} <= {*FIELDS, PAIRS}:
         raise UsageError(
             "no such field of a batch",

@@ -62,7 +62,7 @@ class DataLoader(RankLoader):
             (``next_epoch``), or mixed into the rest of this one (``now``); None if it is refused.
         on_change: what a resume does if weights, packing or datasets changed: ``refuse`` it, or begin a ``stage``
             there.
-        seq_length: pack items into samples of so many tokens; None if an item is a sample.
+        seq_length: pack items into samples of this many tokens; None if an item is a sample.
         packing: ``best_fit`` or ``knapsack``, with whole items; ``split``, which cuts them; or as in a data.yaml.
         lengths: tokens of each item: name of a column, a list, or a function of an item; or by dataset. None:
             ``len(item["input_ids"])``, counted once.

@@ -261,7 +261,7 @@ def check_torch_options(options: Mapping[str, Any], *, shuffle: bool) -> None:
 
 
 def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
-    """Refuse lengths that nothing asks for, packing without lengths for each dataset, and packing that is none."""
+    """Refuse lengths that nothing asks for, packing without lengths for each dataset, and unknown packing modes."""
     if packing.groups:
         _check_groups(packing, names)
     if packing.seq_length is None and ((lengths is not None and not packing.groups) or packing.how != "best_fit"):

@@ -174,7 +174,7 @@ class RankLoader:
             self._check_size(size)
 
     def _check_size(self, size: int) -> None:
-        """Raise a UsageError if a step of so many samples does not divide over the ranks."""
+        """Raise a UsageError if the samples of a step do not divide over the ranks."""
         if size % (self.micro_batch_size * self.dp_size):
             layout = {"micro_batch_size": self.micro_batch_size, "dp_rank": self.dp_rank, "dp_size": self.dp_size}
             micro_batches(0, size, **layout)

@@ -16,16 +16,16 @@
     every node, in the background: files forced to the disk, checksums taken
     rank 0  the manifest again: from here the checkpoint is durable; old ones make room
 
-What makes it hold:
+Why it is correct:
 
-- Every file of ours is replaced atomically (`megaresume.files`) and carries a checksum of its own bytes (sealed).
+- Each of our files is replaced atomically (`megaresume.files`) and carries a checksum of its own bytes (sealed).
 - The **manifest** says that a checkpoint is complete; the pointers only say which one was meant. DeepSpeed moves its
   own ``latest`` before the other ranks are done, so a pointer proves nothing.
 - The **marker** tells a save that was killed from a directory that somebody wrote without us, and pointers that a
   kill kept from moving from pointers that were moved back on purpose.
 - State, manifest and marker carry the id of their save; state and ledger the id of the run: nothing of another save
   or run passes for one of this.
-- Values are captured by `begin_save`, so that a finalizer may commit them when training has long gone on.
+- Values are captured by `begin_save`, so that a finalizer may commit them long after training has continued.
 - A choice comes with the reason for every checkpoint that was passed over. Records of a newer megaresume stop the
   resume: they never look like damage.
 
@@ -49,7 +49,7 @@ Files:
     formats.py      sealed JSON, the format of records   system.py       time, process, mounts, dead locks of builds
     manifest.py     every file, its size and checksum
     ledger.py       one line for every checkpoint, start and end
-    lock.py         one job at a time; claim.py: by whom
+    lock.py         one job at a time; claim.py: which job
     foreign/        checkpoints of other programs
     session/        one training process and this protocol: all its ranks, whatever trains
 

@@ -178,7 +178,7 @@ def read_owner(path: Path) -> Owner:
 
 
 def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:
-    """Why an owner is certainly over, or no longer the one that counts; None if that is not known.
+    """Why an owner has certainly ended, or no longer counts; None if that is not known.
 
     Args:
         owner: the one in the lock.
@@ -279,7 +279,7 @@ def claim(root: Path, number: int, owner: Owner) -> bool:
     """Make the directory of a number in one step, and remove the lower ones.
 
     Returns:
-        False: somebody else was faster.
+        False: another process was faster.
 
     Raises:
         CheckpointError: the directory cannot be written.

@@ -6,7 +6,7 @@
     kind      content
     stream    `megaresume.stream.state.StreamState`: a stream of megaresume's
     order     the order of Megatron's own datasets, as the guard recorded it
-    loader    what is known of the states of somebody else's loader; the states are files beside the checkpoint
+    loader    what is known of the states of a third-party loader; the states are files beside the checkpoint
 
 The envelope is stored in the same file as the weights, and lies beside the checkpoint in the step file: the two must be
 equal. Only a stream is understood here; the others are opaque to this package.

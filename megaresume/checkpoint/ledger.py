@@ -263,7 +263,7 @@ def branches_of(entries: Sequence[LedgerEntry]) -> list[Branch | None]:
     #: (-iteration, line) on the path to the present, the highest iteration first.
     live: list[tuple[int, int]] = []
     start: LedgerEntry | None = None
-    #: (iteration, tag, save) of a checkpoint -> its line: that it is durable is said later, by a line of its own.
+    #: (iteration, tag, save) of a checkpoint -> its line: a separate, later line says that it is durable.
     saved: dict[tuple[int, str | None, Any], int] = {}
     for line, entry in enumerate(entries):
         save = entry.iteration, entry.tag, entry.details.get("save_id")

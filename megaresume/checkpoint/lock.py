@@ -1,6 +1,6 @@
 """One job at a time writes to a checkpoint root: a lock with its owner's name, and a fence for who has lost it.
 
-    start    nobody, or an owner that is over        -> the next number is claimed, the lower ones removed
+    start    nobody, or an owner that has ended      -> the next number is claimed, the lower ones removed
              an owner whose counter moves            -> refused, with its name
              an owner whose counter stands still     -> claimed
     save     the owner's draft -> renamed to its place: data state, manifest, pointers      (`write_fenced`)
@@ -63,9 +63,9 @@ class Holder:
 
     #: None if the name is damaged, or was written by a newer megaresume.
     owner: Owner | None
-    #: held: as far as one can tell without waiting. gone: it is over, the next start takes the lock at once.
+    #: held: as far as one can tell without waiting. gone: it has ended, the next start takes the lock at once.
     status: Literal["held", "gone", "released"]
-    #: why it is over.
+    #: why it counts as ended.
     reason: str | None = None
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Lock:
             self._writing.release()
 
     def taken_by(self) -> Holder | None:
-        """Who has taken the root over; None: nobody."""
+        """Who has taken the root over; None if nobody has."""
         number = newest(self.root)
         return None if number in (None, self.number) else _read(self.root, number, self.owner)
 
@@ -120,7 +120,7 @@ class Lock:
         raise self.lost()
 
     def lost(self) -> CheckpointError:
-        """The error of an owner that is none any more."""
+        """The error of an owner that has lost the root."""
         return CheckpointError(
             "this job has lost its --save directory to another one, and nothing that it saves there counts",
             found=f"{self.root} is held by {self.taken_by() or 'nobody'}",
@@ -192,7 +192,7 @@ def write_fenced(root: Path, path: Path, data: bytes, *, sync_dir: bool = True) 
 
 
 def holder_of(root: Path, *, ask_slurm: bool = False) -> Holder | None:
-    """Who holds a root, or did last; None: nobody ever. Reads only, and waits for nothing but ``squeue``.
+    """Who holds a root, or did last; None if it was never held. Reads only, and waits for nothing but ``squeue``.
 
     Raises:
         CheckpointError: the directory cannot be listed.

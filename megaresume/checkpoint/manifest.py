@@ -328,12 +328,12 @@ def _manifest(fields: Mapping[str, Any]) -> Manifest:
 
 
 def file_entries(value: object) -> tuple[FileEntry, ...]:
-    """A list of files. Raises ValueError or TypeError if it is none."""
+    """A list of files. Raises ValueError or TypeError for anything else."""
     return tuple(map(file_entry, rows(value)))
 
 
 def file_entry(row: Any) -> FileEntry:
-    """One of ``[path, size, checksum]``. Raises ValueError or TypeError if it is none."""
+    """One of ``[path, size, checksum]``. Raises ValueError or TypeError for anything else."""
     path, size, checksum = rows(row)
     if not isinstance(path, str) or not path or PurePosixPath(path).is_absolute() or ".." in path.split("/"):
         raise ValueError(f"{path!r} is not a path below the tag directory")

@@ -1,10 +1,10 @@
 """The beginning and the end of a run: what it may not save over, what the last one left half done, its lines in the
-ledger, and whether start after start leads nowhere.
+ledger, and whether repeated starts make no progress.
 
     distrust_tracker    Megatron's tracker may name a save that was never committed, and a power cut has torn
     check_fresh_start   a start from step 0 may not save over the checkpoints of another run: a forgotten load looks so
-    record_start        a commit that was cut off is finished or given up; the start goes into the ledger
-    record_end          nothing is left to train: the one proof of it that launch scripts go by
+    record_start        an interrupted commit is finished or abandoned; the start goes into the ledger
+    record_end          nothing is left to train: the only proof of it that launch scripts use
     check_progress      a job that dies before its first save is started again, and again, for nothing
 """
 
@@ -41,7 +41,7 @@ def record_start(
     topology: Topology | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> LedgerEntry:
-    """Note that training begins here. On rank 0, once, before the first save; nothing else writes at that time.
+    """Record that training begins here. On rank 0, once, before the first save; nothing else writes at that time.
 
     A commit that was killed after its manifest is finished if it is what was loaded (pointers, ledger line), and its
     marker is taken away if something else was loaded: it was passed over on purpose. Saves that did not get as far
@@ -78,7 +78,7 @@ def record_start(
 def record_end(
     save_dir: str | os.PathLike[str], *, iteration: int, state: DataState, topology: Topology | None = None
 ) -> LedgerEntry:
-    """Note that nothing is left to train. On rank 0, after the last save.
+    """Record that nothing is left to train. On rank 0, after the last save.
 
     Args:
         save_dir: the checkpoint root.
@@ -149,7 +149,7 @@ def distrust_tracker(root: Path) -> str | None:
     save, and its tracker is believed.
 
     Returns:
-        the tag that is named no more; None if nothing was changed.
+        the tag that is no longer named; None if nothing was changed.
 
     Raises:
         CheckpointError: no checkpoint is complete although some were committed, or the directory cannot be written.
@@ -181,7 +181,7 @@ def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: st
 
     Args:
         directory: the checkpoint root.
-        cause: how that happens in this program.
+        cause: how that can happen in this program.
         load: how to resume from it.
 
     Raises:
@@ -200,7 +200,7 @@ def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: st
     )
 
 
-#: starts from one place without a save in between that are let through.
+#: how many starts from one step without a save in between are allowed.
 MAX_STARTS = 5
 #: among the details of a start: the run was over, and was launched again. Such a start does not count.
 NOTHING_TO_TRAIN = "nothing_to_train"
@@ -220,7 +220,7 @@ def check_progress(
         save_dir: the checkpoint root.
         iteration: optimizer steps done at this start.
         save_interval: steps between saves, if that is known: the number to change.
-        max_starts: starts that are let through; 0: any number.
+        max_starts: how many starts are allowed; 0: any number.
 
     Raises:
         CheckpointError: more starts than that, with when they were and how long they can have lived.
@@ -265,7 +265,7 @@ def starts_from(events: Sequence[LedgerEntry], iteration: int) -> list[LedgerEnt
 
 
 def _lived(starts: list[LedgerEntry]) -> str | None:
-    """The longest time from one start to the next, which none of them outlived."""
+    """The longest time from one start to the next: none of them lived longer."""
     try:
         times = [datetime.fromisoformat(entry.time.replace("Z", "+00:00")) for entry in starts]
     except ValueError:

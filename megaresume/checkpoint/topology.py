@@ -43,7 +43,7 @@ class Topology:
         """Read what `to_dict` wrote; members that a later version added are passed over.
 
         Raises:
-            ValueError: a value is not an integer, or ``balance`` is none.
+            ValueError: a value is not an integer, or ``balance`` is invalid.
         """
         if not isinstance(data, dict):
             raise ValueError(f"topology is {data!r}, not an object")

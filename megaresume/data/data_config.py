@@ -141,7 +141,7 @@ class DataConfig:
             split: ``--split``, by which sources without weights are weighed.
 
         Raises:
-            ConfigError: a metadataset that says what cannot be said here, or augmentation that there is not.
+            ConfigError: a metadataset that says what cannot be said here, or unknown augmentation.
         """
         if self.words:
             return {"sources": sources_from_data_path(self.words, base_dir=self.directory, split=split, part=part)}

@@ -4,7 +4,7 @@
     DIR/3f/9a..   one record: checksum of its key and its bytes, its bytes
 
 A record is written to a temporary file, which is renamed, and every read compares the checksum: what a kill or a power
-cut left is never served. Whatever fails here is said, and the store is read instead.
+cut left is never served. Whatever fails here is logged, and the store is read instead.
 
 Deleted is what nobody has used for longest, but nothing that was used since the run began: of data that do not fit, a
 shuffled epoch would otherwise delete each record just before it comes again. If all of it was used, no more is kept.

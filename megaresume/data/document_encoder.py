@@ -113,7 +113,7 @@ class DocumentEncoder:
         """Each document; why it is left out; or the count that it goes to.
 
         Raises:
-            CorpusError: one is none, or too long, and nothing was said of such.
+            CorpusError: a row is not a conversation, or too long, and no option allows it.
         """
         kept = [document for document in documents if not isinstance(document, LeftOut)]
         made = iter(self._texts(kept) if self._conversations is None else self._chats(kept, self._conversations))

@@ -228,7 +228,7 @@ def _valid(value: Any, where: str, invalid: InvalidText) -> Any:
     """JSON without half surrogate pairs.
 
     Raises:
-        CorpusError: there is one, and nothing was said of such.
+        CorpusError: there is one, and no option allows it.
         UnicodeError: there is one, and the document is to be left out.
     """
     if isinstance(value, dict):

@@ -102,7 +102,7 @@ class Count(Generic[T]):
     # What happens
 
     def begin(self, size: int) -> None:
-        """The step that is handed out next has so many samples."""
+        """Set the number of samples of the next step."""
         self.size = size
 
     def take(self, batch: T, end: int, *, is_last: bool = False) -> None:

@@ -106,7 +106,7 @@ class ItemFeed(Feed):
         return change_lines(self.loader.stream, self.loader.step_samples)
 
     def read(self, sample: int) -> Iterator[Any]:
-        """See `Feed`. Raises StateError: somebody else has read from the loader."""
+        """See `Feed`. Raises StateError: something else has read from the loader."""
         if self.loader.samples != sample:
             raise StateError(
                 "something else read from the loader",

@@ -93,7 +93,7 @@ def attach(
 
     Batch size, workers and collator are the Trainer's; the seed of the order is its ``data_seed``, or ``seed``. With
     ``resume_from_checkpoint=True`` it resumes from the newest complete checkpoint of ``output_dir``, or begins if there
-    is none. ``save_total_limit`` keeps the newest so many complete ones.
+    is none. ``save_total_limit`` sets how many of the newest complete ones to keep.
 
     Args:
         trainer: transformers' Trainer, or of a class made from it.
@@ -432,7 +432,7 @@ class TransformersHost(TrainerHost):
         return math.ceil(args.num_train_epochs), self.steps.step + steps
 
     def _epochs_of(self, steps: int) -> int:
-        """Epochs that so many more steps are of, this one included."""
+        """Number of epochs that the next steps span, this one included."""
         epochs, end = 0, self.steps.samples
         for epochs, end in enumerate(self.loader.epoch_ends() if steps else (), 1):
             if end - self.steps.samples >= steps * self.loader.step_samples:

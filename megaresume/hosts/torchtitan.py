@@ -53,8 +53,8 @@ def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: Stop
     `megaresume.attach`.
 
     The data is the Trainer's own dataloader, which must be a `DataLoader` or a `StreamLoader`. torchtitan's config says
-    where and when it saves; ``checkpoint.keep_latest_k`` keeps the newest so many complete checkpoints. ``train()``
-    resumes from the newest complete one, on any number of ranks, or begins if there is none.
+    where and when it saves; ``checkpoint.keep_latest_k`` sets how many of the newest complete checkpoints to keep.
+    ``train()`` resumes from the newest complete one, on any number of ranks, or begins if there is none.
 
     Args:
         trainer: torchtitan's Trainer, or of a class made from it.

@@ -302,7 +302,7 @@ class Prompts:
         """What VeRL has found there.
 
         Raises:
-            StateError: it is none of ours, or of another step or other prompts.
+            StateError: it was not written by megaresume, or is from another step or other prompts.
         """
         step = self._trainer.global_steps
         if not isinstance(state, Mapping) or KEY not in state:

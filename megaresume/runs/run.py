@@ -206,7 +206,7 @@ class Run:
         return read_history(self.root, self.ledger, self.states, self.state)
 
     def holder(self, *, ask_slurm: bool = False) -> Holder | None:
-        """Who writes here, or did last; None: nobody ever. See `holder_of`."""
+        """Who writes here, or did last; None if it was never held. See `holder_of`."""
         return holder_of(self.root, ask_slurm=ask_slurm)
 
     @cached_property

@@ -56,11 +56,11 @@ class Pointer:
 
     name: PointerName
     status: Literal["ok", "absent", "empty", "garbled", "release", "dangling", "unreadable"]
-    #: what the file holds, cut to what can be shown; None: no file.
+    #: the content of the file, shortened for display; None if there is no file.
     text: str | None = None
     #: the tag that it names: a directory that exists where ``status`` is ok or release.
     tag: str | None = None
-    #: the iteration that it names, where that is known without opening anything.
+    #: the iteration that it names, if that is known without opening anything.
     iteration: int | None = None
 
     @property
@@ -150,7 +150,7 @@ T = TypeVar("T")
 #: newer: a record was written by a newer megaresume (only `survey` says so; `examine` raises).
 Status = Literal["complete", "unmanaged", "incomplete", "damaged", "unsynced", "pruned", "newer"]
 
-#: why nothing more can be said of an unmanaged one.
+#: why nothing more is known about an unmanaged one.
 UNMANAGED = "it was written without megaresume: no data state, and whether it is complete cannot be known"
 
 
@@ -163,7 +163,7 @@ OLDER = "an older save of the same step is kept, and put back by the next start 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """What may be a checkpoint."""
+    """A possible checkpoint."""
 
     tag: str
     #: None: a custom name without a record.
@@ -190,7 +190,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examined:
-    """A candidate that was looked at closely."""
+    """A candidate that was examined."""
 
     candidate: Candidate
     status: Status
@@ -343,7 +343,7 @@ def examine(
             "damaged",
             f"state and manifest are from different saves (digest {step.state.digest}, manifest {manifest.digest})",
         )
-    # Of what may not have reached the disk checksums tell.
+    # Checksums show whether the files reached the disk.
     in_doubt = not manifest.is_safe
     mode: Literal["sizes", "checksums"] = "checksums" if checksums or in_doubt else "sizes"
     problems = manifest.verify(root / tag, mode=mode, progress=progress)
@@ -365,7 +365,7 @@ def _tried(read: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
-    """Without records only the obvious can be seen: an empty directory, or weights of 0 bytes."""
+    """Without records only the obvious can be detected: an empty directory, or weights of 0 bytes."""
 
     def verdict(status: Status, *reasons: str) -> Examined:
         return Examined(candidate=candidate, status=status, reasons=reasons)

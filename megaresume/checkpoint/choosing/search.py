@@ -73,7 +73,7 @@ class Choice:
     manifest: Manifest | None
     #: newer ones that could not be taken.
     rejected: tuple[Rejected, ...] = ()
-    #: what somebody should know: sentences, to be logged on rank 0.
+    #: notes for the user: sentences, to be logged on rank 0.
     notes: tuple[str, ...] = ()
 
     @property
@@ -109,7 +109,7 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
     """In place of a `Choice`: what is loaded is the framework's business. Weights from elsewhere, or a checkpoint that
-    no manifest vouches for. Nothing is said of the directory, which may hold checkpoints all the same."""
+    no manifest vouches for. It says nothing about the directory, which may still hold checkpoints."""
 
 
 class Search:

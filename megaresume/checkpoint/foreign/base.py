@@ -46,7 +46,7 @@ class Look:
 
     #: why it is not complete: sentences. Empty: nothing is missing.
     problems: tuple[str, ...] = ()
-    #: what somebody should know who takes it.
+    #: notes for whoever loads it.
     notes: tuple[str, ...] = ()
 
 
@@ -193,7 +193,7 @@ def file_problems(directory: Path) -> list[str]:
 
 
 def file_problem(path: Path) -> str | None:
-    """What is wrong with one file, as the rest of a sentence; None: nothing that can be seen."""
+    """What is wrong with one file, as the rest of a sentence; None if no problem can be seen."""
     try:
         size = os.stat(path).st_size
         if size == 0:
@@ -302,7 +302,7 @@ def has_common_state(directory: Path) -> bool:
 
 
 def megatron_dist_problems(directory: Path) -> list[str]:
-    """What is missing of what Megatron's ``dist_checkpointing.save`` writes.
+    """What is missing from what Megatron's ``dist_checkpointing.save`` writes.
 
     Raises:
         OSError: a file cannot be read.

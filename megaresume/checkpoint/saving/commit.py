@@ -12,7 +12,7 @@
                     marker removed            <- from here its commit is over
     in the background (`durable`)
                     every file forced to the disk, and its checksum taken, if the commit did not
-                    manifest, durable         step_0000010.manifest.json    <- from here a power cut does not take it
+                    manifest, durable         step_0000010.manifest.json    <- from here a power cut does not lose it
                     ledger line
                     the older save of the same step removed, old checkpoints pruned
 
@@ -93,7 +93,7 @@ class Commit:
 
     step: StepFile
     manifest: Manifest
-    #: what somebody should know: sentences.
+    #: notes for the user: sentences.
     notes: tuple[str, ...]
 
 
@@ -162,7 +162,7 @@ def commit_save(
     origin: Mapping[str, Any] | None = None,
     sum_bytes: int = 0,
 ) -> Commit:
-    """Make a save count. On rank 0, after the barrier that follows the last model file (or in the finalizer).
+    """Commit a save. On rank 0, after the barrier that follows the last model file (or in the finalizer).
 
     It is complete then, and not durable: see `durable`.
 
@@ -171,7 +171,7 @@ def commit_save(
         expected_files: files that must be there, relative to the tag directory; None: at least one that is not empty.
         beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
         origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
-        sum_bytes: of so many bytes checksums are taken now, of the smallest files first; of the others later.
+        sum_bytes: checksum this many bytes now, the smallest files first; the rest later.
 
     Raises:
         CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
@@ -205,8 +205,8 @@ def commit_save(
 
 
 def abandon_save(root: Path, *, iteration: int, tag: str) -> None:
-    """Free what a save has taken that failed, and put an older save of its step back. On rank 0, when no rank writes.
-    What is committed, or what Megatron's tracker names, stays: Megatron moves it before our commit.
+    """Free what a failed save has taken, and put an older save of its step back. On rank 0, when no rank writes.
+    What is committed, or what Megatron's tracker names, stays: Megatron moves its tracker before our commit.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -297,7 +297,7 @@ def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, 
 
 
 def _with_checksums(tag_dir: Path, files: tuple[FileEntry, ...], most: int) -> tuple[FileEntry, ...]:
-    """The same with the checksums of the smallest files, of at most so many bytes together."""
+    """The same files, with checksums of the smallest ones up to ``most`` bytes in all."""
     sums: dict[str, str] = {}
     for entry in sorted(files, key=lambda entry: entry.size):
         most -= entry.size
@@ -305,7 +305,7 @@ def _with_checksums(tag_dir: Path, files: tuple[FileEntry, ...], most: int) -> t
             break
         try:
             sums[entry.path] = checksum_file(tag_dir / entry.path)
-        except OSError:  # tried again later, and said then
+        except OSError:  # tried again later, and reported then
             continue
     return tuple(replace(entry, checksum=sums.get(entry.path)) for entry in files)
 

@@ -239,7 +239,7 @@ def adopt(local: Path, shared: Path) -> str | None:
     """Let an empty local root, on a node that is new to the run, know the run's ledger. Before its start is recorded.
 
     Returns:
-        what somebody should know; None if the local root has a ledger of its own, or the run is new.
+        a note for the user; None if the local root has a ledger of its own, or the run is new.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -112,7 +112,7 @@ def force(
         FileNotFoundError: the checkpoint is gone.
         NotForcedError: the system could not write what it held.
         CheckpointError: the disk refuses what is written again.
-        GoneError: memory does not hold what was saved, or nobody knows.
+        GoneError: memory does not hold what was saved, or that is unknown.
     """
     tag_dir, mine, again, failed = root / manifest.tag, list(paths), again or {}, dict[str, str]()
     for path in mine:
@@ -239,7 +239,7 @@ def distrust(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]
 
 
 def _replace(root: Path, manifest: Manifest, checksums: Mapping[str, str | None], **changes: Any) -> StepFile | None:
-    """Write a manifest with these checksums, and changes, in its place; None if there is none of that save any more."""
+    """Write a manifest with these checksums, and changes, in its place; None if the save no longer has one."""
     check_owned(root)
     files = tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
     manifest = replace(manifest, files=files, **changes)

@@ -215,7 +215,7 @@ class Retention:
     """Which checkpoints stay. Those that either rule names; with neither rule, all.
 
     Args:
-        keep_last: the newest so many durable ones.
+        keep_last: how many of the newest durable ones.
         keep_every: those whose iteration this divides.
 
     Raises:

@@ -137,7 +137,7 @@ class Stager:
             return tuple(tag for _, tag in self._queue)
 
     def close(self, timeout: float = PATIENCE) -> tuple[str, ...]:
-        """Wait for the copies, at most so many seconds, and stop.
+        """Wait for the copies, at most ``timeout`` seconds, and stop.
 
         Returns:
             tags that are not copied; they are named in the log, and the next start continues with them.

@@ -1,4 +1,4 @@
-"""The directories that a run saves to: nobody else's, the same on every node, and a second storage if there is one.
+"""The directories that a run saves to: owned by one job, the same on every node; and a second storage if there is one.
 
 Do all ranks see one directory? Asked before the first step, also if there is no checkpoint to compare yet.
 
@@ -255,7 +255,7 @@ class Staged:
         self._stager.submit(iteration, tag)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the copies, at most so many seconds; what is not copied is said."""
+        """Wait a limited time for the copies; log what is not copied."""
         if self._started:
             atexit.unregister(self._at_exit)
             self._stager.close(PATIENCE if timeout is None else max(timeout, 0.0))

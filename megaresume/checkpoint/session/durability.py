@@ -178,7 +178,7 @@ class Durability:
             self._changed.wait_for(lambda: all(work.failed or work not in self._queue for work in same), timeout)
 
     def close(self, timeout: float | None = None, *, is_saving: bool = True) -> None:
-        """Wait for what is to be done, at most so many seconds; say what is left. On any rank.
+        """Wait a limited time for the remaining work; log what is left. On any rank.
 
         Args:
             timeout: None: as long as the end of a run waits.
@@ -325,7 +325,7 @@ class Durability:
         return parts
 
 
-#: bytes from which on it is said what a start waits for.
+#: from this many bytes on, a start logs what it waits for.
 _MUCH = 10e9
 
 #: of every file: its size and the time of its last change in nanoseconds, which no copy keeps; None if it is not there.

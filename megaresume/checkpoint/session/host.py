@@ -72,7 +72,7 @@ class Data(Protocol):
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
-        """A data config that opens the same corpora again; None if nothing of megaresume's opens them."""
+        """A data config that opens the same corpora again; None if megaresume does not open them."""
         return None
 
     @property
@@ -121,7 +121,7 @@ class Data(Protocol):
 class Reading:
     """What a host has read of a checkpoint."""
 
-    #: what is stored with the weights; None: nothing of megaresume's.
+    #: what is stored with the weights; None if megaresume stored nothing.
     envelope: Envelope | None
     #: optimizer steps and samples that the weights have trained, by the framework's own count.
     iteration: int
@@ -163,7 +163,7 @@ class Resume:
     skipped: int
     #: what became of the random state, in words; None if it is the framework's business.
     random: str | None = None
-    #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips nobody has counted.
+    #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips is unknown.
     order_changed: tuple[str, ...] = ()
 
     def line(self) -> str:
@@ -218,7 +218,7 @@ def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choic
 
 
 def seed_of(state: DataState) -> int:
-    """The seed of a stream; 0 where the order is somebody else's."""
+    """The seed of a stream; 0 if the order is not megaresume's."""
     return int(state.config.get("seed", 0)) if isinstance(state, StreamState) else 0
 
 
@@ -226,7 +226,7 @@ def without_state(choice: Choice, begin_anew: str) -> StateError:
     """The error for a checkpoint whose data is unknown.
 
     Args:
-        begin_anew: how to load it all the same.
+        begin_anew: how to load it anyway.
     """
     return StateError(
         "the checkpoint has no data state",
@@ -240,7 +240,7 @@ def without_state(choice: Choice, begin_anew: str) -> StateError:
 class Save:
     """A save that has begun, with everything that its commit will write.
 
-    A host that finishes it later (`defer`) calls `commit` on rank 0 after the last byte of all ranks.
+    A host that finishes it later (`defer`) calls `commit` on rank 0 once all ranks have written their files.
     """
 
     def __init__(self, session: Session, envelope: Envelope, pending: PendingCheckpoint, began: float) -> None:
@@ -275,7 +275,7 @@ class Save:
         self.is_deferred = True
 
     def commit(self) -> bool:
-        """Make it count. On rank 0. Returns True.
+        """Commit it. On rank 0. Returns True.
 
         Raises:
             CheckpointError: files are missing or empty, another job writes there, or the disk refuses.

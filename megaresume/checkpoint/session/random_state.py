@@ -1,6 +1,6 @@
 """The random state of a run: part of every checkpoint, so that dropout continues as if nothing had happened.
 
-The generators that training may draw from without anybody saying so are those of the process:
+The generators that training may draw from implicitly are those of the process:
 
     python           random
     numpy            numpy.random, the old global generator
@@ -9,7 +9,7 @@ The generators that training may draw from without anybody saying so are those o
     deepspeed:NAME   those of DeepSpeed's activation checkpointing, where a program has made some
     megatron:NAME    those of Megatron's tensor-parallel layers, likewise
 
-Generators that a program makes for itself (``torch.Generator()``, ``numpy.random.default_rng()``) nobody can find.
+Generators that a program makes for itself (``torch.Generator()``, ``numpy.random.default_rng()``) cannot be found.
 
     step begins      the first batch after an optimizer step is asked for: the state is remembered
     save             of each rank: the state with which the next step begins, or has begun. A step that was not
@@ -18,7 +18,7 @@ Generators that a program makes for itself (``torch.Generator()``, ``numpy.rando
                      draws in between (a warm-up, the seed of a DataLoader) does not matter
 
 The same happens in a run that nobody stops, but for what it draws between a save and the next step. That is the one
-thing that a resume cannot know of; it is noticed, and said.
+thing that a resume cannot know of; it is detected, and reported.
 
 On another layout of ranks, or another type of device, there is no state for each rank. Then the generators are seeded
 from a hash of (seed of the stream, step, rank), so that a second resume from the same checkpoint does the same.

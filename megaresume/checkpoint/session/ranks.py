@@ -29,13 +29,13 @@ E = TypeVar("E", bound=Exception)
 
 
 def world_size() -> int:
-    """Processes of the job."""
+    """Number of processes in the job."""
     dist = sys.modules.get("torch.distributed")  # not imported: settings, and what reads them, do without torch
     return dist.get_world_size() if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process among all."""
+    """The rank of this process."""
     return 0 if world_size() == 1 else int(_dist().get_rank())
 
 
@@ -108,7 +108,7 @@ _kept: collections.deque[Any] = collections.deque(maxlen=16)
 
 
 def finished(work: Any, *tensors: Any) -> None:
-    """Wait for a collective, and keep it.
+    """Wait for a collective, and keep a reference to it.
 
     A thread of gloo's drops it after those who wait are told that it is over. If it is the last to hold it, it needs
     Python for that, and if Python is ending by then, torch aborts the process (pytorch#190489). So the last few are
@@ -128,7 +128,7 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _outcome(value: T | None, error: Exception | None) -> T:
-    """What `_attempt` gave, as if it were done now."""
+    """Return or raise what `_attempt` gave."""
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
@@ -184,7 +184,7 @@ class Failure:
 
 
 class Meeting:
-    """Around work that has collectives of somebody else's in it, which no other collective may cross: the ranks meet at
+    """Around work with third-party collectives in it, which no other collective may cross: the ranks meet at
     the store of their process group. To be made on every rank.
 
     Each calls `gate` where those collectives begin, `fail` if it fails, and, having failed or not, `end`.
@@ -249,7 +249,7 @@ def shared_store() -> Any:
 
 
 def pauses(longest: float, first: float = 0.005) -> Iterator[None]:
-    """Around looks at what others do: pauses between them, of so many seconds, longer and longer."""
+    """Pauses between polls, each longer than the one before, up to ``longest`` seconds."""
     while True:
         yield
         time.sleep(first)

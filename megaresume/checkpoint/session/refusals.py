@@ -170,7 +170,7 @@ def _print(error: MegaresumeError, who: str = "") -> None:
 
 
 def _user_traceback(error: MegaresumeError) -> str:
-    """The traceback of the user's own code whose exception is the cause; "" if it is none of theirs."""
+    """The traceback of the user's own code whose exception is the cause; "" if the cause is not in user code."""
     cause = error.__cause__
     while isinstance(cause, MegaresumeError):
         cause = cause.__cause__

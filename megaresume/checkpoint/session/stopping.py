@@ -65,7 +65,7 @@ class StopConditions:
     """When to save and exit. Any of them is enough.
 
     Raises:
-        UsageError: an unknown signal, an impossible time or status, or an end of the job that nobody tells.
+        UsageError: an unknown signal, an impossible time or status, or an unknown end of the job.
     """
 
     signals: tuple[str, ...] = setting(SIGNALS, "signals to listen to; under Megatron: --exit-signal-handler")

@@ -182,7 +182,7 @@ def stop_conditions(args: Arguments) -> StopConditions | None:
     """When to save and exit; None if no flag says it.
 
     Raises:
-        UsageError: times that are none, or an end of the job that nobody tells.
+        UsageError: times that are none, or an unknown end of the job.
     """
     signals = SIGNALS if args.exit_signal_handler else ()
     conditions = dataclasses.replace(args.stop, signals=signals, after_minutes=args.exit_duration_in_mins)

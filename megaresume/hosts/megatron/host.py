@@ -206,7 +206,7 @@ def megatron_host() -> MegatronHost:
 
     Raises:
         UsageError: our flags contradict each other.
-        SetupError: the Megatron that is being imported is none that we know.
+        SetupError: the Megatron that is being imported is not one that we know.
     """
     global _host
     # Deferred: finding out which Megatron this is reads its files.

@@ -55,7 +55,7 @@ def attach(
 
     It sets ``config.dataset`` and ``config.checkpoint.custom_manager_class``. With ``checkpoint.load`` the run
     continues from the newest complete checkpoint, on any number of ranks; Bridge's config says where and when it saves,
-    and ``checkpoint.most_recent_k`` keeps the newest so many complete ones.
+    and ``checkpoint.most_recent_k`` sets how many of the newest complete ones to keep.
 
     Args:
         config: Bridge's ``ConfigContainer``.

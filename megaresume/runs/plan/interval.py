@@ -306,7 +306,7 @@ def duration(text: str) -> float:
     """``90m``, ``6h``, ``2d``, ``1h30m``, ``45`` (seconds) as seconds.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is not a time.
     """
     if not _DURATION.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 45s, 90m, 6h or 2d")

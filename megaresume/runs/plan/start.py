@@ -208,7 +208,7 @@ def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
 
 
 def _streamed(choice: Choice, findings: Findings) -> Kind | None:
-    """What cannot be planned is said."""
+    """Reports what cannot be planned."""
     state = choice.state
     return "stream" if state is not None and findings.attempt(lambda: bool(stream_of(state))) else None
 

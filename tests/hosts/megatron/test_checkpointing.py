@@ -132,7 +132,7 @@ def test_load(loading: Loading, stream: Stream) -> None:
     assert current.session.loaded.choice.iteration == 10
     # what was seen is forgotten at the next load
     assert loading(10, Namespace(consumed_train_samples=80, global_batch_size=8)).loaded is None
-    with pytest.raises(CheckpointError, match="no arguments back"):
+    with pytest.raises(CheckpointError, match="the checkpoint has no arguments"):
         loading(10, None)
 
 
@@ -165,7 +165,7 @@ def test_megatron_gives_up_with_status_0(loading: Loading, code: int | None) -> 
 
 
 def test_arguments_did_not_come_back(loading: Loading) -> None:
-    with pytest.raises(CheckpointError, match="no arguments back"):
+    with pytest.raises(CheckpointError, match="the checkpoint has no arguments"):
         loading(10, None)
 
 

@@ -326,7 +326,7 @@ def test_what_is_fine(directory: Path, tried: Tried) -> None:
         ({"loader": Numbers()}, "a loader of megaresume's"),
         (
             {"loader": megaresume.DataLoader(Numbers(), dp_rank=0, dp_size=2)},
-            "not those of all(.|\n)*process 0: 0 of 2\n",
+            "do not cover all(.|\n)*process 0: 0 of 2\n",
         ),
         ({"writer": "pickle"}, "unknown writer"),
         ({"checkpoints": Checkpoints()}, "save_dir=None"),

@@ -4,7 +4,7 @@
     --data-path, --data-args-path       the same, blended as given; packed as GPTDataset does (``split``)
     --train-data-path, --valid-..., --per-split-data-args-path     a blend of whole corpora for each part
 
-What is said twice and differently is an error, never resolved in silence; so is what a stream cannot give.
+Two different values for one setting are an error, never resolved silently; so is what a stream cannot give.
 """
 
 from __future__ import annotations

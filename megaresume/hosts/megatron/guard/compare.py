@@ -58,7 +58,7 @@ class Comparison:
 
 
 def refuse(differences: Sequence[Difference], samples: int) -> StateError:
-    """The error for differences that nobody accepted."""
+    """The error for differences that were not accepted."""
     names = list(dict.fromkeys(d.name for d in differences))
     # Bound to the position: a flag that stays in a launch script accepts nothing later on.
     accept = " ".join(f"{name}@{samples}" for name in names)

@@ -148,7 +148,7 @@ def saved_past_us(current: MegatronHost, tracker: str) -> MegaresumeError:
 
 
 def not_asked(current: MegatronHost) -> MegaresumeError:
-    """Our stop flags were given, and nobody has asked whether to stop."""
+    """Our stop flags were given, but the loop never checked whether to stop."""
     name = seam_name(SIGNALS)
     return SetupError(
         "nothing checked whether to stop: --megaresume-stop-file and --megaresume-stop-before-end had no effect",
