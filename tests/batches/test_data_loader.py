@@ -367,7 +367,7 @@ def test_a_dataset_that_reads_many_at_once(order: list[int]) -> None:
     assert merged(ranks(2, 3, dataset=Batched()), 4) == order[:24]
     dataset = Batched()
     dataset.lost = 1
-    with pytest.raises(CorpusError, match="another number of items"):
+    with pytest.raises(CorpusError, match="a different number of items"):
         next(iter(megaresume.DataLoader(dataset, 4)))
 
 

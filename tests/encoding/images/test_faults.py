@@ -158,7 +158,7 @@ def broken(error):
 
 def test_a_processor_that_makes_other_lengths_follows_the_policy():
     encoder, item = broken(None), record(png=IMAGE, txt="abc")
-    with pytest.raises(CorpusError, match="another number of tokens than it announced"):
+    with pytest.raises(CorpusError, match="a different number of tokens than it announced"):
         encoder.encode(item, KEY)
     assert encode_as_indexed(encoder, item, KEY, tokens=8, policy="mask").fault is not None
 

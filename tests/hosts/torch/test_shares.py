@@ -38,7 +38,7 @@ def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("numbers on a node", "not those of all data-parallel ranks(.|\n)*process 0: 0 of 2, process 1: 0 of 2"),
+        ("numbers on a node", "do not cover all data-parallel ranks(.|\n)*process 0: 0 of 2, process 1: 0 of 2"),
         ("numbers on a node, items", "process 0: 1 of 2, process 1: 1 of 2"),
         ("another size", "process 0: 0 of 2, process 1: 1 of 3"),
         ("one process, ddp", "DDP or FSDP over 2 processes, and a loader with dp_size=1(.|\n)*dp_size=2"),
