@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(SetupError, match="class tokens"):
         vision_shape(processor_from_options(SQUARES | {"class_tokens": 1}), 4)
     text, pictures = object(), type("Source", (), {"encoder": Encoder(NATIVE)})()
-    with pytest.raises(UsageError, match="cannot see"):
+    with pytest.raises(UsageError, match="no vision encoder"):
         image_encoder(arguments(""), [text, pictures])
     with pytest.raises(UsageError, match="no images"):
         image_encoder(arguments(), [text])

@@ -177,7 +177,7 @@ def test_other_corpora_are_refused(toy: ToyRun) -> None:
     with pytest.raises(StateError, match="'code' is not the corpus"):
         Trace(Run(toy.root), other)
     missing = Trace(Run(toy.root), {"web": toy.sources["web"]})
-    with pytest.raises(CorpusError, match="'code' is not in the data config"):
+    with pytest.raises(CorpusError, match="'code' is no longer in the data config"):
         rows(missing, 0, 1)
 
 
