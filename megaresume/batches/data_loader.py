@@ -1,4 +1,4 @@
-"""`DataLoader`: any map-style dataset in the exact order of a stream, in the place of torch's ``DataLoader``.
+"""`DataLoader`: any map-style dataset in the exact order of a stream, as a replacement for torch's ``DataLoader``.
 
     loader = megaresume.DataLoader(dataset, batch_size=8, collate_fn=collate, num_workers=4, max_epochs=3)
     for epoch in range(loader.epoch, 3):
@@ -49,11 +49,11 @@ class DataLoader(RankLoader):
 
     Args:
         dataset: with ``len(dataset)`` and ``dataset[i]``; or several, blended by item: ``{name: (dataset, weight)}``.
-        batch_size: samples that this rank is given at a time.
+        batch_size: samples in each batch of this rank.
         shuffle: True.
         seed: of the order.
         collate_fn: list of items to a batch; default: torch's, or `flatten` with ``seq_length``.
-        num_workers, pin_memory, persistent_workers: as of torch's ``DataLoader``.
+        num_workers, pin_memory, persistent_workers: as in torch's ``DataLoader``.
         drop_last: drop the last step if it is short. Without ``max_epochs`` none is.
         accumulation: micro-batches of an optimizer step: a ``for`` ends with a whole step.
         max_epochs: the end of every dataset, or by name; None for no end. The last batch may then be short, and is
@@ -66,7 +66,7 @@ class DataLoader(RankLoader):
         packing: ``best_fit`` or ``knapsack``, with whole items; ``split``, which cuts them; or as in a data.yaml.
         lengths: tokens of each item: name of a column, a list, or a function of an item; or by dataset. None:
             ``len(item["input_ids"])``, counted once.
-        lengths_dir: directory where lengths are kept: not to be counted again, and for questions about the run.
+        lengths_dir: directory that keeps lengths, so that they are not counted again, and for questions about the run.
         blend: what weights count: ``tokens`` or ``documents`` (items). Default: tokens of packed items, else items.
         stages: changes to come, as in a data.yaml: ``[{"from_samples": 10_000, "weights": {"web": 1, "code": 3}}]``.
         skip: what to leave out: ``["80:88"]``, or ``{"samples": [...], "documents": {"data": [17]}}`` (items).
@@ -77,12 +77,12 @@ class DataLoader(RankLoader):
         group_by_length: batches of items of like lengths, which need little padding: within windows of 50 steps, items
             are sorted by ``lengths``, and steps shuffled. The run keeps the windows that it began with.
         dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
-        torch_options: others of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
+        torch_options: other options of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
 
     Raises:
         UsageError: an IterableDataset, a sampler, ``shuffle=False``, a step that is larger than the dataset, or lengths
-            that are none.
-        ConfigError: weights or epochs that are none, or an item that is longer than a sample and is not to be cut.
+            that are invalid.
+        ConfigError: invalid weights or epochs, or an item that is longer than a sample and is not to be cut.
         CorpusError: an item of which the tokens cannot be counted.
     """
 
@@ -165,9 +165,9 @@ class DataLoader(RankLoader):
         self.ends_elsewhere = False
         #: the epoch of the state that was loaded; whether the loop asked for it; whether the next ``for`` is empty.
         self._resumed_epoch, self._was_asked, self._is_passed = 0, False, False
-        #: of the ``for`` that runs: only the last one may.
+        #: number of the current ``for``: only the last one may continue.
         self._turn: object = None
-        #: where each batch that is on its way ends, in samples, and how many items it has.
+        #: where each batch in flight ends, in samples, and how many items it has.
         self._ahead: deque[tuple[int, int]] = deque()
         packed = seq_length is not None
         self._epochs = ItemEpochs(self.stream, self.items, item_by_item=not packed)

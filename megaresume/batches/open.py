@@ -1,6 +1,6 @@
 """From a data.yaml, a mapping or a Megatron ``--data-path`` to a `Stream` whose samples can be read.
 
-`open_validation` opens sets that stay put: the same samples of the same documents, whatever becomes of the training.
+`open_validation` opens fixed sets: the same samples of the same documents, however the training changes.
 How sets are declared: `megaresume.data.data_config`. What a set does not say itself (seq_length, packing, blend,
 seed) is as the run began with, and so are the weights of `part:` sets: the first stage in the run's state says it, and
 a later data config does not move it.
@@ -24,7 +24,7 @@ from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
-#: the set where no sets are declared.
+#: the name of the set if no sets are declared.
 DEFAULT_SET = "valid"
 
 
@@ -45,14 +45,14 @@ def open_stream(
     Args:
         data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list of words; or a
             `DataConfig`, which has read one of them.
-        seq_length: tokens a sample, where the config does not say.
-        seed: where the config does not say.
+        seq_length: tokens per sample, if the config does not say.
+        seed: if the config does not say.
         split: Megatron's ``--split``, for sources without their own.
         part: train, valid or test.
         base_dir: directory that paths in a mapping or list are relative to; that of the file for a data.yaml.
         objects: sources that are Python objects, by name.
         state: where to continue; None: from sample 0.
-        on_change: what a restore does where the config is not the one that the state was made with: ``refuse``, or
+        on_change: what a restore does if the config is not the one that the state was made with: ``refuse``, or
             ``stage``: begin a new stage there.
 
     Raises:
@@ -103,7 +103,7 @@ def open_validation(
         streams from sample 0, by name of the set.
 
     Raises:
-        ConfigError: a set that is not one; a set that holds documents which are trained on, naming both ranges.
+        ConfigError: an invalid set; or a set with documents that are trained on, naming both ranges.
         CorpusError, SetupError: see `open_stream`.
     """
     named = DataConfig.of(data, base_dir)

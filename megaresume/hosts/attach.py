@@ -24,18 +24,18 @@ from megaresume.stream.schema import near
 class KnownTrainer:
     """One that `attach` knows."""
 
-    #: what it is called.
+    #: its name in messages.
     name: str
-    #: how a call begins.
+    #: the beginning of its call of `attach`.
     call: str
-    #: package and name of its class; a class that is made from it is of it, too. Empty: a mapping.
+    #: package and name of its class; subclasses count too. Empty: a mapping.
     classes: tuple[tuple[str, str], ...]
-    #: that has its function.
+    #: the module with its function.
     module: str
     function: str = "attach"
-    #: of this project: what installs all that it needs.
+    #: this project's extra that installs all that it needs.
     extra: str
-    #: methods of which the first that a class has ends with an instance that can be attached. Empty: one that is made.
+    #: methods after the first of which (that the class has) an instance can be attached. Empty: once it is made.
     made_by: tuple[str, ...] = ()
 
 
@@ -123,9 +123,9 @@ def attach(
     before it trains; docs/attach.md has a section for each trainer.
 
     Args:
-        thing: what trains: a DeepSpeed engine, Hugging Face's Trainer, an Accelerator, Lightning's Trainer, a config of
+        thing: the trainer: a DeepSpeed engine, Hugging Face's Trainer, an Accelerator, Lightning's Trainer, a config of
             Megatron-Bridge; the *class* of torchtitan's or VeRL's trainer, whose instances are then attached as they
-            are made; or, for a loop of your own, what it saves, by name: ``{"model": model, "optimizer": optimizer}``.
+            are made; or, for your own loop, what it saves, by name: ``{"model": model, "optimizer": optimizer}``.
         data: DeepSpeed: path of a data.yaml, the mapping in it, what follows ``--data-path``, a `Stream`, or a loader
             with a state (Energon's, torchdata's). Hugging Face's Trainer: a dataset, or several, ``{name: (dataset,
             weight)}``; None: its ``train_dataset``. Accelerator, own loop: a `DataLoader` or `StreamLoader`.
@@ -133,13 +133,13 @@ def attach(
         checkpoints: where the run saves, what it keeps, and what it may load.
         stop: when it saves and exits, with `megaresume.Stopped`.
         loader: DeepSpeed: how batches are read ahead, and what they are.
-        options: what this trainer alone understands: see its section.
+        options: options of this trainer only: see its section.
 
     Returns:
         what the trainer's section says: micro-batches to iterate over, a loop, the loader; or the class.
 
     Raises on every rank:
-        UsageError: something else that trains, an option that it does not have, or a setting under which the data would
+        UsageError: an unknown trainer, an option that it does not have, or a setting under which the data would
             be other data, by name; or it is attached already.
         CheckpointError: another job writes to the directory of the checkpoints.
         ConfigError, CorpusError: the data cannot be opened.

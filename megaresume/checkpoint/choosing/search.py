@@ -1,11 +1,11 @@
-"""`Search`: the checkpoints of one root, each examined at most once, and the rules by which one of them is taken.
+"""`Search`: the checkpoints of one root, each examined at most once, and the rules for choosing one.
 
 In this order, unless a tag or an iteration was asked for (then exactly that one, or an error):
 
 1. A complete checkpoint newer than the pointers *whose marker is still there*: the save was killed between manifest
    and pointers. Nothing of it is missing, and taking an older one would train the same samples twice.
-2. What the pointers name, where they agree. Also when newer complete checkpoints exist whose commits were finished:
-   then somebody moved the pointers back on purpose. Also when it was written without megaresume: then the choice has
+2. What the pointers name, if they agree. Also when newer complete checkpoints exist whose commits were finished:
+   then the pointers were moved back on purpose. Also when it was written without megaresume: then the choice has
    no state, and the caller decides.
 3. Walking back: the newest complete one older than that, leaving out branches that were given up (a run that started
    again from 10 and saved 15 does not fall back to the 12 of the attempt before).
@@ -65,11 +65,11 @@ class Choice:
     #: the checkpoint root.
     load_dir: Path
     tag: str
-    #: None: an unmanaged checkpoint whose name does not tell.
+    #: None for an unmanaged checkpoint whose name does not say.
     iteration: int | None
-    #: None: written without megaresume; there is no data state. The caller decides, and must not start afresh silently.
+    #: None if written without megaresume: no data state. The caller decides, and must not start over silently.
     step: StepFile | None
-    #: None: no manifest, completeness is not known.
+    #: None if there is no manifest: completeness is unknown.
     manifest: Manifest | None
     #: newer ones that could not be taken.
     rejected: tuple[Rejected, ...] = ()
@@ -108,7 +108,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
-    """In place of a `Choice`: what is loaded is the framework's business. Weights from elsewhere, or a checkpoint that
+    """In place of a `Choice`: the framework decides what is loaded. Weights from elsewhere, or a checkpoint that
     no manifest vouches for. It says nothing about the directory, which may still hold checkpoints."""
 
 

@@ -1,6 +1,6 @@
 """`Session`: one training process and its checkpoints. The protocol, written once; a `Host` is what differs.
 
-    start    clocks agree, the directory is one on all nodes and this job's alone (on both storages)
+    start    clocks agree, the directory is the same on all nodes and only this job's (on both storages)
     load     choose    rank 0: the newest complete checkpoint; the others: the same there?
              read      the host: weights, and the state of the data that is stored with them
              accept    of this step, and the one that lies beside the checkpoint
@@ -13,7 +13,7 @@
     finish   nothing is left to train: a line in the ledger, by which launch scripts know it
     close    durable, copies finished, lock released
 
-Every method is called on all ranks, and what one rank cannot do all of them raise.
+Every method is called on all ranks; if it fails on one rank, all of them raise.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ class Session:
     Args:
         host: what trains.
         data: what is trained; None if it is set later, before `resume` or `begin`.
-        save_dir: where the run saves, if that is known beforehand: the ledger learns of starts that die before a save.
-        stage_to: where what is saved to ``save_dir`` is copied to.
+        save_dir: where the run saves, if known beforehand: the ledger then records starts that die before a save.
+        stage_to: where checkpoints in ``save_dir`` are copied to.
         retention: which older checkpoints stay.
-        max_starts: starts from one place without a save that are let through; 0: any number.
+        max_starts: how many starts from one step without a save are allowed; 0: any number.
         checksums: take checksums of all files after a save, and compare them at a load.
         random: the generators of this rank; None if the framework saves them by itself.
         stop: when to save and exit.
         on_stop: how to save then; None if the host is told to stop by other means.
-        retries: what follows if a save fails for a reason that may pass.
+        retries: what to do if a save fails for a reason that may pass.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Session:
         self.committed: tuple[int, DataState, Topology] | None = None
         #: how long the last save took; None if none was made. On rank 0.
         self.save_seconds: float | None = None
-        #: the working directory, which relative paths are of.
+        #: the working directory, which relative paths start from.
         self._home = _working_directory()
         self._stage_to = stage_to
         self._copies: Staged | None = None
@@ -198,7 +198,7 @@ class Session:
         return Path(os.path.abspath(directory))
 
     def _save_root(self, directory: str | os.PathLike[str]) -> Path:
-        """The same, for a save: raises a UsageError too if it is not the ``save_dir`` that was said beforehand."""
+        """The same, for a save: raises a UsageError too if it is not the ``save_dir`` that was given beforehand."""
         root = self._root(directory)
         if self.save_dir is not None and root.resolve() != self.save_dir.resolve():
             raise UsageError(
@@ -211,7 +211,7 @@ class Session:
         return root
 
     def copies_of(self, root: Path) -> Staged | None:
-        """Where a directory is copied to; None: nowhere."""
+        """Where a directory is copied to; None if it is not copied."""
         return self._copies if self._copies is not None and self._copies.holds(root) else None
 
     # Load
@@ -232,7 +232,7 @@ class Session:
             read: reads the weights of what was chosen; is also given what lies beside it.
             pick: decides what to load: see `choose`.
             weights_only: the data stays where it is.
-            adopts: ``read`` makes up a state where a checkpoint has none; otherwise that is refused before it is read.
+            adopts: ``read`` builds a state if a checkpoint has none; otherwise such a checkpoint is refused unread.
 
         Returns:
             what the host's `Reading` hands back; None if there is no checkpoint at all.
@@ -328,7 +328,7 @@ class Session:
         )
 
     def mark_as_own(self, load_dir: str | os.PathLike[str]) -> None:
-        """What is in this directory is what the run resumes from: it may save there."""
+        """The run resumes from this directory, so it may save there."""
         self._own.add(Path(load_dir).resolve())
 
     def accept(self, choice: Choice, beside: StepFile | None, read: Reading) -> None:
@@ -349,11 +349,11 @@ class Session:
         self.loaded = Loaded(choice=choice, envelope=envelope, topology=topology)
 
     def resume(self, *, position: int | None = None, words: str | None = None) -> None:
-        """Let the data resume from what was loaded, put the random state back, and say so.
+        """Let the data resume from what was loaded, restore the random state, and print a line about it.
 
         Args:
             position: samples after which the data continues; None: those of the state.
-            words: of the random state, if that is the framework's own business.
+            words: about the random state, if the framework restores it by itself.
 
         Raises, on every rank:
             StateError: the state does not fit the data, or the ranks were given different ones.
@@ -438,7 +438,7 @@ class Session:
             self.random.step_begins()
 
     def begin(self, *, trains: bool = True, save_interval: int | None = None) -> None:
-        """Put this start into the ledger of ``save_dir``, once.
+        """Record this start in the ledger of ``save_dir``, once.
 
         Args:
             trains: False: nothing is left to train; such a start does not count as one without progress.
@@ -511,7 +511,7 @@ class Session:
         """The state of what is trained, the same on every rank.
 
         Args:
-            iteration: optimizer steps done, where the host does not count them by itself.
+            iteration: optimizer steps done, if the host does not count them by itself.
 
         Raises, on every rank:
             StateError: what was handed out and what was trained do not fit, or the ranks' states differ.
@@ -606,7 +606,7 @@ class Session:
         return result
 
     def commit(self, save: Save) -> bool:
-        """Make a save count whose files are there. Tried again by itself: a host's own pointer may name them already.
+        """Commit a save whose files are written. Retried on its own: a host's own pointer may name them already.
 
         Returns:
             whether it does; False: it failed, and the run is to continue (see `Retries`).
@@ -664,7 +664,7 @@ class Session:
             return save, expected, write(save)
 
     def is_saved(self, began: float) -> None:
-        """A save is over that began then, by the monotonic clock. On rank 0."""
+        """Note that the save that began at ``began`` (monotonic clock) is over. On rank 0."""
         self.save_seconds = time.monotonic() - began
         if self.stopper is not None and self.stopper.stopping:
             self.stopper.saved()
@@ -686,10 +686,10 @@ class Session:
         raise Stopped(reason, status)
 
     def finish(self) -> None:
-        """Nothing is left to train: put that into the ledger of ``save_dir``. After the last save, before `close`.
+        """Record in the ledger of ``save_dir`` that nothing is left to train. After the last save, before `close`.
 
         A program that ends with status 0 may have been stopped, or given a number of minutes: launch scripts take a
-        run for finished only if this line is there.
+        run as finished only if this line is there.
 
         Raises, on every rank:
             CheckpointError: another job has the directory now, or it cannot be written.
@@ -745,7 +745,7 @@ def _record_end(root: Path, iteration: int, state: DataState, topology: Topology
 
 
 def _working_directory() -> str:
-    """Where relative paths begin; "": it is gone, and there are none."""
+    """Where relative paths begin; "" if that directory no longer exists."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -753,7 +753,7 @@ def _working_directory() -> str:
 
 
 def _compared(tag: str, manifest: Manifest) -> str:
-    """What a load has compared of a checkpoint, in words."""
+    """What a load has compared in a checkpoint, in words."""
     num = len(manifest.files)
     if manifest.has_checksums:
         return f"checksums compared: {num} files of {tag}"
@@ -770,11 +770,11 @@ def _compared(tag: str, manifest: Manifest) -> str:
 def _put_back(root: Path) -> None:
     """On rank 0, as the owner of the root."""
     for tag in put_back(root):
-        log.warning("megaresume: the second save of %s did not end: the first one is put back", tag)
+        log.warning("megaresume: the second save of %s did not end: the first one is restored", tag)
     if (named := distrust_tracker(root)) is not None:
         log.warning(
-            "megaresume: %s is not trusted, which Megatron's tracker named: its save was not committed, and a machine "
-            "that wrote it has gone down since, or is none of this job's",
+            "megaresume: %s, which Megatron's tracker named, is not trusted: its save was not committed, and a machine "
+            "that wrote it has gone down since, or belongs to another job",
             named,
         )
 
