@@ -18,7 +18,7 @@ Samples of a stream as tensors, `StreamLoader`:
 
 Items of any map-style dataset, collated, `DataLoader`:
 
-    data_loader.py  in the place of torch's DataLoader: epochs, states
+    data_loader.py  in place of torch's DataLoader: epochs, states
     item_options.py what it is given, as sources and the data config of a stream; lengths of items
     item_batches.py planned samples -> the places of the items of each batch; where an epoch ends
     items.py        items as documents of a stream, and read by their places

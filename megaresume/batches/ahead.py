@@ -268,7 +268,7 @@ class ColdPages:
     def __init__(self, stream: Stream, seq_length: int) -> None:
         self._stream = stream
         self._sources = {i: source for i, source in enumerate(stream.sources) if isinstance(source, TokenSource)}
-        #: samples that are asked for ahead: so many, and never so far that a state must plan anew.
+        #: samples that are asked for ahead: so many, and never so far that a state must plan again.
         self._most = max(AHEAD // 4 // seq_length, 1)
         self._farthest = stream.block_samples
         self._guess = Guess()

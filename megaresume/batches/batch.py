@@ -235,7 +235,7 @@ def copy_segments(  # type: ignore[no-untyped-def]
 
     Args:
         stored: [tokens of the corpus], any integer dtype.
-        document_starts, document_lengths: int64[k], where each segment's document lies in ``stored``, in tokens.
+        document_starts, document_lengths: int64[k], where each segment's document is in ``stored``, in tokens.
         which: int64[k], rows of ``table`` that are of this source.
         table: int64[n, SEGMENT_WIDTH], all segments of the batch. rows, columns: int64[n], where they go.
         tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Labels and loss mask may be empty: they are left out.

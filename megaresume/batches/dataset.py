@@ -41,7 +41,7 @@ TOKENS = 1 << 16
 QUICK = 0.01
 
 # A worker that is forked while another thread compiles (the prefetch thread of another loader, at its first batch)
-# would wait for numba's lock for ever: a fork waits until it is free.
+# would wait for numba's lock forever: a fork waits until it is free.
 os.register_at_fork(
     before=global_compiler_lock.acquire,
     after_in_parent=global_compiler_lock.release,

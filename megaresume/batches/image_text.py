@@ -5,7 +5,7 @@
 
 The images of a batch are in the order in which their tokens lie in it: by row, then by column.
 
-A packed batch of images is hundreds of megabytes: that the system hands out so much memory anew, page by page, takes
+A packed batch of images is hundreds of megabytes: that the system hands out so much memory again, page by page, takes
 as long as writing the pixels. They lie
 
     in the process that trains   float32, in memory that an earlier batch has left, if there is some
@@ -186,7 +186,7 @@ _LEFT: deque[npt.NDArray[np.uint8]] = deque(maxlen=2)
 
 
 class _Loan:
-    """Memory that is kept for a later batch as soon as no array or tensor lies in it."""
+    """Memory that is kept for a later batch as soon as no array or tensor is in it."""
 
     def __init__(self, num_bytes: int) -> None:
         try:

@@ -129,7 +129,7 @@ class Places:
     Args:
         loader: of this rank.
         epochs: of its stream.
-        sources: by the names of today, in the order in which places count them.
+        sources: by today's names, in the order in which places count them.
         whole_rows: a place says epoch, offset, lengths and key as well.
     """
 

@@ -192,7 +192,7 @@ class RankLoader:
 
         Raises:
             StreamExhausted: the stream ends within a step, and ``at_end`` is ``refuse``. At its start, on every rank:
-                one that was handed batches while another one ran dry would wait for it for ever.
+                one that was handed batches while another one ran dry would wait for it forever.
         """
         while first < end if end is not None else self.stop is None or first < self.stop:
             size = self.schedule.size_at(first)
@@ -263,7 +263,7 @@ class RankLoader:
 
 
 class StreamLoader(RankLoader):
-    """Iterates over the micro-batches of one data-parallel rank, in order, for ever.
+    """Iterates over the micro-batches of one data-parallel rank, in order, forever.
 
     Without workers, a prefetch thread reads: compiled loops that do not hold the GIL; for corpora of tokens nothing is
     faster. Worker processes are for sources whose ``get`` is slow Python; fork or spawn, any number. With

@@ -208,7 +208,7 @@ def as_begun(config: StreamConfig, state: StreamState, left_out: Sequence[str] =
     """The blend and the packing that a run began with, over the places that its data config names today.
 
     Args:
-        config: of today.
+        config: the current one.
         state: of the run.
         left_out: sources that have no part to be measured.
 

@@ -1,6 +1,6 @@
 """Who reads batches ahead: worker processes, which hand them over in one piece of shared memory; or a thread.
 
-torch passes every tensor of a batch in a file of its own, through a socket, and both processes map it anew: for text
+torch passes every tensor of a batch in a file of its own, through a socket, and both processes map it again: for text
 that takes several times as long as reading it.
 
     worker            collate -> Outbox     copy all tensors into the room that was used longest ago
@@ -75,7 +75,7 @@ def _wait(parent: int) -> None:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in a room."""
+    """Where a tensor is in a room."""
 
     #: bytes.
     offset: int
@@ -156,7 +156,7 @@ class Inbox:
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Before workers begin anew: the batches that they have on their way will be thrown away."""
+        """Before workers begin again: the batches that they have on their way will be thrown away."""
         for room in self._rooms.values():
             room[_FULL] = 0
 

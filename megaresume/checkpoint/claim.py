@@ -5,7 +5,7 @@
     the same process            execve, or a second engine in one program
     the same boot and process   /proc says that there is no such process any more
     namespace
-    the same Slurm job          an older restart: Slurm has begun it anew, whatever a node that it lost still does
+    the same Slurm job          an older restart: Slurm has begun it again, whatever a node that it lost still does
     the same elastic launch     an older restart of torchrun's
     another Slurm job           squeue knows it no longer, or as not running
 

@@ -108,7 +108,7 @@ class Lock:
 
     def check(self) -> None:
         """Raise a CheckpointError if another job has taken the root over. A lock that a user has deleted is made
-        anew, if nobody has another."""
+        again, if nobody has another."""
         with contextlib.suppress(OSError):
             self.renew()  # an NFS client remembers what is gone, but asks its server before it opens
         if self.drafts.is_dir() and newest(self.root) == self.number:

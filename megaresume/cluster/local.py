@@ -203,7 +203,7 @@ class LocalJob(Processes):
     ) -> None:
         super().__init__(output)
         self._seen_from = output.stat().st_size if output.exists() else 0
-        # ninja and the launchers of this environment first: a second ninja on the path makes DeepSpeed compile anew.
+        # ninja and the launchers of this environment first: a second ninja on the path makes DeepSpeed compile again.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         base = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {})
         base[self._mark] = "1"

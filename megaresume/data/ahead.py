@@ -156,7 +156,7 @@ class Ahead:
                 read = _read(missing)
         except RecordError:
             pass  # which is for its reader to say
-        except Exception as error:  # noqa: BLE001  whatever it is: who needs the bytes must not wait for ever
+        except Exception as error:  # noqa: BLE001  whatever it is: who needs the bytes must not wait forever
             what = error.headline if isinstance(error, MegaresumeError) else repr(error)
             log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
         self._done(missing, read)

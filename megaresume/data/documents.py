@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """In the place of a document that is left out, as the options say."""
+    """In place of a document that is left out, as the options say."""
 
     #: which of them.
     option: Literal["invalid", "bad_lines"]
@@ -109,7 +109,7 @@ def documents_of(piece: Piece, options: TextOptions) -> Iterator[str | Conversat
 
 
 def places_of(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Where each document of `documents_of` lies in its file: ``offset`` and ``nbytes`` of a `RowIndex`."""
+    """Where each document of `documents_of` is in its file: ``offset`` and ``nbytes`` of a `RowIndex`."""
     for start, stop, number in _bounds(piece):
         if piece.chunks:
             first, chunk = piece.chunks[bisect_right(piece.chunks, number - 1, key=itemgetter(0)) - 1]
@@ -144,7 +144,7 @@ _LEAVE_OUT = "leave such lines out and count them: --bad-lines skip"
 
 
 def left_out(error: BadLine, options: TextOptions) -> LeftOut:
-    """In the place of a bad line.
+    """In place of a bad line.
 
     Raises:
         BadLine: the error itself, if lines may not be left out.

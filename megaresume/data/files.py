@@ -1,4 +1,4 @@
-"""The files of a corpus: whether they are those that were opened, mapped, and written anew without a half one."""
+"""The files of a corpus: whether they are those that were opened, mapped, and written again without a half one."""
 
 from __future__ import annotations
 

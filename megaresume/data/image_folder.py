@@ -201,7 +201,7 @@ class Folder:
         Args:
             data: the line, without its end.
             place: where it lies.
-            again: read images anew, past the cache.
+            again: read images again, past the cache.
             others: as of `check`.
 
         Raises:

@@ -235,7 +235,7 @@ def _files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]
     """Files that match, sorted by their path; and links to directories that are read already, by another path.
 
     Names that begin with a dot are left out. The directories proper are gone through first, so that a link to one of
-    them is what is left out, and so is a link to a directory that it lies in, which would lead round for ever.
+    them is what is left out, and so is a link to a directory that it is in, which would lead round forever.
 
     Args:
         directory: where to look.

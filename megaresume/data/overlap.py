@@ -27,7 +27,7 @@ from megaresume.stream.state import Fingerprint
 class Extent:
     """Documents [start, stop) of a corpus."""
 
-    #: what the corpus lies in: files by device and number, so that links are seen through; URLs; an object.
+    #: what the corpus is in: files by device and number, so that links are seen through; URLs; an object.
     corpus: frozenset[object]
     #: for people.
     name: str

@@ -259,7 +259,7 @@ class RecordIndex:
 
 
 class RowIndex(RecordIndex):
-    """``<prefix>.places``, in the place of a .bin: the tokens are made when they are read.
+    """``<prefix>.places``, in place of a .bin: the tokens are made when they are read.
 
     In text and JSON lines ``offset`` is the first byte, decompressed, and ``nbytes`` the bytes of a document; in
     Parquet its row group, and the row in it; in Arrow the byte of its record batch, and the row in it. ``content`` is

@@ -57,7 +57,7 @@ def _leave_loop() -> None:
     """In a forked process, of an event loop that does not run there.
 
     Connections that it inherited are closed with the objects that hold them. The loop would take them out of the
-    epoll that both processes share, and the parent would wait for ever for an answer that has come.
+    epoll that both processes share, and the parent would wait forever for an answer that has come.
     """
     for loop in _forked:
         loop._selector = selectors.DefaultSelector()

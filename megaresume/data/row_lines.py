@@ -1,6 +1,6 @@
 """Rows of other formats as JSON lines: an array of JSON, CSV, Parquet, Arrow.
 
-[{"a": 1},        \\n{"a": 1}\\n       Byte for byte: a row lies in the file where it lies in the lines.
+[{"a": 1},        \\n{"a": 1}\\n       Byte for byte: a row is in the file where it is in the lines.
  {"a": 2}]          {"a": 2}\\n
 
 Row 17 of a table is line 17, counted from 1. The rows of a row group of Parquet that is damaged are lines that are no

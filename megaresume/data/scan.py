@@ -106,7 +106,7 @@ def sized_fingerprint(
     documents: int,
     what: str,
 ) -> Fingerprint:
-    """`scan_fingerprint`, with the hash of the sizes by which documents are grouped in the place of their lengths'."""
+    """`scan_fingerprint`, with the hash of the sizes by which documents are grouped in place of their lengths'."""
     scanned = scan_fingerprint(lengths, documents, what)
     return replace(scanned, lengths=scan_fingerprint(sizes, documents, what).lengths)
 

@@ -231,7 +231,7 @@ class ShardSource:
         return document if length == indexed else fit_document(document, length, self.encoder.filler)
 
     def record(self, i: int) -> Record:
-        """Record i as it lies in its shard, the fields of an Energon data set put in place.
+        """Record i as it is in its shard, the fields of an Energon data set put in place.
 
         Raises:
             IndexError: no such document.
@@ -269,7 +269,7 @@ class ShardSource:
         return self._folder.places(self.files.fetch(place), place)
 
     def _compared(self, i: int) -> tuple[Record, bool]:
-        """Record i, and whether it is the indexed one. If not, read anew: the cache may have another one, a store may
+        """Record i, and whether it is the indexed one. If not, read again: the cache may have another one, a store may
         have given a part of an image.
         """
         expected = int(self.index.column("content")[i])

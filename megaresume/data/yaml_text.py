@@ -1,7 +1,7 @@
 """YAML that people wrote or disks damaged: one kind of error for whatever is wrong with it.
 
 PyYAML raises what int(), dates and dictionaries raise for ``0x_``, ``2001-13-45`` or ``!!bool maybe``, and follows
-aliases for ever: nine lines in which each names the line before nine times stand for a billion values.
+aliases forever: nine lines in which each names the line before nine times stand for a billion values.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def attach(
 
 
 class DataRecord:
-    """What lies in a checkpoint of Accelerate's, as an object that is registered for checkpointing: the last one."""
+    """What is in a checkpoint of Accelerate's, as an object that is registered for checkpointing: the last one."""
 
     def __init__(self) -> None:
         self.carried: dict[str, Any] = {}
@@ -252,7 +252,7 @@ class AcceleratorHost(TrainerHost):
 
         on_all_ranks(check_and_read)
         self._forget_gradients()
-        # A save after a `for` that was left in the middle of a step wrote how far it was: it begins anew.
+        # A save after a `for` that was left in the middle of a step wrote how far it was: it begins again.
         self.trainer.step = 0
         return self.resumed(self.record.carried)
 

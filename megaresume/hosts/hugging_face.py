@@ -16,7 +16,7 @@ Hooked on the Trainer:
     _evaluate                        draws nothing from the generators of the training
     _load_callback_state             the data state is not a state of a callback
 
-The data state lies in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
+The data state is in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
 See docs/hugging-face.md. Importing this does not import transformers.
 """
 
@@ -119,7 +119,7 @@ def attach(
 
 
 class Batches:
-    """What the Trainer trains from, in the place of the loader that they are of."""
+    """What the Trainer trains from, in place of the loader that they are of."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps

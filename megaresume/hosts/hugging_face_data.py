@@ -249,7 +249,7 @@ def _swift_save(trainer: Any) -> Mapping[str, Any]:
 
 
 def _replaces_bad_items(dataset: Any) -> str | None:
-    """How a dataset of ms-swift puts another item, at random, in the place of one that it cannot encode.
+    """How a dataset of ms-swift puts another item, at random, in place of one that it cannot encode.
 
     Items of known lengths were all encoded before, and those that cannot be are left out.
     """

@@ -245,7 +245,7 @@ class LightningHost(TrainerHost):
     # The loops
 
     def dataloader(self, request: Any) -> Any:
-        """Our batches, in the place of the loader that they are of."""
+        """Our batches, in place of the loader that they are of."""
         return request() if self.batches is None else self.batches
 
     def run(self, run: Any) -> None:

@@ -87,7 +87,7 @@ class Steps(Count[str]):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around a load: if it fails, the weights may be loaded and the data is not, so nothing is trained any more."""
+        """Around a load: if it fails, the weights may be loaded and the data is not, so nothing more is trained."""
         try:
             yield
         except MegaresumeError as error:

@@ -11,7 +11,7 @@ Hooked on the Trainer, and on its CheckpointManager:
     checkpointer.save    called after every step, so a step was made; saved by the session: commit, lock, ledger
     validator.validate   draws nothing from the generators of the training
 
-The data state lies in torchtitan's own checkpoint, ``step-10``, where its dataloader's would be: one text, the same on
+The data state is in torchtitan's own checkpoint, ``step-10``, where its dataloader's would be: one text, the same on
 every rank, so that it loads on any number of ranks. See docs/torchtitan.md. Importing this does not import torchtitan.
 """
 

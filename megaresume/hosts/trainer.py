@@ -59,11 +59,11 @@ class TrainerHost(Host):
     Its hooks must call
         steps.stepped()                      after an optimizer step, or `steps.check_step()` before it as well
         steps.compare(step)                  where the trainer counts steps by itself
-        save_by(directory, write, tag=...)   in the place of the trainer's save; ``write`` calls the trainer's own by
+        save_by(directory, write, tag=...)   in place of the trainer's save; ``write`` calls the trainer's own by
                                              `write_all`, and puts `carried(save)` into what it saves: the state must
                                              lie in the file of the weights, as an entry of it, or as an object that
                                              the trainer asks for its state (`Carried`)
-        load_by(read)                        in the place of its load; ``read`` loads `choice.tag_dir` and returns
+        load_by(read)                        in place of its load; ``read`` loads `choice.tag_dir` and returns
                                              `resumed(...)` of what `carried` gave
         end()                                when the trainer has trained all it wanted
 
@@ -109,7 +109,7 @@ class TrainerHost(Host):
         return self.trainer.device
 
     def begin(self) -> None:
-        """The session is open: put our batches in the place of the trainer's."""
+        """The session is open: put our batches in place of the trainer's."""
 
     def hooks(self) -> Iterable[Hook]:
         """The methods of this trainer, and of what belongs to it, that carry its data."""
@@ -223,7 +223,7 @@ class TrainerHost(Host):
         *,
         root: Path | None = None,
     ) -> Any:
-        """`Session.load`; nothing is trained any more if it fails.
+        """`Session.load`; nothing more is trained if it fails.
 
         Args:
             read: the files of this rank; is also given what lies beside them.

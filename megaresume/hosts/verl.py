@@ -8,7 +8,7 @@
 VeRL computes its epoch from the step number and today's batch size. So to it the whole run is one epoch: a ``for`` goes
 from where the run is to its end, and is longer than the run is.
 
-`VerlHost`: the supervised trainer. The data state lies in ``global_step_10``, in the file where VeRL puts that of its
+`VerlHost`: the supervised trainer. The data state is in ``global_step_10``, in the file where VeRL puts that of its
 loader. Hooked on the instances:
 
     ckpt_handler.load_checkpoint    what ``resume_mode`` says; begins if there is nothing
@@ -49,7 +49,7 @@ from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, wri
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 
-#: the file of the loader's state, and what of ours is in the place of torchdata's.
+#: the file of the loader's state, and what of ours is in place of torchdata's.
 FILE, KEY = "data_0.pt", Carried.KEY
 
 _SHARD = re.compile(r"model_world_size_([0-9]+)_rank_[0-9]+\.pt")
@@ -266,7 +266,7 @@ def _check_ranks(tag_dir: Path) -> None:
 
 
 class Prompts:
-    """What a trainer iterates over, in the place of torchdata's ``StatefulDataLoader``.
+    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``.
 
     Args:
         trainer: VeRL's.

@@ -315,7 +315,7 @@ class Span:
 
 
 def schedule_of(history: History) -> BatchSchedule | None:
-    """Batch sizes of a run: those recorded, then the last one for ever. None if no record tells."""
+    """Batch sizes of a run: those recorded, then the last one forever. None if no record tells."""
     state = history.state
     segments = list(state.batches)
     if not segments:

@@ -181,7 +181,7 @@ def lines_of(
             continue
         if fields["event"] == "start":
             _check_version(path, fields)
-            # A process that loads another checkpoint, without being started anew, begins once more.
+            # A process that loads another checkpoint, without being started again, begins once more.
             again = again + 1 if start is not None and start["launch"] == fields["launch"] else 0
             start = fields
             yield (int(fields["launch"]), again), start, None

@@ -25,7 +25,7 @@ from megaresume.stream.state import FORMAT, StreamState
 from megaresume.stream.stream import Stream
 from megaresume.stream.text import parse_json
 
-#: Samples shown at once: their plan lies in memory.
+#: Samples shown at once: their plan is in memory.
 MOST_SAMPLES = 1_000_000
 
 

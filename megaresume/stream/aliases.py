@@ -2,7 +2,7 @@
 
     sources: {web2: {was: web, path: ...}}
 
-A source keeps its first name for ever in what must not change: the keys of its permutation, the identity of its
+A source keeps its first name forever in what must not change: the keys of its permutation, the identity of its
 samples, its place in a state. `SourceConfig.name` is that name, `SourceConfig.names` are those that came after it, the
 last one is what people call it today. A state records them, so that a second rename needs to say no more than the
 first: ``web3: {was: web2}``; and so that ``was`` can be left out once it was recorded.
@@ -61,7 +61,7 @@ def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> St
     """The config with every source under the first name that a run knows it by.
 
     Args:
-        config: of today.
+        config: the current one.
         known: the sources of a state: ``state.config["sources"]``.
 
     Raises:

@@ -43,7 +43,7 @@ class BatchSchedule:
 
     @classmethod
     def constant(cls, global_batch_size: int) -> BatchSchedule:
-        """One size for ever."""
+        """One size forever."""
         return cls(((0, global_batch_size),))
 
     @classmethod

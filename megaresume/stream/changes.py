@@ -1,7 +1,7 @@
 """What changed between a state and the data config of today, and what becomes of it.
 
 The past is immutable, the future is free: stages that are declared to come may be edited at will. Whatever would change
-the stage at hand is refused by name, or begins a new stage at the resume point, as the user decides (`OnChange`).
+the current stage is refused by name, or begins a new stage at the resume point, as the user decides (`OnChange`).
 
 `outlook`: per source what was seen, what is left of its epoch, and how long that lasts.
 """
@@ -184,12 +184,12 @@ def reconcile(
     """Decide how to resume from a state.
 
     Args:
-        config: of today.
+        config: the current one.
         fingerprints: of its sources, by their names in it.
         state: the state.
-        on_change: what to do where the stage at hand would not continue as it was.
+        on_change: what to do where the current stage would not continue as it was.
         skip, steps_to_samples, end: what is skipped by other ways than the config; see `left_out.decide`.
-        sources: by their names in ``config``, for corpora that have grown; None if no corpus is at hand.
+        sources: by their names in ``config``, for corpora that have grown; None if no corpus is available.
 
     Raises:
         StateError: a change that is refused, with every field that differs.
@@ -231,7 +231,7 @@ def _reconcile(
         if written != today:
             accepted.append("the stages to come were changed")
     else:
-        # Another seed or shuffle is not a stage: every epoch that is begun would be ordered anew.
+        # Another seed or shuffle is not a stage: every epoch that is begun would be ordered again.
         refuses = on_change == "refuse" and not _only_length(now, then)
         if refuses or now.seed != then.seed or _reshuffled(now, then):
             raise _refusal(now, then, state)

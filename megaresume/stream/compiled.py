@@ -4,7 +4,7 @@ numba's own cache ends a program where no directory can be written to, or where 
 function for the same one as long as its own file is, though what it calls in another file has changed. Here
 
     no directory       the temporary directory of the user; else nothing is kept, and a line says what that costs
-    a damaged file     compiled again, and written anew
+    a damaged file     compiled again, and written again
     another release    compiled again, whichever module of `megaresume.stream` with compiled functions has changed
 """
 

@@ -47,7 +47,7 @@ OnChange = Literal["refuse", "stage"]
 class SourceConfig:
     """One source of the blend."""
 
-    #: its first name: what its order, its part in a sample's identity, and its place in a state go by, for ever.
+    #: its first name: what its order, its part in a sample's identity, and its place in a state go by, forever.
     name: str
     #: parts of the blend; only the proportions matter. 0: present, never drawn.
     weight: int

@@ -283,7 +283,7 @@ def _exchange(numbers, members, sums, large, small):  # type: ignore[no-untyped-
 
 @compiled
 def _put(numbers, row, at, place):  # type: ignore[no-untyped-def]
-    """Put a number in the place of another one in a row that descends."""
+    """Put a number in place of another one in a row that descends."""
     while at + 1 < row.size and numbers[row[at + 1]] > numbers[place]:
         row[at] = row[at + 1]
         at += 1

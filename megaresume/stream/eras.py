@@ -16,7 +16,7 @@ class Era:
 
     #: its first position.
     first: int
-    #: the epoch that this one lies in.
+    #: the epoch that this one is in.
     epoch: int
     #: documents of the source.
     documents: int
@@ -54,14 +54,14 @@ class Eras:
         return bisect_right(self._firsts, position) - 1
 
     def epoch_of(self, position: int) -> int:
-        """The epoch that a position lies in."""
+        """The epoch that a position is in."""
         if not self.eras:
             return 0
         era = self.eras[self._number(position)]
         return era.epoch if era.rest else era.epoch + (position - era.first) // era.pieces
 
     def end_of_epoch(self, position: int) -> int:
-        """The position after the last one of the epoch that a position lies in."""
+        """The position after the last one of the epoch that a position is in."""
         k = self._number(position)
         end = self.epoch_bounds(self.eras[k], position)[1]
         # An era that begins before that is the rest of the same epoch.

@@ -108,7 +108,7 @@ def check_fingerprint(
     Args:
         name: that the run knows it by.
         before, now: what it was, and is.
-        source: may word the error by itself, with a method ``changed``; None if it is not at hand.
+        source: may word the error itself, with a method ``changed``; None if it is not available.
 
     Raises:
         StateError: naming each field that differs.
@@ -231,11 +231,11 @@ def check_corpora(
     """Refuse a corpus that is not the one of the state, unless it has grown and that is declared.
 
     Args:
-        config: of today.
+        config: the current one.
         names: of its sources -> those that the run knows them by.
-        fingerprints: by the names of today.
+        fingerprints: by today's names.
         state: of the run.
-        sources: those that are at hand, by the names of today.
+        sources: those that are available, by today's names.
 
     Returns:
         Those that have grown.

@@ -1,4 +1,4 @@
-"""What the stream asks of a source: how many documents, how long each is; and one that is not there any more."""
+"""What the stream asks of a source: how many documents, how long each is; and one that is no longer there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def count_trained(
 
 
 class AbsentSource:
-    """A source that the data config of today does not have any more, which keeps its place.
+    """A source that the data config of today no longer has, which keeps its place.
 
     Knows how many documents there were, and no more: nothing is drawn from it, nothing of it waits to be read.
 

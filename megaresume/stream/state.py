@@ -134,7 +134,7 @@ class StreamState:
     fingerprints: Mapping[str, Fingerprint]
     #: samples trained: the number of the next sample.
     samples: int
-    #: documents whose first segment lies in those samples.
+    #: documents whose first segment is in those samples.
     documents: int
     #: tokens of documents in those samples (padding is not counted).
     tokens: int
@@ -150,7 +150,7 @@ class StreamState:
     stages: tuple[StageRecord, ...]
     #: (first sample, global batch size in samples), ascending: maps steps to samples.
     batches: tuple[tuple[int, int], ...]
-    #: differences that a user accepted, in words, for ever.
+    #: differences that a user accepted, in words, forever.
     overrides: tuple[str, ...]
     #: rolling hash of the identities of all samples up to here; 16 hex digits.
     digest: str

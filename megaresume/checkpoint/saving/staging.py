@@ -206,7 +206,7 @@ class Stager:
             self._prune(copied)
 
     def _prune(self, copied: StepFile) -> None:
-        # Local ones first: without its copy one would stay for ever. A copy may be durable before what it is a copy of.
+        # Local ones first: without its copy one would stay forever. A copy may be durable before what it is a copy of.
         prune(self.local, self.retention, copied, copied_to=self.shared)
         prune(self.shared, self.retention, copied, copies_of=self.local)
         remove_orphans(self.local)

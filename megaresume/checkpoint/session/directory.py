@@ -98,7 +98,7 @@ def check_shared(directory: str | os.PathLike[str], *, action: str | None = None
 def _look(directory: Path, name: str) -> bool:
     deadline = time.monotonic() + PATIENCE_SECONDS
     for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
-        # Listing a directory makes an NFS client ask its server anew; asking for a name may be answered from memory.
+        # Listing a directory makes an NFS client ask its server again; asking for a name may be answered from memory.
         if (directory / name).exists() or name in _names(directory):
             return True
         if time.monotonic() >= deadline:
@@ -236,7 +236,7 @@ class Staged:
             is_fresh: nothing was loaded, and nothing was looked for.
 
         Raises:
-            CheckpointError: then, if one of the two tells of checkpoints that are not whole any more.
+            CheckpointError: then, if one of the two tells of checkpoints that are no longer whole.
         """
         if is_fresh:
             choose_of_two(self.local, self.shared)

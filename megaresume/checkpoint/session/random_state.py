@@ -303,7 +303,7 @@ class RandomState:
         return rank_files.write(root, path, seal(fields, depth=2))
 
     def restore(self, choice: Choice, before: Topology | None, now: Topology, *, seed: int) -> str:
-        """Put back what a checkpoint holds, or seed anew where it is of another layout. Collective.
+        """Put back what a checkpoint holds, or seed again where it is of another layout. Collective.
 
         Args:
             choice: what was loaded.

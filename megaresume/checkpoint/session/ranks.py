@@ -1,6 +1,6 @@
 """One rank decides and all ranks know; one rank fails and all ranks fail.
 
-A rank that raises alone leaves the others waiting in the next collective, for minutes or for ever. So what can fail
+A rank that raises alone leaves the others waiting in the next collective, for minutes or forever. So what can fail
 for a reason of its own (a file, a corpus, a disk) runs inside one of these, and everybody raises the same error.
 All of them are collectives of the default process group; without one, or without torch, there is a single rank.
 """
@@ -71,7 +71,7 @@ def _dist() -> Any:
     return sys.modules["torch.distributed"]
 
 
-# Objects over a process group on CPUs, in the place of torch's own functions for them: see `finished`.
+# Objects over a process group on CPUs, in place of torch's own functions for them: see `finished`.
 
 
 def _on_cpu() -> bool:

@@ -1,8 +1,8 @@
 """How a training process ends where megaresume refuses something: a message without a traceback, once a job.
 
-The launcher catches the error itself; in a script of the user's own an exception hook stands in its place, from the
+The launcher catches the error itself; in a user's script an exception hook stands in its place, from the
 first use of a name of `megaresume` on. Exit status 1 on both. Errors of others keep their tracebacks, and so does
-one of the user's own code that made us refuse.
+one of the user's code that made us refuse.
 
     all ranks found it together            rank 0 says it, while the others wait
     each for itself, in a process group    the first to sign the group's store
@@ -170,7 +170,7 @@ def _print(error: MegaresumeError, who: str = "") -> None:
 
 
 def _user_traceback(error: MegaresumeError) -> str:
-    """The traceback of the user's own code whose exception is the cause; "" if the cause is not in user code."""
+    """The traceback of the user's code whose exception is the cause; "" if the cause is not in user code."""
     cause = error.__cause__
     while isinstance(cause, MegaresumeError):
         cause = cause.__cause__

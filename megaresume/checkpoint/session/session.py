@@ -401,7 +401,7 @@ class Session:
 
         Args:
             beside: files of that save in ``<save>/megaresume``.
-            replaces: also in the place of those of another save of the step.
+            replaces: also in place of those of another save of the step.
 
         Raises, on every rank:
             CheckpointError: see `commit_save`.

@@ -10,7 +10,7 @@ replace. Pure: it asks nobody and does nothing.
     anything else                                  requeue; chain, if requeue is not allowed and a job follows
 
 An exit status of 0 is no proof of an end: srun gives it after a node failure, a run that was told to stop ends with it,
-and a program that trains nothing does so for ever.
+and a program that trains nothing does so forever.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SlurmState:
     may_requeue: bool = True
     #: the next job of the chain; None if there is none.
     successor: str | None = None
-    #: nodes that the job could have in the place of its own.
+    #: nodes that the job could have in place of its own.
     other_nodes: int = 0
     #: nodes of this job that would be left over if it continued without those that failed; negative: too few to
     #: continue. None if all of its nodes train (TRAIN_NODES is not given).
@@ -125,7 +125,7 @@ def decide(
     """What follows an attempt.
 
     A checkpoint is new if no attempt before has come so far: one that begins at the same early step each time, as a
-    flag may say, does the same steps for ever.
+    flag may say, does the same steps forever.
 
     Args:
         status: how the training has ended.

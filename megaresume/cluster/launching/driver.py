@@ -5,7 +5,7 @@
     Ledgers            what it has written to the ledger of its checkpoints, as a `AttemptProgress`
 
 The count of attempts is written, and is on the disk, before anything is launched: an attempt that nobody sees end is
-counted, and a run directory that takes no more bytes refuses the launch instead of beginning for ever "for the first
+counted, and a run directory that takes no more bytes refuses the launch instead of beginning forever "for the first
 time".
 
 Of a ledger the lines after those that were there when the attempt began count, unless another attempt signed them: a

@@ -144,7 +144,7 @@ class SlurmJob:
         return 30.0 if found is None else float(found[1])
 
     def other_nodes(self, excluded: Sequence[str]) -> int:
-        """Nodes of its partition that it could have in the place of its own."""
+        """Nodes of its partition that it could have in place of its own."""
         words = ["sinfo", "-h", "-N", "-o", "%N %T", *(["-p", self.partition] if self.partition else [])]
         pairs = [line.split() for line in run(*words).stdout.splitlines()]
         names = {pair[0] for pair in pairs if len(pair) == 2 and usable(pair[1])}

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _die(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End at once: a rank that waits for the others at its exit keeps the launcher from ending them."""
-    # torch puts a buffer in the place of sys.stderr while it calls this; it would be lost.
+    # torch puts a buffer in place of sys.stderr while it calls this; it would be lost.
     traceback.print_exception(kind, error, trace, file=sys.__stderr__)
     stop_at_once(130 if kind is KeyboardInterrupt else 1)
 

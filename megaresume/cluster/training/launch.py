@@ -80,7 +80,7 @@ def launch(args: Arguments) -> torch.device:
 def restart_warning(env: Mapping[str, str]) -> str | None:
     """What to say where torchrun would restart ranks in place and they could not meet; None: nothing.
 
-    The agents keep one store for all restarts (pytorch issue 135712): ranks that come anew find the addresses of those
+    The agents keep one store for all restarts (pytorch issue 135712): ranks that come again find the addresses of those
     before them in it, and end in "Connection refused".
     """
     restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", "0"))

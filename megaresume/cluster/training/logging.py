@@ -147,7 +147,7 @@ class Trained:
     def collect(
         self, group: dist.ProcessGroup | None, device: torch.device
     ) -> tuple[tuple[int, int], str, str, tuple[tuple[str, str], ...]]:
-        """Bring the rows of all data-parallel ranks together and start anew.
+        """Bring the rows of all data-parallel ranks together and start again.
 
         Returns:
             (first, last) sample; hash over identities and hash over contents, in the order of the stream; hash over

@@ -344,7 +344,7 @@ def _start(function: Callable[..., Any], shared: Any) -> None:
             parent.join()
             os._exit(1)
 
-    # A parent that was killed says nothing: without this its workers would wait for work for ever.
+    # A parent that was killed says nothing: without this its workers would wait for work forever.
     threading.Thread(target=die_with_parent, daemon=True).start()
 
 

@@ -38,7 +38,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """Which document it is, for ever: what randomness is keyed by."""
+    """Which document it is, forever: what randomness is keyed by."""
 
     #: of the stream.
     seed: int
@@ -98,7 +98,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: CorpusError, policy: FaultPolicy) -> Fault:
-        """What was done about an error. Not with its cause: libraries word that, in each version anew."""
+        """What was done about an error. Not with its cause: libraries word that, in each version again."""
         reason = error.headline if error.found is None else f"{error.headline}; found {error.found}"
         return cls(policy=policy, reason=reason)
 

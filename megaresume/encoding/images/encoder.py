@@ -140,7 +140,7 @@ class ImageTextEncoder:
         A record is one document, unless its template splits long ones.
 
         Args:
-            record: as it lies in its shard.
+            record: as it is in its shard.
             decoded: decode every image, which finds truncated ones.
 
         Raises:
@@ -169,7 +169,7 @@ class ImageTextEncoder:
         """A document: as many tokens as `measures` says, whatever the augmentation draws.
 
         Args:
-            record: as it lies in its shard.
+            record: as it is in its shard.
             key: which document it is.
             part: of a record that is several documents, 0-based.
 

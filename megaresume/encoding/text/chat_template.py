@@ -148,7 +148,7 @@ def read_chat_template(tokenizer: str | Path | None, template: str | Path | None
 
     Args:
         tokenizer: a tokenizer.json, or the directory of a model.
-        template: a file, or a name in `STYLES`, in the place of the tokenizer's own; None: its own.
+        template: a file, or a name in `STYLES`, in place of the tokenizer's own; None: its own.
 
     Raises:
         UsageError: there is none.

@@ -83,7 +83,7 @@ def shapes_of(row: Mapping[str, Any]) -> list[RowShape]:
     return [shape for shape in SHAPES if all(key in row for key in KEYS[shape])]
 
 
-#: in the place of a value that is not there.
+#: in place of a value that is not there.
 MISSING = object()
 
 

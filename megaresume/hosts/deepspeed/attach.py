@@ -69,7 +69,7 @@ def attach(
         loader: how batches are read ahead, and what they are.
         data_options: what the data config leaves open, and what is to be skipped.
         schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
-            engine's own, read anew at every step.
+            engine's own, read again at every step.
         log_samples: directory: every rank writes there what it was handed in every step, for `megaresume verify`.
 
     Returns:

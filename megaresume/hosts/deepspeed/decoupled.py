@@ -199,7 +199,7 @@ def _at_exit(reference: weakref.ref[Any]) -> None:
     except (MegaresumeError, OSError) as error:
         print(f"megaresume: error: rank {flight.rank}: {error}", file=sys.stderr, flush=True)
     finally:
-        engine.checkpoint_engine.cleanup()  # the program would wait for its writer for ever
+        engine.checkpoint_engine.cleanup()  # the program would wait for its writer forever
 
 
 def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> None:

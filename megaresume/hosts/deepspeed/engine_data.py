@@ -72,7 +72,7 @@ class EngineData(Batches):
         self._witness = Witness()
         #: micro-batches of this rank in the step that is handed out.
         self._per_step = 0
-        #: why nothing is handed out any more, though nothing failed.
+        #: why nothing more is handed out, though nothing failed.
         self._closed: StateError | None = None
         #: whether the position of the engine is one that the data has too.
         self._ready = int(engine.global_steps) == 0
@@ -166,7 +166,7 @@ class EngineData(Batches):
         return self._read()
 
     def _close_on_error(self, function: Callable[[], Any]) -> Any:
-        """What a function returns; after an error of it, nothing is handed out any more."""
+        """What a function returns; after an error of it, nothing more is handed out."""
         self._count.check()
         try:
             return function()
@@ -238,7 +238,7 @@ class EngineData(Batches):
 
         Args:
             call: in words.
-            weights: a part of it may be in the weights as well, and nothing is saved any more.
+            weights: a part of it may be in the weights as well, and nothing more is saved.
         """
         try:
             yield
@@ -293,12 +293,12 @@ class EngineData(Batches):
         self._count.check_save()
 
     def close(self) -> None:
-        """Stop reading ahead, and listening, at the end of a run; nothing is handed out any more."""
+        """Stop reading ahead, and listening, at the end of a run; nothing more is handed out."""
         self.detach("it was closed")
         self.session.close()
 
     def detach(self, why: str) -> None:
-        """Hand out nothing any more: the engine has other data now."""
+        """Hand out nothing more: the engine has other data now."""
         self._closed = StateError("this data hands out nothing more", cause=why)
         self._close()
 

@@ -34,7 +34,7 @@ class _Slot:
 
 
 def hook(engine: Any, attached: EngineData) -> None:
-    """Let the engine's methods carry this data from now on, in the place of what was attached before."""
+    """Let the engine's methods carry this data from now on, in place of what was attached before."""
     slot: _Slot | None = engine.__dict__.get(_SLOT)
     if slot is not None:
         slot.data.detach("megaresume.attach was called again on the same engine")

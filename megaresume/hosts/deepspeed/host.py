@@ -133,7 +133,7 @@ class EngineHost:
         return decoupled.is_pending(self.engine)
 
     def committed(self, save_dir: Path) -> None:
-        """See `Host`: conversions of older checkpoints are of no use any more."""
+        """See `Host`: conversions of older checkpoints are no longer of use."""
         remove_converted(save_dir)
 
     # Around the engine's methods

@@ -38,7 +38,7 @@ from megaresume.stream.stream import Stream
 
 
 class TrainingData(EngineData):
-    """Iterates over this rank's micro-batches for ever; made by `megaresume.attach`.
+    """Iterates over this rank's micro-batches forever; made by `megaresume.attach`.
 
     Micro-step k of the step that begins at sample c gives data-parallel rank r of D the samples
     ``c + k*(D*m) + r*m .. + m``, or with balance others of that step. Batch sizes are read from the engine at the first

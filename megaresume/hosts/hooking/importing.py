@@ -146,7 +146,7 @@ def _execute(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
 
 
 def wrap(owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> bool:
-    """Put ``make(original)`` in the place of ``owner.name``, and of what others imported from there by name.
+    """Put ``make(original)`` in place of ``owner.name``, and of what others imported from there by name.
 
     Args:
         owner: a module or a class.

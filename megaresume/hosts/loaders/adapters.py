@@ -8,7 +8,7 @@
 States are objects of the loader's own library; they are pickled, since nothing else can hold them (Energon's are
 classes, which ``torch.load`` refuses by default since torch 2.6).
 
-`LoaderReader`: the batches of a loader for ever, and its state at the last *trained* one.
+`LoaderReader`: the batches of a loader forever, and its state at the last *trained* one.
 
 A loader tells its state after the batch that it handed out last. A training loop may hold batches that it has not
 trained yet (it reads ahead, or saves in the middle of a step), and those must come again after a resume:

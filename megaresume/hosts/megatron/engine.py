@@ -159,7 +159,7 @@ def _load(
 
 def _check_pointed(choice: Choice, *, explicit: bool) -> None:
     """A checkpoint that no commit of ours vouches for is loaded only if something names it: Megatron-DeepSpeed itself
-    would begin anew at iteration 0, with a warning."""
+    would begin again at iteration 0, with a warning."""
     if explicit or choice.manifest is not None:
         return
     latest, tracker = read_pointers(choice.load_dir)

@@ -1,7 +1,7 @@
 """`BridgeHost`: a run of Megatron-Bridge as the host of a `Session`; `attach`.
 
-The data state lies in ``iter_0000010`` beside the weights, in the one file of the state that all ranks have alike: with
-that of the schedule of the learning rate. Bridge's own count of samples lies in its ``train_state.pt``.
+The data state is in ``iter_0000010`` beside the weights, in the one file of the state that all ranks have alike: with
+that of the schedule of the learning rate. Bridge's own count of samples is in its ``train_state.pt``.
 
 Bridge makes its process groups, and `Manager` and `Provider`, by itself: what a run trains is opened when its ranks are
 known, and there are no hooks. Only its first and last stages of a pipeline read batches; the others follow its counter.

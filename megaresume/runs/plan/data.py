@@ -53,7 +53,7 @@ class PlannedData:
     path: Path | None = None
     #: (field, then, now).
     changes: list[tuple[str, Any, Any]] = field(default_factory=list)
-    #: what would be kept in the state for ever, in words.
+    #: what would be kept in the state forever, in words.
     accepted: tuple[str, ...] = ()
     #: corpora that have grown, in words.
     grown: tuple[str, ...] = ()

@@ -140,7 +140,7 @@ class SourceForecast:
     now: SourceOutlook
     #: epochs that may still be begun or finished, the one at hand included; None: no end.
     epochs_left: int | None
-    #: the end of the epoch at hand; None if the source is not drawn.
+    #: the end of the current epoch; None if the source is not drawn.
     sample: int | None
     step: int | None
     #: the end of its last epoch; None if it has none, or is not drawn.

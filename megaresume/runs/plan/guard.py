@@ -1,6 +1,6 @@
 """A run under guard: what differs from the recorded order, and what stock Megatron would make of the new flags.
 
-Stock Megatron derives the order of its own datasets anew at every start, from their sizes. ``GPTDataset``
+Stock Megatron derives the order of its own datasets again at every start, from their sizes. ``GPTDataset``
 (megatron/core/datasets/gpt_dataset.py, the same from 0.8 on) shuffles all epochs of a corpus jointly, the last one
 apart if less than 80 % of it is needed. Both depend on the samples asked for, and both decide how often the generator
 is drawn from: another number of epochs, or the other side of 80 %, and every sample is another.

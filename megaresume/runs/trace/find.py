@@ -34,7 +34,7 @@ class Seen:
     sample: int
     rank: int | None
     micro_batch: int | None
-    #: tokens: where it lies in the sample, of the document before it, its own.
+    #: tokens: where it is in the sample, of the document before it, its own.
     place: int
     offset: int
     length: int
@@ -48,7 +48,7 @@ class Occurrence:
     #: of its pieces in the source, epochs included, as far as they are known.
     positions: list[int]
     #: trained: all of it was, when the newest state was saved. partly trained: some of it was. waiting: drawn then, in
-    #: an open bin. to come: planned ahead. left out: it lies in samples that are skipped, or is skipped by its number.
+    #: an open bin. to come: planned ahead. left out: it is in samples that are skipped, or is skipped by its number.
     #: not planned: further ahead than was asked for. never: the stream ends before it.
     status: Status
     parts: list[Seen] = field(default_factory=list)
@@ -123,7 +123,7 @@ def find(
         progress: called with the samples planned since the last call.
 
     Raises:
-        UsageError: an unknown source or document; or ``epochs`` of a source that is not drawn any more.
+        UsageError: an unknown source or document; or ``epochs`` of a source that is no longer drawn.
     """
     state = trace.history.state
     result: list[Sought] = []

@@ -46,7 +46,7 @@ def open_corpora(
         state: a state of the run.
         data: ``--data``, if it was given; None: the data config that was recorded beside the checkpoints.
         split: that of the run, where neither says it.
-        need_all: also of sources that the data config does not have any more.
+        need_all: also of sources that the data config no longer has.
 
     Raises:
         UsageError: there is no data config.

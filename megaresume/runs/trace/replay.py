@@ -105,7 +105,7 @@ def replay_all(
 ) -> tuple[list[Replayed], list[str]]:
     """Every recorded point, in a stream planned from sample 0; and the branches that were given up, in words.
 
-    What was given up and is the same proves as much as the rest; what is not is no part of the run any more.
+    What was given up and is the same proves as much as the rest; what is not is no longer part of the run.
 
     Args:
         recorded: the points.

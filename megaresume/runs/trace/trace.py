@@ -64,7 +64,7 @@ class ShardRecords:
             self.shards += [shard.path for shard in source.index.files]
 
     def __contains__(self, source: int) -> bool:
-        """Whether the source with this number lies in tar shards."""
+        """Whether the source with this number is in tar shards."""
         return source in self._sources
 
     def fill(self, which: Int64Array, documents: Int64Array, out: Int64Array) -> None:

@@ -1,6 +1,6 @@
 """Documents of like lengths next to each other, so that a batch of them needs little padding.
 
-What another order lays next to each other is laid anew within windows of it, by lengths alone:
+What another order lays next to each other is laid again within windows of it, by lengths alone:
 
     order before     5 90 7 33 80 6 31 88 30 | 9 41 ...       lengths; a window of 3 batches of 3
     longest first    90 88 80   33 31 30   7 6 5              cut into batches

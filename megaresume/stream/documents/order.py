@@ -78,7 +78,7 @@ class SourceOrder(Eras):
             now: new documents come into the epoch that has begun, and not from the next one on.
             stage: number of the one that begins there.
         """
-        eras = [era for era in self.eras if era.first <= position]  # what was to come is decided anew
+        eras = [era for era in self.eras if era.first <= position]  # what was to come is decided again
         if not eras:
             return self._with([self._era(0, 0, documents, piece, stage)])
         last = eras[-1]

@@ -107,7 +107,7 @@ def _fresh(config: StreamConfig) -> dict[str, Any]:
 
 
 def segments_of(arrays: Arrays) -> tuple[Int64Array, Int64Array]:
-    """What lies in the open bins.
+    """What is in the open bins.
 
     Returns:
         int64[w, SEGMENT_WIDTH], bin after bin in opening order, each in the order in which it was filled; int64[b],
@@ -192,7 +192,7 @@ def put_tails(arrays: Arrays, rows: Int64Array, orders: Orders) -> None:
 
 
 def pending_segments(arrays: Arrays) -> Int64Array:
-    """What waits to be placed: the document at hand, then those carried over: int64[w, SEGMENT_WIDTH]."""
+    """What waits to be placed: the current document, then those carried over: int64[w, SEGMENT_WIDTH]."""
     scalars = arrays.scalars
     at_hand = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
     num = int(at_hand[kernel.LENGTH] > 0)

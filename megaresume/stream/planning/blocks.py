@@ -216,7 +216,7 @@ class Blocks:
 
 
 class Anchors:
-    """Snapshots by position. The first one is kept for ever."""
+    """Snapshots by position. The first one is kept forever."""
 
     def __init__(self, base: Arrays) -> None:
         # (running number, position in samples, snapshot), ascending

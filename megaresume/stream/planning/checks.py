@@ -144,7 +144,7 @@ def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: 
         if not drawn:
             continue
         bounds = {epoch, *(b for documents in of_source for b in documents.epochs or () if b > epoch)}
-        # From the last bound on every epoch is the same one, for ever.
+        # From the last bound on every epoch is the same one, forever.
         asked = [max(bounds)] if end is None else sorted(b for b in bounds if b < end)
         if not asked:
             continue  # it has ended
@@ -160,7 +160,7 @@ def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: 
 
 
 def _drawn(course: Course, name: str, state: StreamState | None) -> tuple[bool, int | None]:
-    """Whether a source is drawn in the stage at hand or a later one; the epoch with which it ends, if it does."""
+    """Whether a source is drawn in the current stage or a later one; the epoch with which it ends, if it does."""
     first = 0 if state is None else len(state.stages) - 1
     samples = 0 if state is None else state.samples
     drawn, ends = False, []

@@ -107,7 +107,7 @@ class DocumentFeed:
         Args:
             position: in the source, epochs included.
             out: int64[A, AHEAD_WIDTH]: position, document, offset, length, units of the blend.
-            config: how often the source is gone through, in the stage at hand.
+            config: how often the source is gone through, in the current stage.
             order: what comes at a position.
             masks: documents to pass over as if they were empty.
             unit: what the blend counts.

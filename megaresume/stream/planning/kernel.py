@@ -17,7 +17,7 @@ thousand cost little more than three.
 What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``documents/order.py``). A later
 piece of a document counts as no further document.
 
-Packing. A drawn piece is *pending* until it lies in a bin. ``split`` concatenates and cuts; what it cuts off at the end
+Packing. A drawn piece is *pending* until it is in a bin. ``split`` concatenates and cuts; what it cuts off at the end
 of a sample waits until `TAILS` others were, and begins another one, so that both parts are in different batches. What
 fills a sample passes by uncut. ``best_fit`` puts a piece into the open bin that it fills best; where it fits nowhere it
 opens a bin, after closing the fullest if all are in use, or if `OPEN_SEGMENTS` lie in them: tiny documents need few.
@@ -68,7 +68,7 @@ NUM_SCALARS = 21
 SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
 SEGMENT_WIDTH = 5
 
-# Columns of `Arrays.sources`; what a draw touches comes first, so that it lies in few lines of the cache.
+# Columns of `Arrays.sources`; what a draw touches comes first, so that it is in few lines of the cache.
 NEXT, DRAWN_PIECES, DRAWN_DOCUMENTS, DRAWN_TOKENS, DRAWN_IN_STAGE = 0, 1, 2, 3, 4
 RELEASE, RELEASE_REST = 5, 6
 NEXT_RELEASE, NEXT_RELEASE_REST, DEADLINE = 7, 8, 9

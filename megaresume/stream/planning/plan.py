@@ -40,7 +40,7 @@ class Plan:
     hashes: npt.NDArray[np.uint64]
     #: uint64[samples]: rolling digest of the stream after each sample.
     digests: npt.NDArray[np.uint64]
-    #: of the sources: say which epoch a position lies in.
+    #: of the sources: say which epoch a position is in.
     orders: Orders
 
     def __len__(self) -> int:

@@ -284,7 +284,7 @@ class Planner:
         return True
 
     def _advance(self, num_samples: int) -> Plan:
-        """Plan samples of the stage at hand."""
+        """Plan samples of the current stage."""
         scalars = self._arrays.scalars
         scalars[kernel.OUT_SAMPLES] = scalars[kernel.OUT_SEGMENTS] = 0
         first = self.position

@@ -3,7 +3,7 @@
 A stage is a range of the stream with one blend and one packing. Where one ends and the next begins (`arrays.enter`),
 every source resumes at its own position and the deficits of the blend start at zero, so that a new weight causes no
 burst of catch-up. Documents in open bins are kept: as they are where the packing stays the same, else they are taken
-out, in the order in which they were put in, and are the first to be packed anew.
+out, in the order in which they were put in, and are the first to be packed again.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def select(rows, deadline, now):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def prefetch(_: Any, array: Any, i: Any, k: Any) -> Any:
-    """Ask for the line of the cache that ``array[i, k]`` lies in; past the end of the array, nothing happens.
+    """Ask for the line of the cache that ``array[i, k]`` is in; past the end of the array, nothing happens.
 
     The pieces ahead of a thousand sources do not fit into the cache, and which source comes next is known too late.
     """

@@ -7,7 +7,7 @@ A conversion is locked, with room for it, in a directory that nobody reads until
 
     lock (or wait for whoever holds it) -> there already? -> room on the disk? -> worker process -> seal -> rename
 
-A kill at any moment leaves a hidden directory at most; the next conversion clears it and begins anew. The lock is the
+A kill at any moment leaves a hidden directory at most; the next conversion clears it and begins again. The lock is the
 kernel's and goes with the process that holds it. Two jobs on a filesystem without locks both convert; the first to
 rename wins, and the other takes what it finds.
 """

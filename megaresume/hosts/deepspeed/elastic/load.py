@@ -125,7 +125,7 @@ def prepare_load(
 
 
 def conversion(choice: Choice, step: StepFile | None, now: Partitions, *, elastic: bool) -> str | None:
-    """The tag of the universal checkpoint to load in the place of the chosen one; None if that one loads as it is.
+    """The tag of the universal checkpoint to load in place of the chosen one; None if that one loads as it is.
 
     Args:
         choice: what is to be loaded, the same on every rank.

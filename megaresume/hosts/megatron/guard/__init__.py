@@ -1,6 +1,6 @@
 """Record and pin the order of Megatron's own datasets.
 
-Megatron derives the order of its samples anew at every start, from flags and files. This package records what came
+Megatron derives the order of its samples again at every start, from flags and files. This package records what came
 out, in the checkpoint, and sees to it that a resume gets the same again, or is told what changed.
 
     first start   build as Megatron does  →  hash the built indexes  →  the record, in every checkpoint

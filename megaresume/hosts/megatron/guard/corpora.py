@@ -4,7 +4,7 @@ Hashes of index arrays: by value, so that neither the dtype nor the version of M
 
 What identifies the documents of a corpus: their lengths, and tokens drawn here and there. Never its path.
 
-Splits without a token: Megatron adds up epochs of nothing for ever, and the job hangs at its start.
+Splits without a token: Megatron adds up epochs of nothing forever, and the job hangs at its start.
 
 How many samples a resumed run needs, where Megatron asks for too few.
 

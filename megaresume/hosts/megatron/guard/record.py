@@ -102,7 +102,7 @@ class OrderRecord:
     #: samples trained when the record began: the order before that is not proven.
     since: int
     builders: tuple[BuilderRecord, ...]
-    #: differences that a user accepted, in words, for ever.
+    #: differences that a user accepted, in words, forever.
     accepted: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

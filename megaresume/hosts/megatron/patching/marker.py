@@ -138,7 +138,7 @@ def read_marker(data: bytes, name: str) -> tuple[PatchMarker, bytes] | None:
 
 
 def undo(data: bytes, marker: PatchMarker, name: str) -> bytes:
-    """Put the old lines in the place of the new ones, with the ends that those have.
+    """Put the old lines in place of the new ones, with the ends that those have.
 
     Args:
         data: the patched file without the comment, perhaps edited since.
