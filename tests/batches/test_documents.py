@@ -177,7 +177,7 @@ def test_a_loop_that_has_no_place_for_images_is_refused(image_blend):
     from megaresume.hosts.megatron.data.samples import SampleDataset
 
     dataset = SampleDataset(image_blend.open(), SampleForm(across=False), num_samples=8)
-    with pytest.raises(UsageError, match="takes tokens alone") as error:
+    with pytest.raises(UsageError, match="takes only tokens") as error:
         dataset[0]
     assert "pairs, figures" in str(error.value)
 

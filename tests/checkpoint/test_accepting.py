@@ -20,7 +20,7 @@ def test_weights_of_another_step(root: Path, more: dict[str, int]) -> None:
     right = Reading(envelope=step.envelope, iteration=step.iteration, samples=step.state.samples)
     check_same(step.envelope, right, step, choice)
     wrong = dataclasses.replace(right, **{name: getattr(right, name) + n for name, n in more.items()})
-    with pytest.raises(StateError, match="the weights and the data state are of different steps"):
+    with pytest.raises(StateError, match="the weights and the data state are from different steps"):
         check_same(step.envelope, wrong, step, choice)
 
 

@@ -231,7 +231,7 @@ def test_a_reader_that_goes_elsewhere_is_served(shards):
 
 def test_bad_numbers_are_refused(shards):
     for options in ({"read_ahead": -1}, {"requests": 0}):
-        with pytest.raises(UsageError, match="read ahead"):
+        with pytest.raises(UsageError, match="reading ahead"):
             loader(shards, **options)
 
 

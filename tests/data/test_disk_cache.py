@@ -171,7 +171,7 @@ def test_a_directory_that_cannot_be_is_said(shards, cache, caplog):  # noqa: F81
 
 @pytest.mark.parametrize("gib", [0, -1, float("nan"), float("inf")])
 def test_a_bound_that_is_none_is_refused(shards, cache, gib):  # noqa: F811
-    with pytest.raises(UsageError, match="no room"):
+    with pytest.raises(UsageError, match="bad size"):
         loader(shards, cache_dir=cache, cache_gib=gib)
 
 

@@ -159,7 +159,7 @@ def test_what_is_refused() -> None:
         Balance(token_cost=1 << 40)
     assert Balance.from_dict(Balance(objective="micro-step").to_dict()) == Balance(objective="micro-step")
     for damaged in ({}, {"objective": "step"}, {"objective": "step", "token_cost": "1", "algorithm": 1}, None):
-        with pytest.raises(ValueError, match="is none"):
+        with pytest.raises(ValueError, match="is not a balance"):
             Balance.from_dict(damaged)  # type: ignore[arg-type]
 
 

@@ -61,7 +61,7 @@ def test_eod_token(tokenizer_json):
     assert load_tokenizer(tokenizer_json, eod_token="<|pad|>").eod == 2
     with pytest.raises(UsageError, match="has no token"):
         load_tokenizer(tokenizer_json, eod_token="<|none|>")
-    with pytest.raises(UsageError, match="of its own"):
+    with pytest.raises(UsageError, match="has its own"):
         load_tokenizer(None, eod_token="</s>")
 
 
