@@ -70,7 +70,7 @@ def test_what_a_row_may_have_besides():
         ({"messages": None}, "messages", "has no 'messages'"),
         ({"messages": []}, "messages", "no list of messages"),
         ({"messages": "[]"}, "messages", "no list of messages"),
-        ({"messages": ["Hi"]}, "messages", "message 0 is none"),
+        ({"messages": ["Hi"]}, "messages", "message 0 is not an object"),
         ({"messages": [{"content": "Hi"}]}, "messages", "message 0 has an unknown role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages", "message 0 has no text"),
         ({"messages": [ASKED[0], {"role": "assistant"}]}, "messages", "message 1 has no text"),
