@@ -76,9 +76,18 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
 
 
 def _check_rank(engine: Any, loader: Any) -> None:
-    """Raise a UsageError if a loader of megaresume's, which says whose it is, is of another rank than the engine."""
+    """Raise a UsageError for a loader of megaresume's that is of another rank than the engine, or that ends."""
     if not isinstance(loader, DataLoader):
         return
+    loader.ends_elsewhere = True
+    if any(source.max_epochs is not None for source in loader.stream.config.sources):
+        raise UsageError(
+            "a loader that ends cannot be attached to an engine",
+            found="DataLoader(max_epochs=...)",
+            expected="a DataLoader without max_epochs: the batches of an engine never end",
+            cause="the engine counts steps, and the last one of the data may be short",
+            action="leave max_epochs out, and stop when engine.global_steps is EPOCHS * len(loader) // accumulation",
+        )
     own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
     if own != ours:
         raise UsageError(

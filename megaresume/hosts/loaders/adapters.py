@@ -89,7 +89,8 @@ def adapter_of(loader: Any) -> Adapter:
         "state_dict and load_state_dict",
         cause="a plain torch DataLoader forgets its position" if hasattr(loader, "batch_sampler") else None,
         action="use torchdata.stateful_dataloader.StatefulDataLoader in the place of torch.utils.data.DataLoader, "
-        "megatron.energon.get_savable_loader in the place of get_loader; or megaresume.attach with a data.yaml",
+        "megatron.energon.get_savable_loader in the place of get_loader; for a map-style dataset, "
+        "megaresume.DataLoader(dataset, batch_size=...); or megaresume.attach with a data.yaml",
     )
 
 
@@ -148,10 +149,11 @@ class StateDictAdapter:
         return batches
 
     def _set_epoch(self, epoch: int) -> None:
-        # A distributed sampler shuffles by the epoch that it is told, and its state does not hold it.
+        # A distributed sampler shuffles by the epoch that it is told, and its state does not hold it. A loader that is
+        # its own sampler counts by itself: its epochs do not end where a pass over it does.
         for name in ("sampler", "batch_sampler"):
             sampler: Any = getattr(self.loader, name, None)
-            if hasattr(sampler, "set_epoch"):
+            if sampler is not self.loader and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
 

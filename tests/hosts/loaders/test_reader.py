@@ -14,6 +14,7 @@ import torch
 from kit import energon_loader, torchdata_loader
 from lives import lives
 
+import megaresume
 from megaresume.hosts.loaders import adapters as module
 from megaresume.hosts.loaders.adapters import EnergonAdapter, LoaderReader, adapter_of
 from megaresume.stream.errors import StateError, UsageError
@@ -27,6 +28,21 @@ def test_torchdata(kind: str, workers: int) -> None:
     # 15 batches an epoch of the maps: stops in, at the end of, and right behind an epoch; twice in a row.
     stops = [7, 8, 15, 30, 31, 50]
     assert lives(make, stops) == lives(make, stops[-1:])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 2])
+def test_our_own_loader_over_epochs(workers: int) -> None:
+    """It counts its epochs by itself, and the numbers of passes over it are not those of its epochs."""
+
+    def make() -> megaresume.DataLoader:
+        return megaresume.DataLoader(torch.arange(30.0)[:, None], batch_size=4, num_workers=workers)
+
+    stops = [3, 8, 9, 15, 16, 30]  # of 7.5 batches an epoch
+    whole = lives(make, stops[-1:])
+    assert lives(make, stops) == whole
+    items = [item for batch in whole for item in batch]
+    assert [sorted(items[epoch * 30 : epoch * 30 + 30]) for epoch in range(3)] == [list(map(float, range(30)))] * 3
 
 
 @pytest.mark.process
