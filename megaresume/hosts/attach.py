@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,7 @@ def attach(
     thing: Any,
     data: Any = None,
     *,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     stop: StopConditions | None = None,
     loader: Loader | None = None,
     **options: Any,
@@ -130,7 +131,8 @@ def attach(
             with a state (Energon's, torchdata's). Hugging Face's Trainer: a dataset, or several, ``{name: (dataset,
             weight)}``; None: its ``train_dataset``. Accelerator, own loop: a `DataLoader` or `StreamLoader`.
             Megatron-Bridge: given data-parallel rank and size, makes such a loader. The others have it already.
-        checkpoints: where the run saves, what it keeps, and what it may load.
+        checkpoints: where the run saves, what it keeps, and what it may load; a directory stands for
+            ``Checkpoints(save_dir=directory)``.
         stop: when it saves and exits, with `megaresume.Stopped`.
         loader: DeepSpeed: how batches are read ahead, and what they are.
         options: options of this trainer only: see its section.
@@ -146,6 +148,8 @@ def attach(
         SetupError: a package is missing; or data, directories or clocks differ between nodes.
     """
     trainer = _trainer_of(thing)
+    if isinstance(checkpoints, str | os.PathLike):
+        checkpoints = Checkpoints(save_dir=checkpoints)
     given = {"data": data, "checkpoints": checkpoints, "stop": stop, "loader": loader}
     options = {name: value for name, value in given.items() if value is not None} | options
     function = _function_of(trainer)

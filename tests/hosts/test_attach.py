@@ -125,6 +125,14 @@ def test_what_it_does_not_know(thing: Any, words: str) -> None:
         megaresume.attach(thing)
 
 
+def test_a_directory_stands_for_checkpoints(taken: list[Any], tmp_path: Path) -> None:
+    for directory in (str(tmp_path), tmp_path):
+        megaresume.attach({"model": torch.nn.Linear(1, 1)}, [1], checkpoints=directory)
+    assert [options["checkpoints"] for _, _, options in taken] == [
+        megaresume.Checkpoints(save_dir=directory) for directory in (str(tmp_path), tmp_path)
+    ]
+
+
 def test_options_of_another_trainer() -> None:
     lightning, accelerator = kind("lightning", "Trainer")(), kind("accelerate", "Accelerator")()
     checkpoints = megaresume.Checkpoints(save_dir="run")
