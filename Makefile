@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo check test test-all docs upstream trainers peers lint types bench clean
+.PHONY: demo check test test-all docs upstream trainers peers mutations lint types bench clean
 
 # The constraints file pins what CI runs; a GPU machine gets the CUDA build of the same torch.
 $(STAMP): pyproject.toml constraints.txt
@@ -82,6 +82,10 @@ types: $(STAMP)
 # The site of docs/, in site/index.html; a broken link or anchor fails it.
 docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs site
+
+# Defects put in on purpose, one at a time, each of which a test has to find: an hour.
+mutations: $(STAMP)
+	$(BIN)/python -m tests.mutations
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -14,9 +14,9 @@ import pytest
 from megaresume.checkpoint import system
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.manifest import checksum_files, read_manifest
+from megaresume.checkpoint.manifest import FileEntry, checksum_files, read_manifest
 from megaresume.checkpoint.paths import manifest_path
-from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.saving.commit import Commit, abandon_save, begin_save, commit_save
 from megaresume.checkpoint.start import distrust_tracker, record_start
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.checkpoint.topology import Topology
@@ -277,3 +277,37 @@ def test_a_first_save_that_no_commit_followed(
     monkeypatch.setattr(system, "boot_id", lambda: "after the power cut")
     assert distrust_tracker(tmp_path) == "iter_0000010"
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists() and choose(tmp_path) is None
+
+
+def test_files_of_another_layout_are_refused(root: Path, state: MakeState, model: Model) -> None:
+    """Left by a save of more ranks: DeepSpeed would read it as one of this checkpoint."""
+    pending = begin_save(root, tag="global_step40", iteration=40, state=state(320))
+    model(pending.tag_dir, state(320))
+    other = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (pending.tag_dir / other).write_bytes(b"older")
+    with pytest.raises(CheckpointError, match="incomplete") as raised:
+        commit_save(pending, expected_files=FILES)
+    assert f"{other} is there, which no rank of this save writes" in str(raised.value.found)
+    assert (root / "latest").read_text() == "global_step30"
+
+
+@pytest.mark.parametrize("content", [None, b"cut sh"], ids=["missing", "short"])
+def test_what_a_rank_wrote_beside_must_be_there(
+    root: Path, state: MakeState, model: Model, content: bytes | None
+) -> None:
+    pending = begin_save(root, tag="global_step40", iteration=40, state=state(320))
+    model(pending.tag_dir, state(320))
+    if content is not None:
+        (root / "megaresume" / "rank_0.json").write_bytes(content)
+    beside = [FileEntry(path="rank_0.json", size=9, checksum="0" * 32)]
+    with pytest.raises(CheckpointError, match="incomplete") as raised:
+        commit_save(pending, expected_files=FILES, beside=beside)
+    words = "is missing" if content is None else "has 6 of 9 bytes"
+    assert f"rank_0.json {words}" in str(raised.value.found)
+    assert (root / "latest").read_text() == "global_step30"
+
+
+def test_giving_up_a_save_leaves_what_was_committed(root: Path) -> None:
+    before = snapshot(root)
+    abandon_save(root, iteration=30, tag="global_step30")
+    assert snapshot(root) == before

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -152,3 +153,44 @@ def test_newer_version(tag_dir: Path, tmp_path: Path) -> None:
     path.write_bytes(seal(fields | {"version": 3}))
     with pytest.raises(NewerFormatError):
         read_manifest(path)
+
+
+def test_a_file_that_has_grown_is_not_the_one_that_was_saved(tag_dir: Path) -> None:
+    manifest = manifest_of(tag_dir)
+    with (tag_dir / "a.pt").open("ab") as file:
+        file.write(b"more")
+    assert [str(problem) for problem in manifest.verify(tag_dir)] == [
+        "a.pt: has 1004 bytes, had 1000 when it was saved"
+    ]
+
+
+def test_model_files_that_it_does_not_name(tag_dir: Path) -> None:
+    """Frameworks find them by their names; notes of a program's own are nobody's business."""
+    manifest = manifest_of(tag_dir)
+    (tag_dir / "notes.txt").write_text("mine")
+    (tag_dir / "mp_rank_01_model_states.pt").write_bytes(b"other")
+    (tag_dir / "mp_rank_01").mkdir()
+    (tag_dir / "mp_rank_01" / "b.pt").write_bytes(b"other")
+    found = [(problem.path, problem.kind) for problem in manifest.verify(tag_dir)]
+    assert found == [("mp_rank_01/b.pt", "unlisted"), ("mp_rank_01_model_states.pt", "unlisted")]
+
+
+def test_files_of_ranks_are_read_whatever_the_mode(tag_dir: Path) -> None:
+    records = tag_dir.parent / "megaresume"
+    records.mkdir()
+    (records / "rank_0.json").write_bytes(b"content")
+    entry = FileEntry(path="rank_0.json", size=7, checksum=xxhash.xxh3_128_hexdigest(b"content"))
+    manifest = dataclasses.replace(manifest_of(tag_dir), beside=(entry,))
+    assert manifest.verify(tag_dir) == []
+    (records / "rank_0.json").write_bytes(b"damaged")
+    assert [(problem.path, problem.kind) for problem in manifest.verify(tag_dir)] == [
+        ("megaresume/rank_0.json", "checksum")
+    ]
+
+
+def test_checksums_of_some_files_are_not_those_of_all(tag_dir: Path) -> None:
+    manifest = manifest_of(tag_dir)
+    first, *others = manifest.files
+    assert manifest.has_checksums
+    partly = dataclasses.replace(manifest, files=(dataclasses.replace(first, checksum=None), *others))
+    assert not partly.has_checksums

@@ -164,3 +164,9 @@ def test_a_marker_that_leads_elsewhere(path: Path) -> None:
     write_marker(path, replace(marker, tag=".."))
     with pytest.raises(CheckpointError, match="lacks a field or has one of the wrong kind"):
         read_marker(path)
+
+
+def test_the_state_of_another_iteration_in_it(path: Path) -> None:
+    reseal(path, lambda fields: fields.update(iteration=20))
+    with pytest.raises(StateError, match="the data state"):
+        read_step_file(path)
