@@ -25,7 +25,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     directory = setup.directory / "checkpoints"
     _checkpoints(directory)
     compared = {
-        "inspect": _process("-m", "megaresume.program", "inspect", str(directory)),
+        "inspect": _process("-m", "megaresume", "inspect", str(directory)),
         "nothing": _process("-c", "pass"),
     }
     seconds = interleaved(compared, setup.sizes.repetitions, clock=wall)

@@ -69,6 +69,26 @@ _FOLDERS = ("doctor", "plan", "trace")
 DESCRIPTION = "Exact, elastic, provable data resume for every trainer."
 
 
+def listed(commands: Mapping[str, str], width: int = 100) -> str:
+    """Every command with its help, under the name of its group.
+
+    Args:
+        commands: name -> help. Those of no group come last.
+        width: columns of text.
+    """
+    grouped = {name for group in GROUPS.values() for name in group}
+    groups = {**GROUPS, "more": tuple(name for name in commands if name not in grouped)}
+    lines: list[str] = []
+    for title, names in groups.items():
+        shown = [name for name in names if name in commands]
+        if shown:
+            lines += ["", f"{title}:"]
+        for name in shown:
+            first, *rest = textwrap.wrap(commands[name], width - 17)
+            lines += [f"    {name:<12} {first}", *(" " * 17 + line for line in rest)]
+    return "\n".join(lines[1:])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -161,27 +181,3 @@ def _report(error: MegaresumeError, status: int) -> int:
     sys.stdout.flush()
     print(f"megaresume: error: {error}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-def listed(commands: Mapping[str, str], width: int = 100) -> str:
-    """Every command with its help, under the name of its group.
-
-    Args:
-        commands: name -> help. Those of no group come last.
-        width: columns of text.
-    """
-    grouped = {name for group in GROUPS.values() for name in group}
-    groups = {**GROUPS, "more": tuple(name for name in commands if name not in grouped)}
-    lines: list[str] = []
-    for title, names in groups.items():
-        shown = [name for name in names if name in commands]
-        if shown:
-            lines += ["", f"{title}:"]
-        for name in shown:
-            first, *rest = textwrap.wrap(commands[name], width - 17)
-            lines += [f"    {name:<12} {first}", *(" " * 17 + line for line in rest)]
-    return "\n".join(lines[1:])

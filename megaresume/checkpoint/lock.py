@@ -61,12 +61,12 @@ _POLL_SECONDS = 0.2
 class Holder:
     """What the lock of a root says."""
 
-    #: None if the name is damaged, or was written by a newer megaresume.
-    owner: Owner | None
     #: held: as far as one can tell without waiting. gone: it has ended, the next start takes the lock at once.
     status: Literal["held", "gone", "released"]
     #: why it counts as ended.
     reason: str | None = None
+    #: None if the name is damaged, or was written by a newer megaresume.
+    owner: Owner | None
 
     def __str__(self) -> str:
         return "a process whose name cannot be read" if self.owner is None else str(self.owner)

@@ -244,7 +244,7 @@ def test_nothing_is_unpickled(root: Path, tmp_path: Path, inspect: Inspect) -> N
 @pytest.mark.process
 def test_nothing_heavy_is_imported(root: Path) -> None:
     helpers.save_checkpoint(root, 40)
-    command = [sys.executable, "-X", "importtime", "-m", "megaresume.program", "inspect", str(root)]
+    command = [sys.executable, "-X", "importtime", "-m", "megaresume", "inspect", str(root)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.split("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines()}
     assert "xxhash" in imported

@@ -603,7 +603,7 @@ def test_prepare_of_rows_without_images_needs_none(tmp_path):
 
 def command(tmp_path: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "megaresume.program", "prepare", str(tmp_path / "rows.jsonl"), "--image-folder"),
+        *(sys.executable, "-m", "megaresume", "prepare", str(tmp_path / "rows.jsonl"), "--image-folder"),
         *(str(tmp_path / "images"), "--output", str(tmp_path / "out"), "--processor", json.dumps(OPTIONS["processor"])),
         *("--template", json.dumps(CHAT), *more),
     ]

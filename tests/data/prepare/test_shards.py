@@ -261,7 +261,7 @@ def test_inputs_that_are_not_there(shards, tmp_path, monkeypatch, inputs, error,
 
 def command(tmp_path: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "megaresume.program", "prepare", str(tmp_path / "shards/pairs-*.tar")),
+        *(sys.executable, "-m", "megaresume", "prepare", str(tmp_path / "shards/pairs-*.tar")),
         *("--output", str(tmp_path / "out"), "--processor", "{kind: patches, size: 16, patch_size: 8}", *more),
     ]
 
