@@ -287,7 +287,7 @@ def test_files_of_another_layout_are_refused(root: Path, state: MakeState, model
     (pending.tag_dir / other).write_bytes(b"older")
     with pytest.raises(CheckpointError, match="incomplete") as raised:
         commit_save(pending, expected_files=FILES)
-    assert f"{other} is there, which no rank of this save writes" in str(raised.value.found)
+    assert f"{other} is there, but no rank of this save writes it" in str(raised.value.found)
     assert (root / "latest").read_text() == "global_step30"
 
 
