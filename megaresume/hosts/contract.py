@@ -170,7 +170,7 @@ class HostContract:
         self.refused(driver, Job(directory=copy, attempt=2, items=ITEMS - 1), "99 items")
 
     def test_a_batch_that_was_taken_and_not_trained(self, driver: Driver, tmp_path: Path) -> None:
-        words = ("taken and not trained", "read by somebody else", "moved while it was being read")
+        words = ("taken and not trained", "something else read from the loader", "moved while it was being read")
         self.refused(driver, Job(directory=tmp_path / "run", mistake="look"), *words)
         assert self.newest(tmp_path / "run") is None
 

@@ -190,7 +190,7 @@ def test_another_global_batch_size_goes_on_in_the_same_order(one_rank: Any) -> N
 def test_zero_on_other_ranks_is_refused_with_the_command(one_rank: Any, stage: int) -> None:
     kind, headline, action, found = one_rank["partitions"][0][f"zero{stage}"]
     assert kind == "CheckpointError"
-    assert "another number of data-parallel ranks" in headline
+    assert "a different number of data-parallel ranks" in headline
     assert "megaresume convert" in action and "--tag global_step6," in action and "elastic=True" in action
     assert f"ZeRO {stage} on 2 data-parallel ranks; 1 now" in found
 

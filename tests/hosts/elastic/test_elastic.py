@@ -63,7 +63,7 @@ def test_the_conversion_goes_when_the_next_checkpoint_is_there(one: dict[str, An
 @pytest.mark.parametrize("case", CASES)
 def test_unasked_it_is_refused_with_the_command(one: dict[str, Any], case: str) -> None:
     kind, headline, action, found = one[case]["refused"]
-    assert kind == "CheckpointError" and "another number of data-parallel ranks" in headline
+    assert kind == "CheckpointError" and "a different number of data-parallel ranks" in headline
     assert f"{case} --tag global_step4, and start again" in action and "elastic=True" in action
     assert "on 2 data-parallel ranks; 1 now" in found
 

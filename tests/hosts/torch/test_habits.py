@@ -14,8 +14,10 @@ import torch
 import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.lock import holder_of
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.paths import deepspeed_tag, manifest_path
+from megaresume.checkpoint.paths import deepspeed_tag, ledger_path, manifest_path
 from megaresume.checkpoint.system import boot_id
 from megaresume.hosts.loop import Loop
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
@@ -272,6 +274,38 @@ def test_a_run_that_goes_back_says_so(directory: Path, tried: Tried, capfd: pyte
         again.loop.close()
         said = capfd.readouterr().out.splitlines()
         assert [line for line in said if "goes back" in line] == words
+
+
+def test_a_state_that_no_resume_could_read_is_not_saved(
+    directory: Path, tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried.loop.load()
+    tried.train_one()
+    tried.loop.save()
+
+    def refuse(*_: Any) -> None:
+        raise StateError("no resume could read this")
+
+    monkeypatch.setattr(type(tried.loop.steps.feed), "read_back", refuse)
+    tried.train_one()
+    with pytest.raises(StateError, match="no resume could read this"):
+        tried.loop.save()
+    choice = choose(directory)
+    assert choice is not None and choice.tag == "global_step1"
+
+
+def test_the_end_is_in_the_ledger_and_the_lock_is_free(directory: Path, tried: Tried) -> None:
+    tried.loop.load()
+    tried.train_one()
+    tried.loop.save()
+    assert [entry.kind for entry in read_ledger(ledger_path(directory)).entries if entry.kind == "finished"] == []
+    holder = holder_of(directory)
+    assert holder is not None and holder.status != "released"
+    tried.loop.finish()
+    last = [entry for entry in read_ledger(ledger_path(directory)).entries if entry.kind == "finished"]
+    assert [(entry.iteration, entry.samples) for entry in last] == [(1, 4)]
+    holder = holder_of(directory)
+    assert holder is not None and holder.status == "released"
 
 
 def test_a_load_says_what_it_has_compared(directory: Path, tried: Tried, capfd: pytest.CaptureFixture[str]) -> None:
