@@ -185,7 +185,7 @@ def _user_traceback(error: MegaresumeError) -> str:
     return "".join([*lines, *traceback.format_exception_only(cause)])
 
 
-_OURS = str(Path(__file__).parents[1]) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
 #: of Python itself, and of what is installed.
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
