@@ -52,19 +52,24 @@ GROUPS = {
     "the shell": ("completion",),
 }
 
-#: commands that are no question about a run -> where they are.
+#: where each command is, but for `run`, which is `megaresume.run`.
 _HOMES = {
     "completion": "completion",
     "convert": "hosts.deepspeed.elastic.command",
     "demo": "cluster.demo.command",
+    "doctor": "runs.doctor.command",
+    "inspect": "runs.inspect",
+    "latest": "runs.latest",
     "new": "cluster.new",
     "patch": "hosts.megatron.patching.command",
+    "plan": "runs.plan.command",
     "prepare": "data.prepare.command",
+    "report": "runs.report",
     "smoke": "cluster.smoke.command",
+    "stream": "runs.stream",
+    "trace": "runs.trace.command",
+    "verify": "runs.verify",
 }
-#: questions about a run, and those of them that have a folder of their own.
-_QUESTIONS = ("doctor", "inspect", "latest", "plan", "report", "stream", "trace", "verify")
-_FOLDERS = ("doctor", "plan", "trace")
 
 DESCRIPTION = "Exact, elastic, provable data resume for every trainer."
 
@@ -160,8 +165,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def module_of(command: str) -> str:
     """The module of a command."""
-    if command in _QUESTIONS:
-        return f"megaresume.runs.{command}" + ".command" * (command in _FOLDERS)
     return f"megaresume.{_HOMES[command]}"
 
 
