@@ -21,7 +21,7 @@ from megaresume.checkpoint.session.ranks import gather, world_size
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import kind_of
 from megaresume.stream.dealing import in_parts
-from megaresume.stream.errors import StateError, StreamExhausted, UsageError
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.stream import Stream
 
@@ -241,24 +241,16 @@ class Samples(Feed):
     def has(self, sample: int) -> bool:
         """See `Feed`."""
         needed = self.size_at(sample) if self.whole_steps else self.loader.dp_size
-        return self._there(sample, needed) == needed
+        return available(self.stream, sample, needed) == needed
 
     def after(self, batch: Any, sample: int) -> int:
         """See `Feed`."""
         self._faults.add(batch)
         micro, dp, size = self.loader.micro_batch_size, self.loader.dp_size, self.size_at(self._trained)
-        if (there := self._there(self._trained, size)) == size:
+        if (there := available(self.stream, self._trained, size)) == size:
             return sample + micro * dp
         ends = accumulate(in_parts(there, micro_batch_size=micro, dp_size=dp), initial=self._trained)
         return next(end for end in ends if end > sample)
-
-    def _there(self, sample: int, wanted: int) -> int:
-        """How many of these samples the stream has."""
-        try:
-            self.stream.check_reaches(sample + wanted)
-        except StreamExhausted:
-            return available(self.stream, sample, wanted)
-        return wanted
 
     def size_at(self, sample: int) -> int:
         """See `Feed`."""
