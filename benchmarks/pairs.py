@@ -25,7 +25,7 @@ from megaresume.batches.open import open_stream
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.encoding.images.document import Key, Record
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.encoding.images.processors.pixels import Backend
+from megaresume.encoding.images.pixels import Backend
 from megaresume.stream.batches import BatchSchedule
 
 SEQ_LENGTH = 8192

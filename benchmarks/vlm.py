@@ -19,7 +19,7 @@ from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, median, ratio
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.encoding.images.processors.pixels import Backend
+from megaresume.encoding.images.pixels import Backend
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
 from megaresume.stream.state import StreamState

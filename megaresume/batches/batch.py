@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megaresume.encoding.images.processors.pixels import Levels
+from megaresume.encoding.images.pixels import Levels
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import UsageError
 from megaresume.stream.planning.kernel import LENGTH, OFFSET, SOURCE

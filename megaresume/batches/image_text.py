@@ -32,7 +32,7 @@ from megaresume.batches.batch import BatchArrays, FaultEntry, SegmentLayout
 from megaresume.batches.workers import shared_memory
 from megaresume.data.source import DocumentSource
 from megaresume.encoding.images.document import EncodedDocument, Key
-from megaresume.encoding.images.processors.pixels import Levels, Room
+from megaresume.encoding.images.pixels import Levels, Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.kernel import LENGTH, SOURCE
 from megaresume.stream.planning.plan import Plan

@@ -24,7 +24,7 @@ from megaresume.data.data_path import sources_from_data_path
 from megaresume.data.metadataset import expand_metadatasets
 from megaresume.data.split import Part
 from megaresume.data.yaml_text import read_mapping
-from megaresume.encoding.images.augment import augmentation_from_options, augmentation_options
+from megaresume.encoding.images.rgb import augmentation_from_options, augmentation_options
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.data_yaml import IMAGE_KINDS
 from megaresume.stream.errors import ConfigError

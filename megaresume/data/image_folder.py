@@ -33,7 +33,7 @@ from megaresume.stream.errors import CorpusError
 
 if TYPE_CHECKING:
     from megaresume.data.record_index import ShardIndex
-    from megaresume.encoding.images.templates import Template
+    from megaresume.encoding.images.pieces import Template
 
 #: images that are read at a time when an index is made.
 REQUESTS = 32

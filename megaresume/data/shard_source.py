@@ -30,7 +30,7 @@ from megaresume.stream.state import Fingerprint
 if TYPE_CHECKING:
     from megaresume.encoding.images.document import EncodedDocument, FaultPolicy, Key, Record
     from megaresume.encoding.images.encoder import ImageTextEncoder
-    from megaresume.encoding.images.processors.pixels import Levels
+    from megaresume.encoding.images.pixels import Levels
 
 Int64Array = npt.NDArray[np.int64]
 #: What becomes of documents longer than `max_tokens`.
@@ -101,7 +101,7 @@ class ShardSource:
         if self._folder is not None:
             self._folder.check()
         if augment is not None:
-            from megaresume.encoding.images.augment import augmentation_from_options
+            from megaresume.encoding.images.rgb import augmentation_from_options
 
             augmentation_from_options(augment)
         if self._limit is not None and too_long == "error":
@@ -203,7 +203,7 @@ class ShardSource:
                 missing or another one, which no policy covers.
             SetupError: the store does not answer.
         """
-        from megaresume.encoding.images.faults import encode_as_indexed, fit_document
+        from megaresume.encoding.images.document import encode_as_indexed, fit_document
 
         length = self.length(i)
         policy = self.policy
@@ -417,8 +417,8 @@ def _changed(record: Record) -> CorpusError:
 
 def _image_sizes(record: Record) -> dict[str, list[int] | str]:
     """Member -> [width, height] in pixels, or what is wrong with it."""
-    from megaresume.encoding.images.decode import ImageOptions, size_of
-    from megaresume.encoding.images.templates.base import image_members
+    from megaresume.encoding.images.pieces import image_members
+    from megaresume.encoding.images.rgb import ImageOptions, size_of
 
     sizes: dict[str, list[int] | str] = {}
     for member in image_members(record):

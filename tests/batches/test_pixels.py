@@ -11,7 +11,7 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.image_text import left_memory, shown
 from megaresume.batches.loader import StreamLoader
 from megaresume.data.shard_source import ShardSource
-from megaresume.encoding.images.processors.pixels import Room
+from megaresume.encoding.images.pixels import Room
 from megaresume.stream.batches import BatchSchedule
 
 

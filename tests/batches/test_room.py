@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaresume.batches import assemble
 from megaresume.batches.dataset import StreamDataset
-from megaresume.encoding.images.processors.pixels import Room
+from megaresume.encoding.images.pixels import Room
 
 
 def test_in_place_or_copied_is_the_same(shard_blend, monkeypatch):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaresume.encoding.images.augment import STEPS, augmentation_from_options
 from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.encoding.images.processors import KINDS
-from megaresume.encoding.images.processors.pretrained import PUBLISHED
+from megaresume.encoding.images.rgb import STEPS, augmentation_from_options
+from megaresume.encoding.images.spec import PUBLISHED
 from tests.encoding.images.transformers_kit import write_model
 
 pytest.importorskip("PIL")

@@ -32,7 +32,7 @@ LOOKED_AT = 1000
 class ChatOptions:
     """What a user says."""
 
-    #: a file, or a name in `megaresume.encoding.text.chat_styles.STYLES`; None: the tokenizer's own.
+    #: a file, or a name in `megaresume.encoding.text.conversations.STYLES`; None: the tokenizer's own.
     template: str | Path | None = None
     #: what the template takes for today: YYYY-MM-DD.
     date: str | None = None

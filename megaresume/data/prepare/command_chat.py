@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megaresume.command_line import given_of, names_of
-from megaresume.encoding.text.chat_styles import STYLES
+from megaresume.encoding.text.conversations import STYLES
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def chat_options(args: argparse.Namespace) -> ChatOptions | None:
         UsageError: a flag of conversations without --chat, or a bad value.
     """
     from megaresume.data.prepare.chat import ChatOptions
-    from megaresume.encoding.text.marks import PARTS
+    from megaresume.encoding.text.chat_template import PARTS
     from megaresume.encoding.text.turns import Selection
 
     if not args.chat:

@@ -1,13 +1,15 @@
 """Image-text records to documents: text to tokens, images to pixels.
 
-encoder.py      `ImageTextEncoder`: a record to tokens, images and what is trained on
-spec.py         what defines an encoder, as JSON
-processors/     an image to tiles or patches, as CLIP, InternVL, Qwen2-VL do
-templates/      how text and images of a record follow each other
-pages.py        a page longer than a document may be, to several documents
-augment.py      declared random changes of an image, keyed
-decode.py       bytes to an RGB image, and its size from the header alone
-document.py     a record, and what the model is given of it
-faults.py       what becomes of a record that cannot be encoded; a document cut, or filled up, to a length
-checks.py       does a processor keep its promises?
+encoder.py       `ImageTextEncoder`: a record to tokens, images and what is trained on
+spec.py          what defines an encoder, as JSON; a model's own preprocessor_config.json as options
+document.py      a record, what the model is given of it, and what becomes of one that cannot be encoded
+
+templates.py     how text and images of a record follow each other: caption, interleaved, chat
+pieces.py        what a template makes of a record; a page longer than a document, to several documents
+
+rgb.py           bytes to an RGB image, its size from the header alone; declared random changes, keyed
+processor.py     what a processor promises, and whether it keeps that; one's own, from a factory
+processors.py    processors by kind; an image to tiles or patches, as CLIP, InternVL, Qwen2-VL do
+hugging_face.py  a model's own processor, of transformers
+pixels.py        resized in 8 bits, cut and normalised as Pillow and torchvision do it, into the batch
 """

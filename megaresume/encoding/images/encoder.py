@@ -22,16 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import xxhash
 
-from megaresume.encoding.images.augment import Step, augmentation_from_options
-from megaresume.encoding.images.checks import check_processor
-from megaresume.encoding.images.decode import ImageOptions, decode, size_of
 from megaresume.encoding.images.document import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
-from megaresume.encoding.images.pages import Part, Unit, Words, split_page
+from megaresume.encoding.images.pieces import Image, Missing, Part, Piece, Text, Unit, Words, split_page
+from megaresume.encoding.images.pixels import Levels
+from megaresume.encoding.images.processor import check_processor, pattern_of
 from megaresume.encoding.images.processors import processor_from_options
-from megaresume.encoding.images.processors.base import pattern_of
-from megaresume.encoding.images.processors.pixels import Levels
+from megaresume.encoding.images.rgb import ImageOptions, Step, augmentation_from_options, decode, size_of
 from megaresume.encoding.images.spec import check_spec, spec_from_options
-from megaresume.encoding.images.templates import Image, Missing, Piece, Text, template_from_options
+from megaresume.encoding.images.templates import template_from_options
 from megaresume.encoding.text.tokenizers import ByteTokenizer, Tokenizer, unpack_tokenizer
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import read

@@ -16,9 +16,8 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.encoding.text.chat_template import ChatTemplate, TemplateRefuses
+from megaresume.encoding.text.chat_template import ChatTemplate, TemplateRefuses, without_reasoning
 from megaresume.encoding.text.conversations import BadRow, Conversation, RowShape
-from megaresume.encoding.text.marks import without_reasoning
 from megaresume.encoding.text.tokenizers import HuggingFaceTokenizer
 from megaresume.encoding.text.turns import Selection, TurnFinder
 from megaresume.stream.errors import CorpusError

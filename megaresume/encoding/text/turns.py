@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from megaresume.encoding.text.chat_template import ChatTemplate, TemplateRefuses
+from megaresume.encoding.text.chat_template import PARTS, ChatTemplate, Core, Marks, Part, TemplateRefuses
 from megaresume.encoding.text.conversations import BadRow, Conversation, Message
-from megaresume.encoding.text.marks import PARTS, Core, Marks, Part
 from megaresume.stream.errors import UsageError
 
 Turns = Literal["all", "last"]

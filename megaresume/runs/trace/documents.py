@@ -167,7 +167,7 @@ def show(source: DocumentSource, key: Key) -> Shown:
 
 def _images(encoder: ImageTextEncoder, record: Record, part: int) -> list[tuple[str | None, tuple[int, int] | None]]:
     """Members and sizes in the order of the document; of a record that its template cannot read, in that of names."""
-    from megaresume.encoding.images.templates.base import image_members
+    from megaresume.encoding.images.pieces import image_members
 
     try:
         return [(member, (width, height)) for member, width, height, _ in encoder.images(record, part)]

@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from megaresume.encoding.images.augment import STEPS, augmentation_from_options, augmentation_options
+from megaresume.encoding.images.rgb import STEPS, augmentation_from_options, augmentation_options
 from megaresume.stream.errors import ConfigError
 from tests.encoding.images.kit import KEY, picture
 

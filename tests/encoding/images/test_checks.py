@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from megaresume.encoding.images.checks import check_processor
 from megaresume.encoding.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.processor import check_processor
 from megaresume.encoding.images.processors import processor_from_options
 from megaresume.stream.errors import ConfigError
 

@@ -7,8 +7,8 @@ import logging
 import numpy as np
 import pytest
 
+from megaresume.encoding.images.document import encode_as_indexed
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.encoding.images.faults import encode_as_indexed
 from megaresume.stream.errors import CorpusError
 from tests.encoding.images.kit import KEY, file, picture, record
 

@@ -12,7 +12,7 @@ import PIL.Image
 import PIL.ImageFile
 import pytest
 
-from megaresume.encoding.images.decode import ImageOptions, decode, size_of
+from megaresume.encoding.images.rgb import ImageOptions, decode, size_of
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.encoding.images.kit import file, picture
 

@@ -8,9 +8,8 @@ import logging
 import numpy as np
 import pytest
 
-from megaresume.encoding.images import faults
+from megaresume.encoding.images.document import encode_as_indexed, fit_document
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.encoding.images.faults import encode_as_indexed, fit_document
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.encoding.images.kit import KEY, file, picture, record
 
@@ -29,7 +28,7 @@ UNREADABLE = CorpusError("record 5 lies behind the end of the shard", found="3 b
 
 @pytest.fixture(autouse=True)
 def _nothing_reported(monkeypatch):
-    monkeypatch.setattr(faults, "_reported", set())
+    monkeypatch.setattr("megaresume.encoding.images.document._reported", set())
 
 
 def run(item, tokens, policy):

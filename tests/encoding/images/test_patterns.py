@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megaresume.encoding.images.document import fit_document
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.encoding.images.faults import fit_document
-from megaresume.encoding.images.processors.base import image_tokens, pattern_of, pattern_of_text
+from megaresume.encoding.images.processor import image_tokens, pattern_of, pattern_of_text
 from megaresume.stream.errors import ConfigError
 from tests.encoding.images.kit import KEY, file, picture, record
 

@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 import torch
 
-from megaresume.encoding.images.processors.pixels import resized
+from megaresume.encoding.images.pixels import resized
 from tests.encoding.images.transformers_kit import picture
 
 #: width and height: of an image, and wanted. One direction as it is; enlarged, reduced, both; more rows than one group.

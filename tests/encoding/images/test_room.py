@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.encoding.images.processors.pixels import Room, new_rows
+from megaresume.encoding.images.pixels import Room, new_rows
 from tests.encoding.images.kit import KEY, file, picture, record
 
 PROCESSORS = [

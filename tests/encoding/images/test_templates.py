@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megaresume.encoding.images.templates import Image, Missing, template_from_options
+from megaresume.encoding.images.pieces import Image, Missing
+from megaresume.encoding.images.templates import template_from_options
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.schema import plain_kind
 from tests.encoding.images.kit import record

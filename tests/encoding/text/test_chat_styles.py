@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 
 from megaresume.encoding.images.document import Record
-from megaresume.encoding.images.templates import Text, template_from_options
-from megaresume.encoding.text.chat_styles import STYLES, jinja_of
+from megaresume.encoding.images.pieces import Text
+from megaresume.encoding.images.templates import template_from_options
 from megaresume.encoding.text.chat_template import ChatTemplate, read_chat_template
-from megaresume.encoding.text.conversations import BadRow, Conversation
+from megaresume.encoding.text.conversations import STYLES, BadRow, Conversation, jinja_of
 from megaresume.encoding.text.turns import Selection, TurnFinder
 from tests.encoding.text.families import FAMILIES, Messages
 from tests.encoding.text.kit import conversations, write_tokenizer

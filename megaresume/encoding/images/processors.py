@@ -1,10 +1,13 @@
-"""The processors whose pixels are made here: ``patches``, ``tiles`` and ``native``.
+"""Image processors by kind, and those whose pixels are made here: ``patches``, ``tiles`` and ``native``.
 
-    patches   one square of fixed size                   CLIP, LLaVA-1.5, SigLIP, Megatron-LM
-    tiles     squares, as many as its shape asks for     InternVL, NVLM
-    native    patches of about its own size              Qwen2-VL and its successors
+    patches       one square of fixed size                   CLIP, LLaVA-1.5, SigLIP, Megatron-LM
+    tiles         squares, as many as its shape asks for     InternVL, NVLM
+    native        patches of about its own size              Qwen2-VL and its successors
+    python        one's own, from a factory                  processor.py
+    transformers  a model's own, of transformers             hugging_face.py: Idefics3, Pixtral, LLaVA-OneVision
 
-Each resizes an image in 8 bits, cuts it into levels, and answers with what they become; none draws anything.
+Each of the first three resizes an image in 8 bits, cuts it into levels, and answers with what they become; none draws
+anything.
 """
 
 from __future__ import annotations
@@ -12,28 +15,30 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.encoding.images.processors.base import Grid, Pixels
-from megaresume.encoding.images.processors.pixels import (
+from megaresume.encoding.images.hugging_face import TransformersProcessor
+from megaresume.encoding.images.pixels import (
     CLIP,
     IMAGENET,
     Backend,
     Levels,
     Normalize,
+    Resampling,
     check_backend,
     cut_patches,
     resized,
 )
-from megaresume.encoding.images.processors.resample import Resampling
+from megaresume.encoding.images.processor import Grid, Pixels, Processor, PythonProcessor
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.schema import Options, Truth, Within
+from megaresume.stream.schema import Options, Truth, Within, read_kind
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
 
 #: of an image on its way to a square: 4 bytes each. Pillow itself opens no more.
 MOST_PIXELS = 178_956_970
@@ -71,7 +76,7 @@ class Patches(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = CLIP
-    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.processors.pixels`).
+    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
@@ -194,7 +199,7 @@ class Tiles(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = IMAGENET
-    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.processors.pixels`).
+    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
@@ -325,7 +330,7 @@ class Native(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = CLIP
-    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.processors.pixels`).
+    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
@@ -395,3 +400,18 @@ class Native(Options):
             new_height = math.ceil(height * grow / factor) * factor
             new_width = math.ceil(width * grow / factor) * factor
         return new_width, new_height
+
+
+KINDS: dict[str, type[Any]] = {
+    cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor, TransformersProcessor)
+}
+
+
+def processor_from_options(options: object, where: str = "processor") -> Processor:
+    """The processor that the options describe: ``{kind: native, max_pixels: 1003520}``.
+
+    Raises:
+        ConfigError: an unknown kind or option, or a bad value.
+    """
+    processor: Processor = read_kind(options, KINDS, where)
+    return processor

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from pydantic import AfterValidator
 
-from megaresume.encoding.images.processors.base import Grid, Pattern, Pixels, image_tokens, pattern_of_text
-from megaresume.encoding.images.processors.pixels import Backend
-from megaresume.encoding.images.processors.python import of_json
+from megaresume.encoding.images.pixels import Backend
+from megaresume.encoding.images.processor import Grid, Pattern, Pixels, image_tokens, of_json, pattern_of_text
 from megaresume.stream.errors import ConfigError, CorpusError, SetupError
 from megaresume.stream.schema import Options, Texts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
 
 #: of a model's directory; of config.json the type alone.
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
