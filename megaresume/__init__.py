@@ -13,7 +13,7 @@
 Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from
 those below it (``lint-imports`` checks that):
 
-program.py     the command line: finds the command; welcome.py, completion.py
+program.py     the command line: finds the command; completion.py
 cluster/       launching, the resume test of a cluster, the demo, and their small trainer
 runs/          a run's directory, and every question that is asked of it, with its command
 run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer

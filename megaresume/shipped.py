@@ -1,4 +1,7 @@
-"""Folders that are no code and lie in the package: in a checkout, links to those at its top."""
+"""Folders that are no code and lie in the package: in a checkout, links to those at its top.
+
+python -m megaresume.shipped      ->  the folder of the launch scripts, to copy one from
+"""
 
 from __future__ import annotations
 
@@ -31,3 +34,17 @@ def shipped_dir(place: str, *, holds: str, what: str, install: str) -> Path:
         cause="an incomplete installation",
         action=f"pip install --force-reinstall {install}",
     )
+
+
+def launch_dir() -> Path:
+    """The folder of the launch scripts. Raises SetupError if the installation has lost it."""
+    return shipped_dir("cluster/launch", holds="torchrun.sh", what="launch scripts", install="megaresume")
+
+
+def launch_script(name: str) -> Path:
+    """A script by its place in the folder, such as ``slurm/train.sbatch``. Raises SetupError as `launch_dir` does."""
+    return launch_dir() / name
+
+
+if __name__ == "__main__":
+    print(launch_dir())

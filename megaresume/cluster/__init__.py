@@ -8,5 +8,5 @@ job.py       what a job and its launcher are, and how its records are watched
 local.py     jobs of this machine: groups of processes
 records.py   what a run recorded of its steps, and two runs compared
 new.py       `megaresume new`: the programs of starts/, for a reader's own trainer
-launching/   what the launch scripts of ``launch/`` call; scripts.py: where they are
+launching/   what the launch scripts of ``launch/`` call
 """

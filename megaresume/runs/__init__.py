@@ -4,7 +4,7 @@
     history.py      the path to the present: states, topologies, batch sizes; samples to steps, ranks, micro-batches
     rank_steps.py   what every rank trained, step by step, as it wrote it down
     losses.py       the losses of a run, from any log of it, and two runs compared
-    first_error.py  the first error of the rank that failed first, from the logs of the nodes
+    logs.py         what logs of launches say: the first error of the rank that failed first; known.yaml
 
     inspect.py      what is there, and would a resume find it?
     latest.py       which is the newest complete checkpoint, whoever wrote it?
@@ -12,7 +12,7 @@
     trace/          which documents did these steps train on, or will they?
     verify.py       is what was recorded the stream of these corpora?
     report.py       what became of it, on one page
-    doctor/         what is wrong: with the directory, the machine, a launch
+    doctor.py       what is wrong: with the directory, a launch (logs.py), the machine (machine.py)
     stream.py       what does a data config give? (before there is a run)
 
 A question has two functions for the program, ``add_arguments`` and ``run``. What it gives is an `Answer` (answer.py):

@@ -1,11 +1,14 @@
-"""`Answer`: what a question about a run found. Its fields are its JSON; it gives the exit status of its command."""
+"""`Answer`: what a question about a run found. Its fields are its JSON; it gives the exit status of its command.
+
+`Check`: one thing that was looked at, of an answer that is a list of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 
 def live(**options: Any) -> Any:
@@ -54,3 +57,22 @@ def plain(value: Any) -> Any:
         names += [name for name in dir(type(value)) if isinstance(getattr(type(value), name), told)]
         return {name: plain(getattr(value, name)) for name in names}
     return str(value)
+
+
+#: ok. note: worth knowing. warning: it may go wrong. problem: it will, or has.
+Status = Literal["ok", "note", "warning", "problem"]
+Area = Literal["environment", "filesystem", "checkpoints", "log"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at, what was found, what to do."""
+
+    area: Area
+    name: str
+    status: Status
+    found: str
+    #: what it means, where that is not plain.
+    cause: str | None = None
+    #: what to do next.
+    action: str | None = None

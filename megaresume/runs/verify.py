@@ -21,11 +21,12 @@ from megaresume.runs.losses import LossComparison, LossLog, compare_losses, read
 from megaresume.runs.rank_steps import RankSteps, read_rank_steps
 from megaresume.runs.run import Run
 from megaresume.runs.trace.ranks import Contents, RankCheck, check_ranks
-from megaresume.runs.trace.replan import Past, open_corpora
-from megaresume.runs.trace.replay import (
+from megaresume.runs.trace.replan import (
+    Past,
     Replayed,
     between,
     corpus_problems,
+    open_corpora,
     read_points,
     replay_all,
     replay_between,

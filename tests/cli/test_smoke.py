@@ -100,8 +100,8 @@ def test_other_ranks_than_saved_are_converted_for() -> None:
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "deepspeed.sh", "slurm/train.sbatch"])
 def test_our_scripts_pass_their_arguments_on(name: str) -> None:
-    from megaresume.cluster.scripts import launch_script
     from megaresume.cluster.smoke.plan import SmokeOptions, make_plan
+    from megaresume.shipped import launch_script
 
     plan = make_plan(SmokeOptions(out=Path("out"), script=launch_script(name)))
     assert not plan.own and plan.layouts[0].micro_batch_size is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.runs.doctor.log import scan
+from megaresume.runs.logs import scan
 from tests.cli.test_latest import write_zero
 
 TEXT = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megaresume.cluster.launching
-from megaresume.cluster.scripts import launch_dir, launch_script
+from megaresume.shipped import launch_dir, launch_script
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "launching.md"
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "slurm/train.sbatch")

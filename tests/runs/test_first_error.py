@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.runs.first_error import find_first_error
+from megaresume.runs.logs import find_first_error
 
 TORCHRUN = """Traceback (most recent call last):
   File "/usr/lib/python3.11/site-packages/torch/distributed/run.py", line 900, in main

@@ -18,7 +18,7 @@ from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import bin_path
-from megaresume.runs.trace.replay import Recorded, replay
+from megaresume.runs.trace.replan import Recorded, replay
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import comparable

@@ -30,7 +30,7 @@ from megaresume.cluster.launching.driver import (
     count_gpus,
     without_pins,
 )
-from megaresume.runs.first_error import shell_status
+from megaresume.runs.logs import shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 
 _POLL = 0.1

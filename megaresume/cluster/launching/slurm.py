@@ -49,7 +49,7 @@ from megaresume.cluster.launching.driver import (
 )
 from megaresume.cluster.launching.node_check import Verdict, answer_of, judge
 from megaresume.cluster.launching.slurm_job import RankLayout, SlurmJob, SlurmSettings, check, listen, tasks
-from megaresume.runs.first_error import find_first_error, last_lines, shell_status
+from megaresume.runs.logs import find_first_error, last_lines, shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 
 #: seconds for the nodes to answer; between two looks at the ranks.

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from megaresume.cluster.job import Launcher, cleaned_up, own_directory
 from megaresume.cluster.local import LocalLauncher
-from megaresume.cluster.scripts import launch_script
 from megaresume.cluster.smoke.plan import SmokeOptions, SmokePlan, make_plan
 from megaresume.cluster.smoke.report import summary, table, write_report
 from megaresume.cluster.smoke.run import run_smoke
 from megaresume.cluster.smoke.slurm import SlurmLauncher
 from megaresume.command_line import need_packages
+from megaresume.shipped import launch_script
 from megaresume.stream.errors import UsageError
 
 #: Written into the directory of a test, so that --overwrite removes nothing else.

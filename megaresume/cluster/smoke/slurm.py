@@ -28,10 +28,10 @@ from megaresume.cluster.launching.slurm_commands import (
     usable,
     version,
 )
-from megaresume.cluster.scripts import launch_script
 from megaresume.cluster.smoke import slurm_check as checks
 from megaresume.cluster.smoke.slurm_check import check_nodes
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt, end, undo
+from megaresume.shipped import launch_script
 
 #: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
 GRACE = 300.0

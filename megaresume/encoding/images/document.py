@@ -144,7 +144,7 @@ log = logging.getLogger(__name__)
 _reported: set[tuple[str, int]] = set()
 
 
-class Encoder(Protocol):
+class RecordEncoder(Protocol):
     """What is asked of an encoder here: `megaresume.encoding.images.encoder.ImageTextEncoder`."""
 
     @property
@@ -158,7 +158,7 @@ class Encoder(Protocol):
 
 
 def encode_as_indexed(
-    encoder: Encoder,
+    encoder: RecordEncoder,
     record_or_error: Record | CorpusError,
     key: Key,
     *,

@@ -5,7 +5,7 @@
       |         -> `Launch`, which all others ask
     data.py     what of the data config changed                  stream.changes
       |         what balanced ranks gain                         stream.batches, dealing
-    guard.py    Megatron's own datasets                          hosts.megatron.guard.compare
+      |         Megatron's own datasets                          hosts.megatron.guard.compare
       |
     dry_run.py  last step, epochs left, the end of the stream    training.arguments, stream.outlook
                 `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them

@@ -11,8 +11,7 @@ from typing import Any
 from megaresume.checkpoint.paths import split_root
 from megaresume.checkpoint.topology import Topology
 from megaresume.runs.answer import Answer, live, plain, told
-from megaresume.runs.plan.data import Gain, PlannedData, gain, read_data
-from megaresume.runs.plan.guard import Guarded, compare_with_record
+from megaresume.runs.plan.data import Gain, Guarded, PlannedData, compare_with_record, gain, read_data
 from megaresume.runs.plan.start import (
     Findings,
     Flags,

@@ -1,14 +1,12 @@
 """The stream of a run planned again, from its records and its corpora: what it trained on, will train on, and proof.
 
-replan.py          the stream of the past and of the future, from the nearest state; its corpora, wherever
-                   they are now
+replan.py          the stream of the past and of the future, from the nearest state; its corpora, wherever they are now;
+                   every recorded point of the run compared with it
 trace.py           `Trace`: samples as arrays (`Piece`), piece by piece, and which rank and micro-batch they were
                    dealt to
 find.py            when a document was or will be seen
-documents.py       documents as the model is shown them: text, pictures
-images.py          the pictures of samples as files
+documents.py       documents as the model is shown them: text, pictures; the pictures of samples as files
 formats.py         pieces as text, JSON lines and CSV by a compiled loop, or as a Parquet file
-replay.py          every recorded point of a run, and its corpora as they are now: planned again and compared
 ranks.py           what the ranks wrote down against the stream; hashes of what samples and documents hold
 command.py         ``megaresume trace DIR``; ``megaresume verify DIR`` is `megaresume.runs.verify`
 """

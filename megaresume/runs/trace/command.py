@@ -19,7 +19,7 @@ from megaresume.data.source import Source
 from megaresume.encoding.text.tokenizers import load_tokenizer
 from megaresume.render import write_bytes
 from megaresume.runs.run import Run
-from megaresume.runs.trace.documents import Decoder, marked_ids
+from megaresume.runs.trace.documents import Decoder, marked_ids, write_images
 from megaresume.runs.trace.find import Occurrence, Sought, as_json, find, parse_documents
 from megaresume.runs.trace.formats import (
     CSV_COLUMNS,
@@ -30,7 +30,6 @@ from megaresume.runs.trace.formats import (
     require_pyarrow,
     write_parquet,
 )
-from megaresume.runs.trace.images import write_images
 from megaresume.runs.trace.replan import open_corpora
 from megaresume.runs.trace.trace import RECORD_COLUMNS, Trace, TracePiece, image_words, record_words
 from megaresume.stream.errors import UsageError

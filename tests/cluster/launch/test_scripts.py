@@ -20,7 +20,7 @@ import pytest
 
 from megaresume.cluster.local import free_port
 from megaresume.cluster.records import read_records
-from megaresume.cluster.scripts import launch_script
+from megaresume.shipped import launch_script
 from tests.cluster.launch.conftest import ENDLESS, FLAGS
 
 PATIENCE = 300

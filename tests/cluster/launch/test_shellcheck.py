@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.scripts import launch_dir, launch_script
+from megaresume.shipped import launch_dir, launch_script
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted(path for path in launch_dir().rglob("*") if path.suffix in (".sh", ".sbatch"))
@@ -68,7 +68,7 @@ def test_an_installed_package_brings_them(tmp_path: Path) -> None:
     ]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     found = subprocess.run(
-        [sys.executable, "-m", "megaresume.cluster.scripts"],
+        [sys.executable, "-m", "megaresume.shipped"],
         cwd=tmp_path / "lib",
         capture_output=True,
         text=True,

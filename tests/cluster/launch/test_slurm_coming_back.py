@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megaresume.cluster.scripts import launch_script
+from megaresume.shipped import launch_script
 
 if TYPE_CHECKING:
     from tests.cluster.launch.conftest import Cluster

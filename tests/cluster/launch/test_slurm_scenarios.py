@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaresume.cluster.scripts import launch_script
+from megaresume.shipped import launch_script
 from tests.cluster.launch.conftest import Cluster, hurried, running_cluster
 from tests.cluster.training.conftest import write_corpus
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from megaresume.cluster.records import read_records
-from megaresume.cluster.scripts import launch_script
+from megaresume.shipped import launch_script
 from tests.cluster.launch.conftest import ENDLESS, FLAGS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 
 from megaresume.checkpoint import system as build_locks
 from megaresume.checkpoint.system import Mount, dead_locks
-from megaresume.runs.doctor.machine import environment_checks
+from megaresume.runs.machine import environment_checks
 
 pytestmark = pytest.mark.process
 

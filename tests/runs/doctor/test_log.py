@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.runs.doctor.log import Symptom, first_failure, log_checks, scan, symptoms
+from megaresume.runs.logs import Symptom, first_failure, log_checks, scan, symptoms
 from megaresume.stream.errors import UsageError
 
 #: what users report, as they paste it; each must be known.
@@ -138,7 +138,7 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write_text("\n".join(lines))
     expected = [(lines.index(text) + 1, lines.count(text)) for text in ("StopIteration", "CUDA out of memory here")]
     for size in (64, 100, 333, 4096):
-        monkeypatch.setattr("megaresume.runs.doctor.log._BLOCK", size)
+        monkeypatch.setattr("megaresume.runs.logs._BLOCK", size)
         assert sorted((hit.line, hit.count) for hit in scan(log)) == sorted(expected)
     bar = "".join(f"\rSkipping the first batches: {k}%" for k in range(3)) + "\r\x1b[A\x00done" + "y" * 90_000
     log.write_text("start\n" + bar)

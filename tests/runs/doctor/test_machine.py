@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.system import mount_of
-from megaresume.runs.doctor import machine
-from megaresume.runs.doctor.machine import (
+from megaresume.runs import machine
+from megaresume.runs.machine import (
     TESTED,
     environment_checks,
     filesystem_checks,
@@ -50,7 +50,7 @@ def test_this_environment() -> None:
     found = {check.name: check for check in environment_checks()}
     assert found["python"].status == "ok" and found["torch"].status == "ok"
     assert {"deepspeed", "megatron-core", "CUDA", "apex"} <= set(found)
-    code = "import sys; from megaresume.runs.doctor.machine import environment_checks as f; f(); print(*sys.modules)"
+    code = "import sys; from megaresume.runs.machine import environment_checks as f; f(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "deepspeed", "megatron", "transformers"}.intersection(done.stdout.split())
 

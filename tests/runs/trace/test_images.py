@@ -17,7 +17,7 @@ import pytest
 from megaresume.batches.assemble import make_batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.program import main
-from megaresume.runs.trace import images as images_module
+from megaresume.runs.trace import documents as images_module
 from megaresume.stream.errors import CorpusError
 from tests.docs.pages import section
 from tests.runs.trace.vlm import BATCH, BROKEN, PROCESSOR, VlmRun, vlm_run
@@ -40,7 +40,7 @@ def written(vlm: VlmRun) -> Path:
 
 def lines(out: Path) -> list[dict[str, Any]]:
     head, *rows = [json.loads(line) for line in (out / "images.jsonl").read_text().splitlines()]
-    assert head["format"] == "megaresume.encoding.images" and head["samples"] == [0, STOP]
+    assert head["format"] == "megaresume.images" and head["samples"] == [0, STOP]
     return rows
 
 

@@ -1,10 +1,16 @@
-"""A directory of checkpoints: what the next start takes, what is wrong with the others, and with the pointers.
+"""``megaresume doctor [DIR] [--log FILE]``: what may be wrong, with what it means and what to do.
 
-Whoever wrote it: `megaresume.checkpoint.foreign`. Reads only, and unpickles nothing.
+    machine.py   versions, CUDA, apex, shared memory; the kind of filesystem, locks, space
+    here         a directory of checkpoints, whoever wrote it: what the next start takes, what is wrong with the others,
+                 and with the pointers
+    logs.py      ``known.yaml``: what users' logs say, what it means, what to do
+
+Each gives `Check`s. Neither torch nor DeepSpeed nor Megatron is imported, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -14,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from megaresume.checkpoint.foreign import Layout
+from megaresume.checkpoint.foreign import LAYOUTS, Layout
 from megaresume.checkpoint.foreign.base import subdirectories
 from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, VERL, ranks_of
 from megaresume.checkpoint.ledger import LedgerEntry
@@ -24,13 +30,95 @@ from megaresume.checkpoint.paths import records_dir, step_path
 from megaresume.checkpoint.start import starts_from
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.checkpoint.topology import Topology
+from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.elastic.load_rules import Partitions
-from megaresume.runs.doctor import Check, Status
+from megaresume.render import byte_bar
+from megaresume.runs.answer import Answer, Check, Status, told
 from megaresume.runs.latest import Newest, find_newest, look_at, named_by, recognise
+from megaresume.runs.logs import first_failure, log_checks
+from megaresume.runs.machine import environment_checks, filesystem_checks
 from megaresume.runs.run import Run
 from megaresume.stream.changes import check_recorded
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 from megaresume.stream.state import StreamState
+
+_WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="a directory of checkpoints (default: none)")
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, action="append", default=[], help="log of a launch; repeatable"
+    )
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), help="whose checkpoints (default: recognised)")
+    parser.add_argument(
+        "--dp", type=at_least(1), metavar="N", help="data-parallel size of the next launch: can it load DIR?"
+    )
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="its ZeRO stage")
+    parser.add_argument(
+        "--last", type=at_least(0), default=5, metavar="N", help="checkpoints to check, newest first (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look; 1 if there is a problem."""
+    return Diagnosis(_checks(args)).give(_text, as_json=args.json)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(Answer):
+    """All that was looked at."""
+
+    checks: list[Check]
+
+    @told
+    def problems(self) -> int:
+        """How many."""
+        return sum(check.status == "problem" for check in self.checks)
+
+    @property
+    def status(self) -> int:
+        """1 if there is a problem."""
+        return 1 if self.problems else 0
+
+
+def _checks(args: argparse.Namespace) -> list[Check]:
+    if args.dir is None and (args.dp is not None or args.zero_stage is not None):
+        raise UsageError("--dp and --zero-stage ask about a checkpoint", expected="DIR", action="megaresume doctor DIR")
+    checks = environment_checks()
+    if args.dir is not None:
+        layout = LAYOUTS.get(args.layout)
+        found = directory_checks(Run(args.dir), layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
+        checks += filesystem_checks(args.dir, found.size, found.num_files) + found.checks
+    if args.log:
+        for path in args.log:
+            with byte_bar(path.name, path.stat().st_size if path.is_file() else None) as progress:
+                checks += log_checks(path, progress)
+        checks += first_failure(args.log)
+    return checks
+
+
+def _text(found: Diagnosis) -> str:
+    checks = found.checks
+    lines: list[str] = []
+    area = None
+    width = max(len(check.name) for check in checks if check.area != "log")
+    for check in checks:
+        if check.area != area:
+            area = check.area
+            lines += ["", area] if lines else [area]
+        name = check.name.ljust(width) if area != "log" else f"{check.name}:"
+        lines.append(f"  {_WORDS[check.status]:<8} {name}  {check.found}".replace("\n", "\n  "))
+        if check.cause is not None:
+            lines.append(f"             meaning:      {check.cause}")
+        if check.action is not None:
+            lines.append(f"             next action:  {check.action}")
+    counts = {status: sum(check.status == status for check in checks) for status in ("problem", "warning")}
+    ends = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items() if count]
+    return "\n".join([*lines, "", " and ".join(ends) or "nothing is wrong"])
+
 
 #: starts from one place without a save in between, from which on something is wrong.
 _STARTS = 3

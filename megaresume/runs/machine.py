@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.system import dead_locks, is_shared, mount_of, remedy
 from megaresume.render import spell_bytes
-from megaresume.runs.doctor import Check, Status
+from megaresume.runs.answer import Check, Status
 
 _machine = partial(Check, "environment")
 _filesystem = partial(Check, "filesystem")
