@@ -22,9 +22,9 @@ from benchmarks import gpt
 from benchmarks.corpora import write_corpus
 from benchmarks.setup import Setup
 from benchmarks.table import Row
-from megaresume.data.corpus import IndexedSource
+from megaresume.data.split import IndexedSource
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
+from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.stream import Stream
 
 BATCH = 256

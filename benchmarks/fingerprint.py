@@ -8,7 +8,7 @@ from benchmarks.corpora import document_lengths, write_corpus
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import median, wall
-from megaresume.data.corpus import IndexedSource
+from megaresume.data.split import IndexedSource
 
 MOST_SECONDS = 0.05
 

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.corpora import WEIGHTS, document_lengths
-from megaresume.data.files import FileIdentity
-from megaresume.data.sidecar import kept_list
-from megaresume.stream.documents.pieces import LongDocuments, find_long
+from megaresume.data.sidecar import FileIdentity, kept_list
+from megaresume.stream.source import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
 
 #: Lengths that are repeated until the file is full; no divisor of any size used.

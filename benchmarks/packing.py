@@ -21,8 +21,8 @@ from benchmarks.table import Row
 from benchmarks.timing import median, wall
 from megaresume.batches.assemble import Assembler, make_batch
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream
 
 LEAST = 99.7

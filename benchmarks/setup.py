@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.corpora import write_corpora
 from benchmarks.lengths import write_lengths
-from megaresume.data.corpus import IndexedSource
+from megaresume.data.split import IndexedSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.documents.permutation import mix
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
+from megaresume.stream.permutation import mix
 
 #: Epochs of a source that may be under way at the same time: open bins hold documents of the one before.
 WINDOW = 4

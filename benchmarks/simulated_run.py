@@ -20,9 +20,8 @@ from benchmarks.simulated_cluster import ENDS, Attempt, Layout
 from benchmarks.simulated_documents import DocumentCounts, Wrong
 from megaresume.stream.batches import BatchSchedule, check_sizes, micro_batches
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.kernel import LENGTH, SOURCE
-from megaresume.stream.ranges import reached
-from megaresume.stream.skips import SkipConfig
+from megaresume.stream.kernel import LENGTH, SOURCE
+from megaresume.stream.skips import SkipConfig, reached
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream

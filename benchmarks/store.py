@@ -33,7 +33,7 @@ from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_source import ShardSource
 from megaresume.data.tar import parse_record
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.planning.kernel import DOCUMENT
+from megaresume.stream.kernel import DOCUMENT
 
 BUCKET = "megaresume-benchmarks"
 #: seconds, and bytes a second of all connections together: a share of a node's network.

@@ -21,7 +21,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.encoding.images.pixels import Backend
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
+from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.state import StreamState
 
 #: records that one side reads before it is the other's turn.

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from megaresume.stream.errors import SetupError
-from megaresume.stream.text import one_line, visible
+from megaresume.stream.errors import SetupError, one_line, visible
 
 #: of lines in figures, in this order; told apart by the colour-blind too.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")

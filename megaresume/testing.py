@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.fingerprints import hash_lengths
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.planner import Plan
+from megaresume.stream.source import hash_lengths
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream
 

@@ -2,7 +2,7 @@
 
 `ReadAhead` has records read by the plan, which knows them:
 
-    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.data.ahead.Ahead`
+    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.data.shard_files.Ahead`
 
 `ColdPages` asks for tokens:
 
@@ -44,13 +44,12 @@ import numpy.typing as npt
 from megaresume.data.source import TokenSource
 from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.errors import MegaresumeError, UsageError
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream
 
 if TYPE_CHECKING:
-    from megaresume.data.ahead import Ahead
-    from megaresume.data.shard_files import Place
+    from megaresume.data.shard_files import Ahead, Place
 
 #: MiB of records that are held, and requests to a store at a time, unless more or fewer are asked for.
 MEMORY, REQUESTS = 64, 32
@@ -130,7 +129,7 @@ def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, g
         raise UsageError("bad size for a cache of records", found=f"cache_gib={gib}", expected="more than 0 GiB")
     shards: list[Any] = [source for source in sources if hasattr(source, "places")]
     if shards:
-        from megaresume.data.disk_cache import DiskCache
+        from megaresume.data.remote import DiskCache
 
         cache = DiskCache(Path(directory), int(gib * (1 << 30)))
         for source in shards:
@@ -166,7 +165,7 @@ class ReadAhead:
         self._segments = 0
         self._ahead: Ahead | None = None
         if self._sources and memory:
-            from megaresume.data.ahead import Ahead
+            from megaresume.data.shard_files import Ahead
 
             self._ahead = Ahead(requests)
 

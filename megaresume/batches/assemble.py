@@ -33,12 +33,12 @@ from megaresume.batches.batch import (
     separated,
 )
 from megaresume.batches.image_text import BatchImages, DocumentReader, pixels_of, room_of
+from megaresume.data.layout import Spans, has_pairs, has_spans, spans_of
 from megaresume.data.source import Source, TokenSource, is_document_source
-from megaresume.data.spans import Spans, has_pairs, has_spans, spans_of
 from megaresume.encoding.images.pixels import Room
 from megaresume.stream.errors import CorpusError, UsageError
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET
+from megaresume.stream.planner import Plan
 
 _DTYPES = {
     "tokens": torch.int64,

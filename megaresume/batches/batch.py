@@ -17,7 +17,7 @@ import torch
 from megaresume.encoding.images.pixels import Levels
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import UsageError
-from megaresume.stream.planning.kernel import LENGTH, OFFSET, SOURCE
+from megaresume.stream.kernel import LENGTH, OFFSET, SOURCE
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -39,7 +39,7 @@ def check_fields(fields: Collection[str]) -> None:
 
 
 class FaultEntry(NamedTuple):
-    """A record that was not as its index announced it: the fields of `megaresume.stream.faults.FaultRecord`."""
+    """A record that was not as its index announced it: the fields of `megaresume.stream.left_out.FaultRecord`."""
 
     #: number in the stream.
     sample: int

@@ -31,7 +31,7 @@ from megaresume.batches.assemble import Assembler, make_batch, make_batches
 from megaresume.batches.batch import FIELDS, PAIRS, Batch, Field, check_fields
 from megaresume.data.source import Source
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.planning.plan import Plan, concatenate
+from megaresume.stream.planner import Plan, concatenate
 from megaresume.stream.source import AbsentSource
 from megaresume.stream.stream import Stream
 

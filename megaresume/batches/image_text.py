@@ -34,8 +34,8 @@ from megaresume.data.source import DocumentSource
 from megaresume.encoding.images.document import EncodedDocument, Key
 from megaresume.encoding.images.pixels import Levels, Room
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.planning.kernel import LENGTH, SOURCE
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.kernel import LENGTH, SOURCE
+from megaresume.stream.planner import Plan
 
 
 @dataclass(slots=True)

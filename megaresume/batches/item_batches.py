@@ -21,8 +21,8 @@ import xxhash
 from megaresume.batches.items import ItemSource
 from megaresume.batches.loader import RankLoader, available
 from megaresume.stream.errors import UsageError
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)

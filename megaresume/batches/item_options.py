@@ -34,7 +34,7 @@ from megaresume.batches.items import (
     uncounted,
 )
 from megaresume.batches.map_style import check_map_style
-from megaresume.data.files import written_atomically
+from megaresume.data.sidecar import written_atomically
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import OnChange
 from megaresume.stream.data_yaml import Append, BlendUnit

@@ -34,7 +34,7 @@ import torch
 import torch.utils.data
 import xxhash
 
-from megaresume.data.scan import contents_hash, sized_fingerprint
+from megaresume.data.source import contents_hash, sized_fingerprint
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 from megaresume.stream.state import Fingerprint
 

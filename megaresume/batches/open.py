@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.data.catalog import located, open_sources
+from megaresume.data.catalog import check_no_overlap, check_not_seen, located, open_sources
 from megaresume.data.data_config import INHERITED, Data, DataConfig, ValidationSet
-from megaresume.data.overlap import check_no_overlap, check_not_seen
 from megaresume.data.source import Source
 from megaresume.data.split import Part
 from megaresume.stream.config import OnChange, StreamConfig

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from megaresume.checkpoint.formats import count, text
-from megaresume.stream.envelope import check_version, open_envelope
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import VERSION as STREAM_VERSION
-from megaresume.stream.state import StreamState
+from megaresume.stream.state import StreamState, check_version, open_envelope
 from megaresume.stream.state_text import checksum
 
 FORMAT, VERSION = "megaresume.data", 1

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import xxhash
 
 from megaresume.files import read_file
-from megaresume.stream.envelope import is_version
-from megaresume.stream.errors import MegaresumeError
-from megaresume.stream.text import parse_json, visible
+from megaresume.stream.errors import MegaresumeError, parse_json, visible
+from megaresume.stream.state import is_version
 
 T = TypeVar("T")
 

@@ -33,8 +33,8 @@ from megaresume.files import (
     write_all,
     write_error,
 )
-from megaresume.stream.envelope import is_version
 from megaresume.stream.errors import StateError
+from megaresume.stream.state import is_version
 
 FORMAT = "megaresume.ledger"
 VERSION = 1

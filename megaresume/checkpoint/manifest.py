@@ -21,8 +21,7 @@ from megaresume.checkpoint.formats import count, flag, from_members, read_record
 from megaresume.checkpoint.paths import rank_file_words, recorded_tag, records_dir
 from megaresume.checkpoint.system import boots_up
 from megaresume.files import open_file
-from megaresume.stream.errors import CheckpointError
-from megaresume.stream.text import one_line
+from megaresume.stream.errors import CheckpointError, one_line
 
 FORMAT = "megaresume.manifest"
 VERSION = 1

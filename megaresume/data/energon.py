@@ -29,13 +29,12 @@ from typing import Any
 import xxhash
 import yaml
 
+from megaresume.data.inputs import META, braces, join
 from megaresume.data.remote import RemoteStore, is_url
 from megaresume.data.shard_files import RecordError
-from megaresume.data.shard_paths import META, braces, join
-from megaresume.data.yaml_text import parse_yaml
 from megaresume.encoding.images.document import Record
-from megaresume.stream.errors import CorpusError
-from megaresume.stream.text import parse_json
+from megaresume.stream.errors import CorpusError, parse_json
+from megaresume.stream.schema import parse_yaml
 
 _ACCESS = re.compile(r"(?P<name>[^[\]]+)(?P<path>(?:\[[^[\]]+])*)")
 #: class in dataset.yaml -> kind of record; None: members as they are.

@@ -20,12 +20,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from megaresume.data.ahead import Ahead
-from megaresume.data.inputs import COMPRESSIONS
+from megaresume.data.inputs import COMPRESSIONS, join, resolved
 from megaresume.data.remote import is_url
 from megaresume.data.row_lines import bounds_of
-from megaresume.data.shard_files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
-from megaresume.data.shard_paths import join, resolved
+from megaresume.data.shard_files import SCAN_BLOCK, Ahead, BlockFile, Place, RecordError, ShardFiles, local_path
 from megaresume.data.streams import unpacked
 from megaresume.data.tar import RecordExtent, check_plain
 from megaresume.encoding.images.document import Record

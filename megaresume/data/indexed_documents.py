@@ -19,13 +19,22 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.data import sidecar
-from megaresume.data.files import CorpusIdentity, FileIdentity, changed, map_file
-from megaresume.data.layout import HEADER_BYTES, IndexHeader, idx_path, prefix_of
-from megaresume.data.scan import PLACES, contents_hash
-from megaresume.data.spans import SpanFile, Spans, check_is_prepared, check_needs_none, spans_path
-from megaresume.stream.documents.pieces import LongDocuments
+from megaresume.data.layout import (
+    HEADER_BYTES,
+    IndexHeader,
+    SpanFile,
+    Spans,
+    check_is_prepared,
+    check_needs_none,
+    idx_path,
+    prefix_of,
+    spans_path,
+)
+from megaresume.data.sidecar import CorpusIdentity, FileIdentity, changed, map_file
+from megaresume.data.source import PLACES, contents_hash
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.progress import progress
+from megaresume.stream.source import LongDocuments
 from megaresume.stream.state import Fingerprint
 
 Int64Array = npt.NDArray[np.int64]
@@ -226,7 +235,7 @@ class IndexedDocuments(ABC):
         """The fingerprint of documents start to stop.
 
         The first time, the .idx is read once and checked entirely, and so is the .spans if there is one; a few windows
-        of the tokens are read (see `megaresume.data.scan`), and the result is cached beside the corpus (see
+        of the tokens are read (see `megaresume.data.source`), and the result is cached beside the corpus (see
         `megaresume.data.sidecar`); later it costs nothing while the files are untouched. With many processes, let
         one compute it first.
 

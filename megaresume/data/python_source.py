@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.data.indexed_documents import IndexedDocuments
-from megaresume.data.scan import scan_fingerprint, sized_fingerprint
-from megaresume.data.source import DOCUMENT_MEMBERS, Source, is_document_source
+from megaresume.data.source import DOCUMENT_MEMBERS, Source, is_document_source, scan_fingerprint, sized_fingerprint
 from megaresume.data.split import RangeSource
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.state import Fingerprint

@@ -32,8 +32,7 @@ import xxhash
 
 from megaresume.data.shard_files import Place, ShardFiles
 from megaresume.files import open_file
-from megaresume.stream.errors import CorpusError, SetupError
-from megaresume.stream.text import parse_json
+from megaresume.stream.errors import CorpusError, SetupError, parse_json
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -263,7 +262,7 @@ class RowIndex(RecordIndex):
 
     In text and JSON lines ``offset`` is the first byte, decompressed, and ``nbytes`` the bytes of a document; in
     Parquet its row group, and the row in it; in Arrow the byte of its record batch, and the row in it. ``content`` is
-    the `megaresume.data.document_encoder.checksum` of its tokens. The header holds what makes the tokens
+    the `megaresume.data.documents.checksum` of its tokens. The header holds what makes the tokens
     (``encoder``, ``made_with``), the ``root`` that all paths begin with, and of each file its format and unit.
 
     Args:
@@ -301,7 +300,7 @@ class RowIndex(RecordIndex):
 class ShardIndex(RecordIndex):
     """``NAME.shards.idx``, of tar shards or JSON lines. Safe to fork and to pickle: it is opened again.
 
-    The header: see `megaresume.data.prepare.merge`.
+    The header: see `megaresume.data.prepare.measure`.
 
     Args:
         path: of the index.

@@ -20,15 +20,22 @@ from typing import Any
 
 import numpy.typing as npt
 
-from megaresume.data.document_encoder import DocumentEncoder, EncoderSpec, MadeDocument, checksum, library_versions
-from megaresume.data.documents import Piece, documents_of
-from megaresume.data.files import changed, map_file
+from megaresume.data.documents import (
+    DocumentEncoder,
+    EncoderSpec,
+    MadeDocument,
+    Piece,
+    checksum,
+    documents_of,
+    library_versions,
+)
 from megaresume.data.indexed_documents import IndexedDocuments, reopened
 from megaresume.data.inputs import COMPRESSIONS, TABLES
 from megaresume.data.record_index import RecordPlace, RowIndex
 from megaresume.data.remote import is_url
 from megaresume.data.row_lines import TableLines, columns_of, load_pyarrow, parquet_errors, read_schema
 from megaresume.data.shard_files import BlockFile, Place, ShardFiles
+from megaresume.data.sidecar import changed, map_file
 from megaresume.data.streams import unpacked
 from megaresume.stream.errors import CorpusError, MegaresumeError
 

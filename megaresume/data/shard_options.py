@@ -11,13 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from megaresume.data.energon import OUR_PARTS, read_energon
+from megaresume.data.inputs import expand_shards, join
 from megaresume.data.record_index import SUFFIX, ShardIndex, index_path
-from megaresume.data.shard_paths import expand_shards, join
 from megaresume.data.shard_source import ShardSource, TooLong
-from megaresume.data.yaml_text import read_encoder
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.schema import Options, Within, read, refused
+from megaresume.stream.schema import Options, Within, read, read_encoder, refused
 
 
 def _is_text(value: object) -> bool:
@@ -195,7 +194,7 @@ def _check_encoder(options: Any, index: ShardIndex, name: str, base_dir: Path) -
 
 
 def _differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    from megaresume.stream.fingerprints import differences
+    from megaresume.stream.source import differences
 
     shown = []
     for field, was, is_ in differences(made, now):

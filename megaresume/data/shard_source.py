@@ -19,10 +19,10 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.data.image_folder import Folder
+from megaresume.data.inputs import resolved
 from megaresume.data.record_index import IndexedFile, ShardIndex
-from megaresume.data.scan import scan_fingerprint
 from megaresume.data.shard_files import Place, RecordError, ShardFiles
-from megaresume.data.shard_paths import resolved
+from megaresume.data.source import scan_fingerprint
 from megaresume.data.tar import content_hash, parse_record
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint

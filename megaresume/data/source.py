@@ -5,17 +5,34 @@ Source           documents by number
   DocumentSource   tokens and images of one document together, with randomness that is keyed by what it is
 
 What a `DocumentSource` gives is in `megaresume.encoding.images.document`.
+
+The fingerprint of any source is of the lengths of all documents, and of windows of tokens at fixed places: `PLACES`
+windows of at most `WINDOW` tokens, spread evenly, the same on every machine:
+
+    at least PLACES documents   one document in each of PLACES equal ranges, and one window in each of these
+    fewer                       every document, and in each of them PLACES // documents windows
+    a document of so few tokens that its windows would cover it is read whole
+
+Where they lie follows from the number of documents and their lengths alone. So the hash of the first n documents of a
+corpus that has grown is the hash of the corpus when it had n. Tokens are hashed as int64 (those of a corpus of floats
+as float64): in which dtype a corpus is stored does not matter, as it does not matter to the stream.
 """
 
 from __future__ import annotations
 
 import inspect
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from megaresume.encoding.images.document import EncodedDocument, Key
+from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
 
@@ -110,3 +127,136 @@ DOCUMENT_MEMBERS = ("__len__", "length", "lengths", "get", "read", "fingerprint"
 def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
     """`isinstance` for `DocumentSource` that does not ask for the encoder, which may have a tokenizer to build."""
     return all(inspect.getattr_static(thing, member, None) is not None for member in DOCUMENT_MEMBERS)
+
+
+Int64Array = npt.NDArray[np.int64]
+
+#: windows of a corpus in files.
+PLACES = 1000
+#: documents of another source that are read: each may be a request to a store, or a picture to decode.
+OBJECT_PLACES = 100
+#: tokens of a window.
+WINDOW = 1024
+#: documents asked for their length at once; the hash does not depend on it.
+CHUNK = 1 << 16
+
+
+def scan_fingerprint(
+    lengths: Callable[[Int64Array], Int64Array],
+    documents: int,
+    what: str,
+    *,
+    read: Callable[[int, int, int], npt.NDArray[Any]] | None = None,
+    tokenizer: str | None = None,
+) -> Fingerprint:
+    """xxh3_128 over the lengths of all documents as little-endian int64, in document order; with progress.
+
+    Args:
+        lengths: int64[n] document numbers to int64[n] tokens.
+        documents: of the source.
+        what: for the progress, a few words.
+        read: (document, offset, count) to its tokens, for the contents; None if they are not looked at.
+        tokenizer: its fingerprint, if known.
+    """
+    hasher, tokens = xxhash.xxh3_128(), 0
+    with progress(what, documents, "documents") as bar:
+        for first in range(0, documents, CHUNK):
+            chunk = lengths(np.arange(first, min(first + CHUNK, documents), dtype=np.int64))
+            hasher.update(np.ascontiguousarray(chunk, "<i8").data)
+            tokens += int(chunk.sum())
+            bar.update(len(chunk))
+    return Fingerprint(
+        documents=documents,
+        tokens=tokens,
+        lengths=hasher.hexdigest(),
+        tokenizer=tokenizer,
+        contents=None if read is None else contents_hash(documents, lengths, read, OBJECT_PLACES),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The tokens that are looked at, in the order in which they are hashed: three int64[w]."""
+
+    documents: Int64Array
+    #: tokens of the document before the window.
+    offsets: Int64Array
+    #: tokens of the window, at least 1.
+    counts: Int64Array
+
+    @classmethod
+    def choose(cls, documents: int, lengths: Callable[[Int64Array], Int64Array], places: int = PLACES) -> Windows:
+        """Those of a source.
+
+        Args:
+            documents: of the source.
+            lengths: int64[n] document numbers to int64[n] tokens.
+            places: windows at most, if no document is so short that it is read whole.
+        """
+        ids = _documents(documents, places)
+        each = max(places // max(documents, 1), 1)
+        chosen = [
+            (i, offset, count)
+            for i, length in zip(ids.tolist(), lengths(ids).tolist(), strict=True)
+            for offset, count in _within(i, length, each)
+        ]
+        return cls(*np.array(chosen, np.int64).reshape(-1, 3).T)
+
+
+def sized_fingerprint(
+    lengths: Callable[[Int64Array], Int64Array],
+    sizes: Callable[[Int64Array], Int64Array],
+    documents: int,
+    what: str,
+) -> Fingerprint:
+    """`scan_fingerprint`, with the hash of the sizes by which documents are grouped in place of their lengths'."""
+    scanned = scan_fingerprint(lengths, documents, what)
+    return replace(scanned, lengths=scan_fingerprint(sizes, documents, what).lengths)
+
+
+def contents_hash(
+    documents: int,
+    lengths: Callable[[Int64Array], Int64Array],
+    read: Callable[[int, int, int], npt.NDArray[Any]],
+    places: int = PLACES,
+    *,
+    mapped: Callable[..., Iterable[npt.NDArray[Any]]] = map,
+) -> str:
+    """The hash of a source that is read document by document.
+
+    Args:
+        documents, lengths, places: see `Windows.choose`.
+        read: (document, offset, count) to its tokens.
+        mapped: as ``map``, which calls ``read`` for all windows.
+    """
+    windows = Windows.choose(documents, lengths, places)
+    columns = (windows.documents.tolist(), windows.offsets.tolist(), windows.counts.tolist())
+    return hash_tokens(mapped(read, *columns))
+
+
+def hash_tokens(windows: Iterable[npt.NDArray[Any]]) -> str:
+    """xxh3_64 over all tokens of windows as little-endian int64 or float64; 16 hex digits."""
+    hasher = xxhash.xxh3_64()
+    for tokens in windows:
+        hasher.update(np.ascontiguousarray(tokens, "<f8" if tokens.dtype.kind == "f" else "<i8").data)
+    return hasher.hexdigest()
+
+
+def _documents(documents: int, places: int) -> Int64Array:
+    """One in each of ``places`` equal ranges, in order; all, if there are no more than that."""
+    if documents <= places:
+        return np.arange(documents, dtype=np.int64)
+    bounds = [k * documents // places for k in range(places + 1)]
+    return np.array([low + _draw(documents, low) % (high - low) for low, high in pairwise(bounds)], np.int64)
+
+
+def _within(document: int, length: int, each: int) -> list[tuple[int, int]]:
+    """(offset, tokens) of the windows of a document: one in each of ``each`` equal ranges of it."""
+    if length <= each * WINDOW:
+        return [(0, length)] if length else []
+    bounds = [k * length // each for k in range(each + 1)]
+    return [(low + _draw(document, length, low) % (high - low - WINDOW + 1), WINDOW) for low, high in pairwise(bounds)]
+
+
+def _draw(*numbers: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(numbers)}q", *numbers))

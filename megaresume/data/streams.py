@@ -25,9 +25,9 @@ from typing import IO, Any
 
 import xxhash
 
-from megaresume.data.files import cache_directory, written_atomically
 from megaresume.data.inputs import COMPRESSIONS, TABLES, Format, InputFile, Store, find_inputs
 from megaresume.data.row_lines import ArrayLines, ArrowLines, CsvLines, ParquetLines, csv_errors, parquet_errors
+from megaresume.data.sidecar import cache_directory, written_atomically
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError, require
 from megaresume.stream.progress import progress
 

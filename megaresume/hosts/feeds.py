@@ -22,7 +22,7 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import kind_of
 from megaresume.stream.dealing import in_parts
 from megaresume.stream.errors import StateError, UsageError
-from megaresume.stream.faults import NO_FAULTS, Faults
+from megaresume.stream.left_out import NO_FAULTS, Faults
 from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)

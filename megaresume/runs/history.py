@@ -20,7 +20,7 @@ from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError, UsageError
-from megaresume.stream.ranges import Ranges, common
+from megaresume.stream.skips import Ranges, common
 from megaresume.stream.state import StreamState
 
 ReadStep = Callable[[Path], StepFile]

@@ -33,8 +33,7 @@ from megaresume.checkpoint.paths import LATEST, TRACKER, records_dir
 from megaresume.render import write_bytes
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.run import Run
-from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
-from megaresume.stream.text import visible
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, visible
 
 #: checkpoints that an error names, each with its reason.
 _SHOWN = 10

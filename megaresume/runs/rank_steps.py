@@ -20,8 +20,8 @@ from megaresume.checkpoint.formats import SealError, unseal
 from megaresume.checkpoint.session.rank_log import VERSION, ranges_of
 from megaresume.files import read_file
 from megaresume.stream.batches import Balance, micro_batches
-from megaresume.stream.envelope import is_version
 from megaresume.stream.errors import UsageError
+from megaresume.stream.state import is_version
 
 #: steps without a line that are named, of one launch: a faulty writer may give any number to a step.
 _MOST_GAPS = 10_000

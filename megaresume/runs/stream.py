@@ -13,17 +13,15 @@ import numpy as np
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.command_line import number_range
-from megaresume.data.layout import bin_path, idx_path, prefix_of
-from megaresume.data.spans import has_spans, spans_of
+from megaresume.data.layout import bin_path, has_spans, idx_path, prefix_of, spans_of
 from megaresume.runs.trace.trace import ShardRecords, record_words
-from megaresume.stream.errors import UsageError
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.errors import UsageError, parse_json
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planner import Plan
 from megaresume.stream.progress import progress
-from megaresume.stream.ranges import absolute
+from megaresume.stream.skips import absolute
 from megaresume.stream.state import FORMAT, StreamState
 from megaresume.stream.stream import Stream
-from megaresume.stream.text import parse_json
 
 #: Samples shown at once: their plan is in memory.
 MOST_SAMPLES = 1_000_000

@@ -13,16 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaresume.stream.aliases import renames, resolved
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
+from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig, renames, resolved
 from megaresume.stream.errors import ConfigError, StateError
-from megaresume.stream.fingerprints import Growth, check_corpora, differences, listing
 from megaresume.stream.left_out import decide
-from megaresume.stream.planning.stages import Course, Stage, declared
-from megaresume.stream.ranges import Range
-from megaresume.stream.skips import SkipConfig
-from megaresume.stream.source import LengthSource
+from megaresume.stream.skips import Range, SkipConfig
+from megaresume.stream.source import Growth, LengthSource, check_corpora, differences, listing
+from megaresume.stream.stages import Course, Stage, declared
 from megaresume.stream.state import Fingerprint, StreamState
 
 

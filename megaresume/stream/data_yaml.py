@@ -106,7 +106,7 @@ class BlendConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffleConfig(Options):
-    """A shuffle in two levels: see ``documents/permutation.py``."""
+    """A shuffle in two levels: see ``permutation.py``."""
 
     #: documents that lie together and are worth one request to a store.
     block: Annotated[int, Within(1, 1 << 40)] = 32
@@ -117,7 +117,7 @@ class ShuffleConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig(Options):
-    """Documents of like lengths next to each other: see ``documents/grouped.py``."""
+    """Documents of like lengths next to each other: see ``permutation.py``."""
 
     #: documents of a step, when the run began.
     batch: Annotated[int, Within(1, 1 << 40)]

@@ -31,8 +31,8 @@ import numpy.typing as npt
 from megaresume.stream.batches import ALGORITHM, Balance, micro_batches
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import StateError
-from megaresume.stream.planning.kernel import LENGTH
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.kernel import LENGTH
+from megaresume.stream.planner import Plan
 
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream

@@ -15,23 +15,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megaresume.stream import cursor
-from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, extended, reconcile
-from megaresume.stream.config import OnChange, StreamConfig
-from megaresume.stream.documents.pieces import PieceLists
+from megaresume.stream.config import OnChange, StreamConfig, resolved
+from megaresume.stream.cursor import Blocks
 from megaresume.stream.errors import ConfigError, MegaresumeError, StateError
-from megaresume.stream.faults import NO_FAULTS, FaultRecord
-from megaresume.stream.fingerprints import fingerprint_of
-from megaresume.stream.left_out import NO_SKIPS, Skips, check_documents, decide, no_schedule
-from megaresume.stream.planning.blocks import Blocks
-from megaresume.stream.planning.checks import check_growing, check_remaining, check_trained, check_whole
-from megaresume.stream.planning.kernel import Arrays
-from megaresume.stream.planning.plan import Plan
-from megaresume.stream.planning.stages import Course
-from megaresume.stream.ranges import Range
-from megaresume.stream.skips import NO_SKIP, SkipConfig
-from megaresume.stream.source import AbsentSource, LengthSource
+from megaresume.stream.kernel import Arrays
+from megaresume.stream.left_out import NO_FAULTS, NO_SKIPS, FaultRecord, Skips, check_documents, decide, no_schedule
+from megaresume.stream.planner import Plan
+from megaresume.stream.skips import NO_SKIP, Range, SkipConfig
+from megaresume.stream.source import AbsentSource, LengthSource, PieceLists, fingerprint_of
+from megaresume.stream.stages import Course, check_growing, check_remaining, check_trained, check_whole
 from megaresume.stream.state import Fingerprint, StreamState
 
 

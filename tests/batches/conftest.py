@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megaresume.batches.open import open_stream
-from megaresume.data.scan import scan_fingerprint
+from megaresume.data.source import scan_fingerprint
 from megaresume.encoding.images.document import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from megaresume.data.scan import scan_fingerprint
+from megaresume.data.source import scan_fingerprint
 from megaresume.encoding.images.document import EncodedDocument, Key, Record
 from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.state import Fingerprint

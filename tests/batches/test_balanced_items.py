@@ -13,7 +13,7 @@ import pytest
 from megaresume import Balance
 from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import StateError, UsageError
-from megaresume.stream.planning.kernel import DOCUMENT
+from megaresume.stream.kernel import DOCUMENT
 from tests.batches.test_packed_items import Texts, texts
 from tests.batches.test_packed_items import loaders as loaders_of_ranks
 

@@ -11,7 +11,7 @@ from megaresume.batches import dataset
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.data.corpus import IndexedSource
+from megaresume.data.split import IndexedSource
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError

@@ -14,8 +14,8 @@ import benchmarks.simulated_run
 from benchmarks.simulated_cluster import NODE_RANKS, script
 from benchmarks.simulated_documents import DocumentCounts, Wrong
 from benchmarks.simulation import simulate
+from megaresume.stream import order
 from megaresume.stream.batches import micro_batches
-from megaresume.stream.documents import order
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_d
 from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.data.corpus import IndexedSource
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.split import IndexedSource
 from megaresume.encoding.text.turns import Selection
 from megaresume.runs.trace.ranks import _hash
 from megaresume.stream.batches import BatchSchedule

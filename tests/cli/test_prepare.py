@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.data.corpus import IndexedSource
+from megaresume.data.split import IndexedSource
 
 pytestmark = pytest.mark.process
 

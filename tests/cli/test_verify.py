@@ -16,7 +16,7 @@ from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.data.layout import HEADER_BYTES
 from megaresume.stream.errors import StateError
-from megaresume.stream.fingerprints import same_corpora
+from megaresume.stream.source import same_corpora
 from tests.cli.conftest import megaresume
 
 

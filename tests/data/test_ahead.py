@@ -14,10 +14,9 @@ import pytest
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.data import ahead, remote
-from megaresume.data.ahead import Ahead, joined
+from megaresume.data import remote, shard_files
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.data.shard_files import Place, ShardFiles
+from megaresume.data.shard_files import Ahead, Place, ShardFiles, joined
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
@@ -30,7 +29,7 @@ pytest.importorskip("aiohttp")
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(ahead, "GAP", -1)  # the shards are so small that one request would read all of one
+    monkeypatch.setattr(shard_files, "GAP", -1)  # the shards are so small that one request would read all of one
     write_shards(tmp_path / "shards", [30, 20, 40])
     prepare_shards([tmp_path / "shards/*.tar"], tmp_path / "pairs", encoder())
     return tmp_path / "shards"
@@ -96,8 +95,8 @@ def test_several_requests_are_on_their_way_and_no_more_than_asked(shards):
 
 
 def test_neighbours_are_one_request(shards, monkeypatch):
-    monkeypatch.setattr(ahead, "GAP", 0)
-    monkeypatch.setattr(ahead, "LONGEST", 16 << 10)
+    monkeypatch.setattr(shard_files, "GAP", 0)
+    monkeypatch.setattr(shard_files, "LONGEST", 16 << 10)
     with serve(shards) as far:
         assert batches(shards, far.url, shuffle={"block": 30, "window": 1}) == batches(
             shards, shuffle={"block": 30, "window": 1}
@@ -114,9 +113,9 @@ def test_places_to_requests():
         return Place(of, path, 1 << 40, offset, nbytes)
 
     far, near = place(10 << 20, 10), place(0, 1000)
-    places = [far, place(1000 + ahead.GAP, 500), near, place(0, 1000, "b"), place(1000, 9, of=other)]
+    places = [far, place(1000 + shard_files.GAP, 500), near, place(0, 1000, "b"), place(1000, 9, of=other)]
     assert joined(places) == [[far], [near, places[1]], [places[3]], [places[4]]]
-    apart = [place(0, 1000), place(1001 + ahead.GAP, 500)]
+    apart = [place(0, 1000), place(1001 + shard_files.GAP, 500)]
     assert joined(apart) == [[apart[0]], [apart[1]]]
     big = [place(k << 18, 1 << 18) for k in range(9)]
     assert [len(request) for request in joined(big)] == [4, 4, 1]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megaresume.data.catalog import open_sources, register_kind
-from megaresume.data.corpus import IndexedSource
 from megaresume.data.data_config import DataConfig
 from megaresume.data.python_source import PythonSource
+from megaresume.data.split import IndexedSource
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.corpora import simple_corpus
 

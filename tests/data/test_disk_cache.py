@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.data.disk_cache import BLOCK, DiskCache
 from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.remote import BLOCK, DiskCache
 from megaresume.stream.errors import CorpusError, UsageError
 from tests.data.far import serve
 from tests.data.kit import captions, encoder, write_shard

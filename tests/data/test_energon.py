@@ -10,9 +10,8 @@ import yaml
 
 from megaresume.batches.open import open_stream
 from megaresume.data.catalog import open_sources
-from megaresume.data.data_config import DataConfig
+from megaresume.data.data_config import DataConfig, expand_metadatasets
 from megaresume.data.energon import Fields
-from megaresume.data.metadataset import expand_metadatasets
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_files import RecordError
 from megaresume.encoding.images.document import Record
@@ -103,7 +102,7 @@ def test_energon_itself_reads_the_same(coco):
 
 def test_fingerprints_of_parts_need_no_scan(coco, monkeypatch):
     from megaresume.data.shard_source import ShardSource
-    from megaresume.stream.fingerprints import hash_lengths
+    from megaresume.stream.source import hash_lengths
 
     specs = {"pairs": {"kind": "energon", "path": str(coco)}}
     for part in ("train", "valid"):

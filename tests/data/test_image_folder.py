@@ -23,8 +23,7 @@ from megaresume.data import remote
 from megaresume.data.catalog import open_sources
 from megaresume.data.image_folder import Folder
 from megaresume.data.prepare import shards as prepare_module
-from megaresume.data.prepare.join import join_indexes
-from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.prepare.shards import join_indexes, prepare_shards
 from megaresume.data.record_index import ShardIndex
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.batches import BatchSchedule

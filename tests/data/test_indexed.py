@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import DTYPES
+from megaresume.data.split import IndexedSource
 from megaresume.stream.errors import CorpusError
 from tests.corpora import simple_corpus, write_corpus
 

@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks.corpora import write_corpus
 from megaresume.data import sidecar
-from megaresume.data.corpus import IndexedSource
-from megaresume.data.split import range_of
-from megaresume.stream.documents.pieces import find_long
+from megaresume.data.split import IndexedSource, range_of
+from megaresume.stream.source import find_long
 from megaresume.testing import LengthList
 
 LENGTHS = np.random.default_rng(4).integers(0, 40, 2000).astype(np.int32)

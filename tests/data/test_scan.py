@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.data.corpus import IndexedSource
 from megaresume.data.python_source import PythonSource
-from megaresume.data.scan import PLACES, WINDOW, Windows
 from megaresume.data.sidecar import sidecar_path
-from megaresume.data.split import range_of, split_part
+from megaresume.data.source import PLACES, WINDOW, Windows
+from megaresume.data.split import IndexedSource, range_of, split_part
 from megaresume.stream.errors import CorpusError, StateError
-from megaresume.stream.fingerprints import check_fingerprint
+from megaresume.stream.source import check_fingerprint
 from tests.corpora import simple_corpus
 
 Corpus = Callable[..., Path]

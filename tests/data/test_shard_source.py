@@ -19,7 +19,7 @@ from megaresume.data.shard_source import ShardSource
 from megaresume.data.source import DocumentSource, Source
 from megaresume.data.split import range_of
 from megaresume.stream.errors import CorpusError, StateError, StreamExhausted
-from megaresume.stream.fingerprints import check_fingerprint, hash_lengths
+from megaresume.stream.source import check_fingerprint, hash_lengths
 from tests.data.kit import add, captions, encoder, key, same, write_shard, write_shards
 from tests.encoding.images.kit import file, picture
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import megaresume.data.indexed_documents as index
-from megaresume.data.corpus import IndexedSource
 from megaresume.data.sidecar import cache_path, sidecar_path, write_tokenizer
-from megaresume.data.split import range_of
+from megaresume.data.split import IndexedSource, range_of
 from megaresume.stream.errors import CorpusError
 from tests.corpora import simple_corpus
 

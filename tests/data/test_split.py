@@ -5,11 +5,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megaresume.data.corpus import IndexedSource
-from megaresume.data.overlap import extent_of
+from megaresume.data.catalog import extent_of
 from megaresume.data.python_source import PythonSource
 from megaresume.data.source import TokenSource
-from megaresume.data.split import range_of, split_part, split_ranges
+from megaresume.data.split import IndexedSource, range_of, split_part, split_ranges
 from megaresume.stream.errors import ConfigError
 from tests.corpora import simple_corpus
 

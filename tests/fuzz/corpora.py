@@ -17,17 +17,15 @@ import numpy as np
 import xxhash
 
 from megaresume.checkpoint.data_state import Envelope, OpaqueState
-from megaresume.data.corpus import IndexedSource
 from megaresume.data.data_config import DataConfig
-from megaresume.data.files import CorpusIdentity
 from megaresume.data.record_index import COLUMNS_AT, IndexWriter, RecordIndex, RowIndex, ShardIndex
-from megaresume.data.sidecar import read_fingerprint, read_tokenizer, sidecar_path
+from megaresume.data.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path
+from megaresume.data.split import IndexedSource
 from megaresume.hosts.megatron.guard.compare import describe
 from megaresume.hosts.megatron.patching.recipe import read_recipe
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.errors import MegaresumeError, StateError, parse_json
 from megaresume.stream.state_text import checksum
-from megaresume.stream.text import parse_json
 from tests.fuzz.mutate import json_file, yaml_file
 from tests.fuzz.target import Target, scratch
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megaresume.data.scan import scan_fingerprint
+from megaresume.data.source import scan_fingerprint
 from megaresume.encoding.images.document import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.stream.state import Fingerprint
 

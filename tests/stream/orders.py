@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from megaresume.stream.data_yaml import ShuffleConfig
-from megaresume.stream.documents.order import SourceOrder
-from megaresume.stream.documents.pieces import PieceLists
+from megaresume.stream.order import SourceOrder
+from megaresume.stream.source import PieceLists
 from megaresume.testing import LengthList
 
 

@@ -1,6 +1,6 @@
 """The stream in plain Python integers, to hold the compiled loop against: slow, short, and obviously right.
 
-Nothing of ``planning/kernel.py`` is used, and nothing is done in the same way where there is another one: the
+Nothing of ``kernel.py`` is used, and nothing is done in the same way where there is another one: the
 permutation is built from tuples of halves, the blend compares exact fractions, the packers are generators over
 documents, and no position is ever resumed. Only `StreamConfig` is shared. Imports neither numpy nor numba.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.blocks import DENSITY, Anchors
-from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.stages import Course
+from megaresume.stream.cursor import DENSITY, Anchors
+from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 
@@ -34,8 +34,8 @@ def test_distance_to_the_anchor_grows_with_the_distance_back_and_no_faster():
 
 def test_every_sample_of_a_long_past_is_the_same_again(monkeypatch):
     """State and plan, far behind the kept blocks, while the front goes on undisturbed."""
-    monkeypatch.setattr("megaresume.stream.planning.blocks.KEPT_BLOCKS", 2)
-    monkeypatch.setattr("megaresume.stream.planning.blocks.BLOCK", 8)
+    monkeypatch.setattr("megaresume.stream.cursor.KEPT_BLOCKS", 2)
+    monkeypatch.setattr("megaresume.stream.cursor.BLOCK", 8)
     forward = Stream(CONFIG, SOURCES)
     states = [forward.state_at(n).to_json() for n in range(400)]
     stream = Stream(CONFIG, SOURCES)
@@ -48,8 +48,8 @@ def test_every_sample_of_a_long_past_is_the_same_again(monkeypatch):
 
 
 def test_a_state_behind_the_front_does_not_move_the_front(monkeypatch):
-    monkeypatch.setattr("megaresume.stream.planning.blocks.KEPT_BLOCKS", 2)
-    monkeypatch.setattr("megaresume.stream.planning.blocks.BLOCK", 8)
+    monkeypatch.setattr("megaresume.stream.cursor.KEPT_BLOCKS", 2)
+    monkeypatch.setattr("megaresume.stream.cursor.BLOCK", 8)
     stream = Stream(CONFIG, SOURCES)
     stream.plan(0, 1000)
     front = stream._blocks._planner

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaresume.stream import kernel
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.data_yaml import MAX_PARTS
-from megaresume.stream.planning import kernel
-from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.stages import Course
+from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.testing import LengthList
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]

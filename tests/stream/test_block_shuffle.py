@@ -9,8 +9,8 @@ import pytest
 
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.data_yaml import ShuffleConfig
-from megaresume.stream.documents.permutation import items_at
 from megaresume.stream.errors import ConfigError, StateError
+from megaresume.stream.permutation import items_at
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume

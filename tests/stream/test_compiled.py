@@ -15,14 +15,14 @@ import pytest
 import megaresume
 
 PROGRAM = """
-from megaresume.stream.documents.permutation import permute_range, round_keys
+from megaresume.stream.permutation import permute_range, round_keys
 print(permute_range(0, 12, 1000, round_keys(1, "web", 0)).tolist())
 """
 CALLS_ANOTHER_FILE = """
 import numpy as np
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.documents.permutation import mix
+from megaresume.stream.permutation import mix
 
 
 @compiled
@@ -103,11 +103,11 @@ def test_damaged_files_are_written_anew(installed: Installed) -> None:
 @pytest.mark.process
 def test_what_a_function_calls_in_another_file_is_part_of_it(installed: Installed) -> None:
     """An upgrade that changes the mixing function changes the order, on every machine and at once."""
-    documents = installed.package / "stream" / "documents"
-    (documents / "another.py").write_text(CALLS_ANOTHER_FILE)
-    installed.program = "import megaresume.stream.documents.another"
+    stream = installed.package / "stream"
+    (stream / "another.py").write_text(CALLS_ANOTHER_FILE)
+    installed.program = "import megaresume.stream.another"
     before = installed.run().stdout
-    path = documents / "permutation.py"
+    path = stream / "permutation.py"
     text = path.read_text()
     path.write_text(re.sub("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", text))
     after = installed.run().stdout

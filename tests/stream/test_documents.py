@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StreamExhausted
-from megaresume.stream.planning.plan import PlannedSegment
-from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.stages import Course
+from megaresume.stream.planner import PlannedSegment, Planner
+from megaresume.stream.stages import Course
 from megaresume.testing import LengthList
 
 Configs = Callable[..., st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]]

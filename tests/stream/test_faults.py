@@ -8,7 +8,7 @@ import pytest
 
 from megaresume.stream import cursor
 from megaresume.stream.errors import StateError
-from megaresume.stream.faults import MAX_FAULTS, FaultRecord, Faults
+from megaresume.stream.left_out import MAX_FAULTS, FaultRecord, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.state_text import checksum
 from megaresume.stream.stream import Stream

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megaresume.stream.config import SourceConfig, StreamConfig
-from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.planning.feed import MAX_DOCUMENT_TOKENS, DocumentFeed
-from megaresume.stream.planning.kernel import AHEAD_WIDTH
+from megaresume.stream.feed import MAX_DOCUMENT_TOKENS, DocumentFeed
+from megaresume.stream.kernel import AHEAD_WIDTH
+from megaresume.stream.order import SourceOrder
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 from tests.stream.orders import order_of

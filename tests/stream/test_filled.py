@@ -20,19 +20,17 @@ from hypothesis import strategies as st
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.data.corpus import IndexedSource
-from megaresume.data.layout import bin_path
-from megaresume.data.spans import Spans
+from megaresume.data.layout import Spans, bin_path
+from megaresume.data.split import IndexedSource
 from megaresume.encoding.text.conversation_encoder import runs_of
 from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
-from megaresume.stream.planning.kernel import LENGTH, SOURCE
-from megaresume.stream.planning.plan import Plan
-from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.stages import Course
+from megaresume.stream.kernel import LENGTH, SOURCE
+from megaresume.stream.planner import Plan, Planner
 from megaresume.stream.skips import SkipConfig
+from megaresume.stream.stages import Course
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume

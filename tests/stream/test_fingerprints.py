@@ -12,7 +12,7 @@ import xxhash
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError, StateError
-from megaresume.stream.fingerprints import hash_lengths
+from megaresume.stream.source import hash_lengths
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList

@@ -10,9 +10,9 @@ import pytest
 
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.data_yaml import GroupConfig
-from megaresume.stream.documents.order import SourceOrder
-from megaresume.stream.documents.pieces import PieceLists
 from megaresume.stream.errors import StateError
+from megaresume.stream.order import SourceOrder
+from megaresume.stream.source import PieceLists
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume

@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.data.corpus import IndexedSource
 from megaresume.data.layout import bin_path
+from megaresume.data.split import IndexedSource
 from megaresume.runs.trace.replan import Recorded, replay
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig

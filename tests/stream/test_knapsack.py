@@ -9,7 +9,7 @@ import pytest
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from megaresume.stream.documents.permutation import GOLDEN, mix
+from megaresume.stream.permutation import GOLDEN, mix
 from tests.stream.reference import splitmix64
 
 

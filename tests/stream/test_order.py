@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from megaresume.stream.data_yaml import ShuffleConfig
-from megaresume.stream.documents.order import SourceOrder, resolve
-from megaresume.stream.documents.pieces import STRIDE, LongDocuments, PieceLists, find_long
 from megaresume.stream.errors import StateError
+from megaresume.stream.order import SourceOrder, resolve
+from megaresume.stream.source import STRIDE, LongDocuments, PieceLists, find_long
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.stream.documents.permutation import permute_range, round_keys
+from megaresume.stream.permutation import permute_range, round_keys
 from tests.stream.orders import document_at, order_of, position_of
 from tests.stream.reference import permute
 

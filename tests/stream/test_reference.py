@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.stages import Course
+from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.testing import LengthList
 from tests.stream.reference import reference_digests, reference_samples
 
@@ -123,7 +123,7 @@ def test_many_tiny_documents_need_few_bins() -> None:
 
 def test_nothing_but_empty_documents_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one document may come at the start of an epoch and at the end of the next: two epochs' length apart."""
-    monkeypatch.setattr("megaresume.stream.planning.planner.LOOK_AHEAD_HIGH", 16)  # far less than an epoch
+    monkeypatch.setattr("megaresume.stream.planner.LOOK_AHEAD_HIGH", 16)  # far less than an epoch
     lengths = {"a": [0] * 700}
     lengths["a"][123] = 7
     for seed in range(8):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.blocks import BLOCK
-from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.stages import Course
+from megaresume.stream.cursor import BLOCK
+from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume, assert_same_samples

@@ -18,8 +18,18 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StreamExhausted
 from megaresume.stream.left_out import NO_SKIPS, Skips, decide
-from megaresume.stream.ranges import absolute, common, left_out, minus, reached, trained, union
-from megaresume.stream.skips import MOST_DOCUMENTS, MOST_WRITTEN, SkipConfig
+from megaresume.stream.skips import (
+    MOST_DOCUMENTS,
+    MOST_WRITTEN,
+    SkipConfig,
+    absolute,
+    common,
+    left_out,
+    minus,
+    reached,
+    trained,
+    union,
+)
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume

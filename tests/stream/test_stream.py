@@ -11,11 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from megaresume.stream.config import StreamConfig
+from megaresume.stream.cursor import BLOCK, FIRST_BLOCK, KEPT_BLOCKS
 from megaresume.stream.errors import MegaresumeError, StateError, StreamExhausted
-from megaresume.stream.planning.blocks import BLOCK, FIRST_BLOCK, KEPT_BLOCKS
-from megaresume.stream.planning.plan import Plan
-from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.stages import Course
+from megaresume.stream.planner import Plan, Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_same_samples
 

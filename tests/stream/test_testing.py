@@ -9,7 +9,7 @@ import pytest
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError
-from megaresume.stream.planning.plan import Plan
+from megaresume.stream.planner import Plan
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume, assert_same_samples

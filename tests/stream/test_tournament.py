@@ -1,4 +1,4 @@
-"""The tournament of `megaresume.stream.planning.tournament` against looking at every source."""
+"""The tournament of `megaresume.stream.selection` against looking at every source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaresume.stream.planning.tournament import NEVER, play, select, tournament
+from megaresume.stream.selection import NEVER, play, select, tournament
 
 #: few different times, so that many are equal
 TIMES = st.one_of(st.integers(0, 12), st.sampled_from([1 << 61, int(NEVER)]))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from megaresume.stream.text import one_line, visible
+from megaresume.stream.errors import one_line, visible
 
 
 def test_every_control_character_is_spelled_out() -> None:

@@ -183,8 +183,7 @@ def _run(args: Arguments) -> int:
 
 def _skip(args: Arguments) -> Any:
     """What flags want left out."""
-    from megaresume.stream.ranges import parse_range, union
-    from megaresume.stream.skips import SkipConfig
+    from megaresume.stream.skips import SkipConfig, parse_range, union
 
     words = args.data_options.skip or ()
     return SkipConfig(samples=union([parse_range(word, "--megaresume-skip-samples") for word in words]))

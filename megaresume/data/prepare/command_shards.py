@@ -67,10 +67,9 @@ def wants_shards(args: argparse.Namespace) -> bool:
     Raises:
         UsageError: shards beside text, or a flag that does not hold for the inputs.
     """
-    from megaresume.data.inputs import is_text
-    from megaresume.data.metadataset import is_metadataset
+    from megaresume.data.data_config import is_metadataset
+    from megaresume.data.inputs import is_index, is_shards, is_text
     from megaresume.data.remote import is_url
-    from megaresume.data.shard_paths import is_index, is_shards
 
     kinds = [
         args.image_folder is not None
@@ -107,9 +106,9 @@ def run_shards(args: argparse.Namespace) -> int:
     Raises:
         MegaresumeError: see `megaresume.data.prepare.shards.prepare_shards`.
     """
-    from megaresume.data.metadataset import index_files, is_metadataset
+    from megaresume.data.data_config import index_files, is_metadataset
+    from megaresume.data.inputs import is_index
     from megaresume.data.prepare.shards import prepare_shards
-    from megaresume.data.shard_paths import is_index
 
     if any(is_index(path) for path in args.inputs):
         return _run_join(args)
@@ -163,8 +162,8 @@ def _check_lines(args: argparse.Namespace, encoder: ImageTextEncoder) -> None:
 
 
 def _run_join(args: argparse.Namespace) -> int:
-    from megaresume.data.prepare.join import join_indexes
-    from megaresume.data.shard_paths import is_index
+    from megaresume.data.inputs import is_index
+    from megaresume.data.prepare.shards import join_indexes
 
     given = given_of(args, (*args.shards_only, "tokenizer", "eod_token"))
     given += ["--no-append-eod"] if args.append_eod is False else []
@@ -189,8 +188,8 @@ def _print(args: argparse.Namespace, summaries: Sequence[ShardSummary]) -> None:
 
 
 def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
-    from megaresume.data.yaml_text import read_encoder
     from megaresume.encoding.images.encoder import ImageTextEncoder
+    from megaresume.stream.schema import read_encoder
 
     flags = {
         "tokenizer": args.tokenizer,
@@ -228,7 +227,7 @@ def _yaml(text: str | None, flag: str) -> Any:
         return None
     import yaml
 
-    from megaresume.data.yaml_text import parse_yaml
+    from megaresume.stream.schema import parse_yaml
 
     try:
         return parse_yaml(text)

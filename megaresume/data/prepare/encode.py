@@ -1,28 +1,41 @@
-"""Blocks to parts: which of them have none yet; and encoding them, here or in worker processes."""
+"""Blocks to parts, here or in worker processes; and finished parts to a corpus: .bin (or .places), .idx and .spans.
+
+A part is a finished block in the `WorkDirectory`, by a name that `Stretch.name` gives. Its arrays:
+
+    lengths                   int32[documents]
+    tokens                    in the type of the corpus; or, of an index alone, the columns of a `RowIndex`
+    span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.layout`
+
+It holds the position in the input where the next block starts, so that finished blocks need not be read again.
+
+Parts are merged in bounded memory. The .idx appears last, beside its own .bin or .places.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.data.document_encoder import DocumentEncoder, EncoderSpec, checksum
-from megaresume.data.documents import LeftOut, TextUnit, documents_of, places_of
+from megaresume.data.documents import DocumentEncoder, EncoderSpec, LeftOut, TextUnit, checksum, documents_of, places_of
 from megaresume.data.inputs import InputFile
-from megaresume.data.layout import MAX_SEQUENCE_TOKENS
-from megaresume.data.prepare.blocks import Block, BlockReader, Stretch
-from megaresume.data.prepare.parts import Part, PartFiles
-from megaresume.data.prepare.work import disk_error, run
-from megaresume.data.record_index import RowIndex
+from megaresume.data.layout import MAX_SEQUENCE_TOKENS, IndexHeader, SpansWriter, bin_path, idx_path, spans_path
+from megaresume.data.prepare.blocks import Block, BlockReader, Position, Stretch
+from megaresume.data.prepare.work import WorkDirectory, disk_error, run
+from megaresume.data.record_index import IndexWriter, RowIndex, places_path
 from megaresume.data.row_lines import NOT_ALONE
+from megaresume.data.sidecar import sidecar_path, write_tokenizer
 from megaresume.encoding.text.conversations import Conversation
+from megaresume.files import fsync_dir
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
 
@@ -193,3 +206,180 @@ class Encoder:
                         action="prepare it without --index-only, or write it as Parquet",
                     )
                 yield piece.file, at, extent
+
+
+#: boundaries written at once.
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One finished block."""
+
+    documents: int
+    tokens: int
+    #: documents without a token, left out.
+    empty: int
+    #: documents that are not UTF-8, and lines that are not a JSON object with a text: left out.
+    skipped: int
+    bad_lines: int
+    #: where the first few of both are, and what is wrong with them.
+    first_left_out: list[str]
+    #: conversations that were too long: left out, and made shorter.
+    too_long: int
+    shortened: int
+    #: spans of trained tokens, and these tokens; None if every token is trained.
+    spans: int | None
+    trained: int | None
+    #: of the documents, UTF-8 bytes; of conversations, as the template writes them.
+    text_bytes: int
+    #: read for it from disk (about).
+    raw_bytes: int
+    #: where the next block starts.
+    end: Position
+    #: files of the input, by number, and documents of each; None if it holds tokens, not places.
+    places: list[list[int]] | None
+
+
+class PartFiles(WorkDirectory):
+    """The parts of one corpus."""
+
+    def write_part(
+        self,
+        name: str,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        *,
+        end: Position,
+        places: list[list[int]] | None = None,
+        **counts: Any,
+    ) -> Part:
+        """Write a part: all of it or nothing.
+
+        Args:
+            name: of the block.
+            arrays: see above.
+            end: where the next block starts.
+            places: as in `Part`.
+            counts: the other fields of `Part`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        lengths, spans = arrays["lengths"], arrays.get("spans")
+        sizes = {
+            "documents": len(lengths),
+            "tokens": int(lengths.sum(dtype=np.int64)),
+            "spans": None if spans is None else len(spans),
+            "trained": None if spans is None else int((spans[:, 1] - spans[:, 0]).sum(dtype=np.int64)),
+            "places": places,
+            **counts,
+        }
+        self.write(name, {**sizes, "end": asdict(end)}, arrays)
+        return Part(**sizes, end=end)
+
+    def find_part(self, name: str) -> Part | None:
+        """A part if it is finished; a damaged one is removed."""
+        if (head := self.find(name)) is None:
+            return None
+        try:
+            said = {field.name: head[field.name] for field in fields(Part)}
+            return Part(**said | {"end": Position(**head["end"])})
+        except (KeyError, TypeError):
+            self.path(name).unlink()
+            return None
+
+
+def merge_parts(
+    prefix: Path,
+    files: PartFiles,
+    parts: Mapping[str, Part],
+    dtype: str,
+    tokenizer: Mapping[str, Any],
+    tick: Callable[[int], Any],
+    *,
+    raw: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the corpus and put it in place of an older one, if there is one.
+
+    Args:
+        prefix: of the corpus.
+        files: where the parts are.
+        parts: all of them by their names, in order.
+        dtype: of the tokens.
+        tokenizer: for the sidecar.
+        tick: called with the documents written.
+        raw: the header of a .places, of which ``files`` lack their records; None if a .bin is written.
+
+    Raises:
+        CorpusError: a part is damaged.
+        OSError: the disk is full, or the like.
+    """
+    documents = sum(part.documents for part in parts.values())
+    counts = [part.spans for part in parts.values()]
+    spans = None if None in counts else sum(count or 0 for count in counts)
+    tokens_path = bin_path(prefix) if raw is None else places_path(prefix)
+    paths = tokens_path, idx_path(prefix), spans_path(prefix)
+    tokens_new, idx_new, spans_new = (path.with_name(f".{path.name}.new") for path in paths)
+    header = IndexHeader(dtype=np.dtype(dtype), sequences=documents, documents=documents)
+    # The three arrays of the index are written side by side, while each part is read once.
+    with open(tokens_new, "wb") as tokens_file, open(idx_new, "wb") as idx, ExitStack() as more:
+        idx.write(header.pack())
+        spans_file = None if spans is None else more.enter_context(open(spans_new, "w+b"))
+        writer = None if spans_file is None else SpansWriter(spans_file, documents=documents, spans=spans or 0)
+        spans_hash: str | None = None
+        done = pointer = 0
+        places = None if raw is None else IndexWriter(tokens_file, RowIndex, documents)
+        for name in parts:
+            arrays = files.read(name)[1]
+            lengths = arrays["lengths"]
+            if writer is not None:
+                writer.add(arrays["span_counts"], arrays["spans"])
+            if places is None:
+                tokens_file.write(arrays["tokens"].data)
+            else:
+                places.add(arrays)
+            ends = np.cumsum(lengths, dtype=np.int64) * header.dtype.itemsize
+            starts = pointer + ends - lengths.astype(np.int64) * header.dtype.itemsize
+            idx.seek(header.lengths_at + 4 * done)
+            idx.write(lengths.data)
+            idx.seek(header.pointers_at + 8 * done)
+            idx.write(starts.astype("<i8").data)
+            done += len(lengths)
+            pointer += int(ends[-1]) if len(ends) else 0
+            tick(len(lengths))
+        if places is not None and raw is not None:
+            places.finish({**raw, "files": _counted(raw["files"], parts)})
+        idx.seek(header.boundaries_at)
+        for first in range(0, documents + 1, CHUNK):
+            idx.write(np.arange(first, min(first + CHUNK, documents + 1), dtype="<i8").data)
+        if writer is not None:
+            spans_hash = writer.finish(pointer // header.dtype.itemsize)
+        for file in (tokens_file, idx, spans_file):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+    # An index must never stand beside the tokens of another corpus, nor beside their spans.
+    idx_path(prefix).unlink(missing_ok=True)
+    sidecar_path(prefix).unlink(missing_ok=True)
+    spans_path(prefix).unlink(missing_ok=True)
+    (places_path(prefix) if raw is None else bin_path(prefix)).unlink(missing_ok=True)
+    os.replace(tokens_new, tokens_path)
+    spans_bytes = None if spans is None else spans_new.stat().st_size
+    idx_bytes = idx_new.stat().st_size
+    bin_bytes = tokens_path.stat().st_size
+    write_tokenizer(
+        prefix, tokenizer, idx_bytes=idx_bytes, bin_bytes=bin_bytes, spans_bytes=spans_bytes, spans_hash=spans_hash
+    )
+    if spans is not None:
+        os.replace(spans_new, spans_path(prefix))
+    os.replace(idx_new, idx_path(prefix))
+    fsync_dir(prefix.parent)
+
+
+def _counted(files: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> list[dict[str, Any]]:
+    """Files with the records of each."""
+    documents = Counter[int]()
+    for part in parts.values():
+        for file, count in part.places or []:
+            documents[file] += count
+    return [{**said, "records": documents[number]} for number, said in enumerate(files)]

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.data.files import write_json_atomically
+from megaresume.data.sidecar import write_json_atomically
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 T = TypeVar("T")

@@ -34,8 +34,8 @@ from megaresume.hosts.deepspeed.loaders import AttachedLoader, attach_loader
 from megaresume.hosts.deepspeed.training_data import TrainingData
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
-from megaresume.stream.fingerprints import same_corpora
 from megaresume.stream.skips import SkipConfig
+from megaresume.stream.source import same_corpora
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 

@@ -32,7 +32,7 @@ from megaresume.hosts.feeds import RankFaults
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
 from megaresume.stream.errors import StateError
-from megaresume.stream.faults import NO_FAULTS, Faults
+from megaresume.stream.left_out import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 

@@ -18,8 +18,7 @@ from megaresume.checkpoint.session.stopping import SIGNALS, StopConditions, minu
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
-from megaresume.stream.ranges import parse_range, parse_steps, union
-from megaresume.stream.skips import SkipConfig
+from megaresume.stream.skips import SkipConfig, parse_range, parse_steps, union
 
 G = TypeVar("G", Checkpoints, Loader)
 

@@ -18,8 +18,7 @@ from megaresume.render import text_table
 from megaresume.runs.plan import DryRun, Flags, dry_run
 from megaresume.runs.plan import interval as plan_interval
 from megaresume.stream.errors import ConfigError, UsageError
-from megaresume.stream.ranges import parse_range, parse_steps, union
-from megaresume.stream.skips import SkipConfig
+from megaresume.stream.skips import SkipConfig, parse_range, parse_steps, union
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

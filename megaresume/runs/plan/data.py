@@ -31,10 +31,9 @@ from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecor
 from megaresume.hosts.megatron.load_rules import check_stages
 from megaresume.runs.answer import told
 from megaresume.runs.plan.start import Finding, Findings, Flags, PlannedLaunch
-from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import Balance, BatchSchedule, Objective
 from megaresume.stream.changes import Reconciled, changes_since, check_recorded, reconcile
-from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.config import OnChange, StreamConfig, resolved
 from megaresume.stream.errors import (
     ConfigError,
     CorpusError,
@@ -44,11 +43,10 @@ from megaresume.stream.errors import (
     StreamExhausted,
     UsageError,
 )
-from megaresume.stream.fingerprints import fingerprint_of, same_corpora
 from megaresume.stream.left_out import check_documents, no_schedule
-from megaresume.stream.planning.checks import check_remaining
-from megaresume.stream.planning.stages import Stage
-from megaresume.stream.ranges import Range
+from megaresume.stream.skips import Range
+from megaresume.stream.source import fingerprint_of, same_corpora
+from megaresume.stream.stages import Stage, check_remaining
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:

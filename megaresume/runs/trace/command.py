@@ -32,9 +32,8 @@ from megaresume.runs.trace.formats import (
 )
 from megaresume.runs.trace.replan import open_corpora
 from megaresume.runs.trace.trace import RECORD_COLUMNS, Trace, TracePiece, image_words, record_words
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import UsageError, visible
 from megaresume.stream.progress import progress
-from megaresume.stream.text import visible
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

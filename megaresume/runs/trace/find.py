@@ -17,10 +17,10 @@ import numpy as np
 from megaresume.runs.history import Point
 from megaresume.runs.trace.trace import Trace, places
 from megaresume.stream.changes import outlook
-from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import StreamExhausted, UsageError
+from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.left_out import DocumentSkip
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
+from megaresume.stream.order import SourceOrder
 from megaresume.stream.state import StreamState
 
 Status = Literal["trained", "partly trained", "waiting", "left out", "to come", "not planned", "never"]

@@ -29,8 +29,7 @@ import numpy.typing as npt
 from megaresume.runs.history import UNKNOWN
 from megaresume.runs.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, TracePiece
 from megaresume.stream.compiled import compiled
-from megaresume.stream.errors import CheckpointError, require
-from megaresume.stream.text import one_line
+from megaresume.stream.errors import CheckpointError, one_line, require
 
 LITERAL, SAMPLE, SEGMENT, NAME, HASH, UNLESS_ZERO, IF_KNOWN = 0, 1, 2, 3, 4, 5, 6
 

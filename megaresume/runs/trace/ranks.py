@@ -29,8 +29,8 @@ from megaresume.batches.batch import BatchArrays
 from megaresume.batches.image_text import BatchImages
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.session.rank_log import hash_rows, hash_samples
+from megaresume.data.layout import spans_of
 from megaresume.data.source import Source
-from megaresume.data.spans import spans_of
 from megaresume.runs.history import StepMap
 from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.trace.documents import of_stage
@@ -38,8 +38,8 @@ from megaresume.runs.trace.replan import Past, Planned
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import CorpusError, MegaresumeError, StateError, UsageError
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planning.plan import Plan, concatenate
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planner import Plan, concatenate
 
 #: Samples read at a time: a step of a large run does not have to fit into memory.
 CHUNK = 256

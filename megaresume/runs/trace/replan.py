@@ -30,13 +30,10 @@ from megaresume.data.split import range_of
 from megaresume.runs.history import History
 from megaresume.runs.run import Run
 from megaresume.stream import cursor
-from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import reconcile
-from megaresume.stream.config import StreamConfig
+from megaresume.stream.config import StreamConfig, resolved
 from megaresume.stream.cursor import comparable
-from megaresume.stream.documents.order import Orders
-from megaresume.stream.documents.pieces import may_be_cut
 from megaresume.stream.errors import (
     CheckpointError,
     ConfigError,
@@ -45,12 +42,11 @@ from megaresume.stream.errors import (
     StreamExhausted,
     UsageError,
 )
-from megaresume.stream.fingerprints import check_fingerprint, fingerprint_of
-from megaresume.stream.planning.plan import Plan
-from megaresume.stream.planning.planner import Planner, orders_of
-from megaresume.stream.planning.stages import Course
-from megaresume.stream.ranges import trained
-from megaresume.stream.source import AbsentSource, LengthSource
+from megaresume.stream.order import Orders
+from megaresume.stream.planner import Plan, Planner, orders_of
+from megaresume.stream.skips import trained
+from megaresume.stream.source import AbsentSource, LengthSource, check_fingerprint, fingerprint_of, may_be_cut
+from megaresume.stream.stages import Course
 from megaresume.stream.state import SourceCursor, StreamState
 from megaresume.stream.stream import Stream
 

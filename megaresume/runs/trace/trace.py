@@ -24,9 +24,9 @@ from megaresume.runs.trace.replan import Past, Planned, Replan
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import CorpusError, StreamExhausted
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planning.plan import Plan, concatenate
-from megaresume.stream.ranges import trained
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planner import Plan, concatenate
+from megaresume.stream.skips import trained
 from megaresume.stream.source import LengthSource
 
 if TYPE_CHECKING:

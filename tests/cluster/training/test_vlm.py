@@ -14,7 +14,7 @@ from megaresume.batches.open import open_stream
 from megaresume.cluster.demo.vlm import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.stream.planning.kernel import SOURCE
+from megaresume.stream.kernel import SOURCE
 from tests.cluster.training.compare import compare
 from tests.cluster.training.conftest import write_corpus
 

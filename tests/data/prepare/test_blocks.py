@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.data.documents import TextOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
-from megaresume.data.prepare.parts import PartFiles
+from megaresume.data.prepare.encode import PartFiles
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 OUTPUTS = ("bin", "idx", "megaresume.json")

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.documents import TextOptions
 from megaresume.data.prepare.blocks import Position
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
-from megaresume.data.prepare.parts import PartFiles, merge_parts
+from megaresume.data.prepare.encode import PartFiles, merge_parts
 from megaresume.data.record_index import RowIndex
+from megaresume.data.split import IndexedSource, open_corpus
 from megaresume.encoding.text.tokenizers import load_tokenizer
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.data.prepare.join import join_indexes
-from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.prepare.shards import join_indexes, prepare_shards
 from megaresume.program import main
 from megaresume.stream.errors import CorpusError, UsageError
 from tests.data.kit import captions, encoder, write_shard, write_shards

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaresume.data import row_lines
-from megaresume.data.corpus import open_corpus
 from megaresume.data.documents import TextOptions, documents_of
 from megaresume.data.inputs import find_inputs
 from megaresume.data.prepare.blocks import BlockReader, Position
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.split import open_corpus
 from megaresume.data.streams import of_content
 from megaresume.program import main
 from megaresume.stream.errors import CorpusError, UsageError

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.data.corpus import open_corpus
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.record_index import RowIndex, places_path
+from megaresume.data.split import open_corpus
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 from tests.data.rows.conftest import lines, pyarrow, texts, write, write_arrow, write_parquet
 

@@ -11,8 +11,8 @@ import pytest
 from megaresume.batches.ahead import ReadAhead, use_cache
 from megaresume.data import remote
 from megaresume.data.catalog import open_sources
-from megaresume.data.corpus import IndexedSource, open_corpus
 from megaresume.data.remote import RemoteStore
+from megaresume.data.split import IndexedSource, open_corpus
 from megaresume.program import main
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError

@@ -8,16 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.data.catalog import open_sources
-from megaresume.data.corpus import IndexedSource, open_corpus
+from megaresume.data.catalog import check_no_overlap, open_sources
 from megaresume.data.documents import TextOptions
 from megaresume.data.layout import bin_path, idx_path
-from megaresume.data.overlap import check_no_overlap
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.record_index import places_path
 from megaresume.data.row_source import RawFiles, RowSource
-from megaresume.data.split import range_of
+from megaresume.data.split import IndexedSource, open_corpus, range_of
 from megaresume.encoding.text.turns import Selection
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.data.rows.conftest import EOD, FORMATS, pyarrow, texts, tokenizers, write

@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 import PIL.Image
 import pytest
-from megaresume.encoding.images.processors import processor_from_options
 
 from megaresume.encoding.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.processors import processor_from_options
 from megaresume.encoding.images.spec import resolved
 from megaresume.stream.errors import ConfigError, CorpusError, SetupError
 from tests.encoding.images.kit import KEY, file, record

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from megaresume.data.prepare.join import join_indexes
-from megaresume.data.prepare.shards import prepare_shards
+from megaresume.data.prepare.shards import join_indexes, prepare_shards
 from megaresume.data.shard_source import ShardSource
 from megaresume.encoding.images.document import Key, Record
 from megaresume.encoding.images.encoder import ImageTextEncoder

@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from megaresume.encoding.images.processors import processor_from_options
 
 from megaresume.encoding.images.encoder import ImageTextEncoder
+from megaresume.encoding.images.processors import processor_from_options
 from megaresume.encoding.images.spec import PUBLISHED, resolved
 from megaresume.stream.errors import ConfigError
 from tests.encoding.images.transformers_kit import BACKENDS, picture, pixels_of, write_model

@@ -24,8 +24,7 @@ import stream_kit as kit
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.data.layout import bin_path
-from megaresume.data.spans import has_spans
+from megaresume.data.layout import bin_path, has_spans
 from megaresume.hosts.megatron.data.form import IDENTITY_VARIABLE, form_of
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.samples import SAMPLE_KEY, SampleDataset

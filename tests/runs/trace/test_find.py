@@ -16,8 +16,8 @@ from megaresume.runs.run import Run
 from megaresume.runs.trace.find import Sought, as_json, find, parse_documents
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.documents.pieces import LongDocuments
 from megaresume.stream.errors import UsageError
+from megaresume.stream.source import LongDocuments
 from megaresume.stream.state import Fingerprint, SourceCursor
 from megaresume.stream.stream import Stream
 from tests.runs.trace.conftest import ToyRun, config

@@ -14,7 +14,7 @@ from megaresume.runs.run import Run
 from megaresume.runs.trace.find import find
 from megaresume.runs.trace.formats import TraceWriter, csv_rows, heading
 from megaresume.runs.trace.trace import Trace
-from megaresume.stream.ranges import absolute
+from megaresume.stream.skips import absolute
 from megaresume.stream.state import StreamState
 from tests.runs.trace.conftest import ToyRun, config
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.data.corpus import IndexedSource
+from megaresume.data.split import IndexedSource
 from tests.corpora import write_spans
 from tests.hosts.conftest import data_yaml as data_yaml
 from tests.hosts.conftest import write_corpus

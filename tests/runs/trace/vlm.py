@@ -16,7 +16,7 @@ from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.encoding.images.document import Record
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.stream.faults import FaultRecord
+from megaresume.stream.left_out import FaultRecord
 from megaresume.stream.stream import Stream
 from tests.batches.pages import page
 from tests.data.kit import write_shard

@@ -25,8 +25,8 @@ import xxhash
 from megaresume.checkpoint.data_state import stream_of
 from megaresume.checkpoint.session.rank_log import RankLog, images_of
 from megaresume.checkpoint.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
+from megaresume.data.layout import has_spans
 from megaresume.data.source import is_document_source
-from megaresume.data.spans import has_spans
 from megaresume.hosts.megatron.checks import check_flags
 from megaresume.hosts.megatron.data.form import SampleForm, form_of, warnings_of
 from megaresume.hosts.megatron.data.order import StreamOrder
@@ -36,7 +36,7 @@ from megaresume.hosts.megatron.hooks.calls import check_load, is_built
 from megaresume.hosts.megatron.host import MegatronHost, megatron_host
 from megaresume.hosts.megatron.load_rules import check_mode
 from megaresume.stream.errors import StateError
-from megaresume.stream.fingerprints import same_corpora
+from megaresume.stream.source import same_corpora
 
 log = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ import torch.utils.data
 from megaresume.batches.batch import BatchArrays, SegmentLayout
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.workers import outlive_signals
+from megaresume.data.layout import spans_of
 from megaresume.data.source import Source
-from megaresume.data.spans import spans_of
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.stream.batches import Balance
 from megaresume.stream.compiled import compiled
 from megaresume.stream.dealing import Int64Array, dealt_order
 from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError
-from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planning.plan import Plan, concatenate
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planner import Plan, concatenate
 from megaresume.stream.stream import Stream
 
 

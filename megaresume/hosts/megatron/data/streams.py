@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.open import check_held_out, open_part, open_stream, open_validation
-from megaresume.data.data_config import DataConfig
-from megaresume.data.data_path import sources_from_data_path
+from megaresume.data.data_config import DataConfig, sources_from_data_path
 from megaresume.data.split import PARTS, Part, split_ranges
 from megaresume.hosts.megatron.load_rules import check_stages
 from megaresume.stream.config import OnChange

@@ -28,8 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.data.layout import HEADER_BYTES, IndexHeader
-from megaresume.data.spans import spans_path
+from megaresume.data.layout import HEADER_BYTES, IndexHeader, spans_path
 from megaresume.hosts.megatron.guard.record import SPLITS, Request
 from megaresume.hosts.megatron.schedule import schedule_from_args
 from megaresume.stream.errors import ConfigError

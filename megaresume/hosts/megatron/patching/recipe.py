@@ -11,10 +11,9 @@ import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, ValidationError
 
-from megaresume.data.yaml_text import read_mapping
 from megaresume.shipped import shipped_dir
 from megaresume.stream.errors import ConfigError, UsageError
-from megaresume.stream.schema import Options, Within, read, refused
+from megaresume.stream.schema import Options, Within, read, read_mapping, refused
 
 
 def _is_name(text: str) -> str:

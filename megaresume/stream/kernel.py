@@ -14,7 +14,7 @@ sources beside a large one.) Release and deadline are kept as exact integer quot
 `LATE` counts as `LATE`. Of a few sources all are looked at; of many the next is the winner of a tournament, so that a
 thousand cost little more than three.
 
-What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``documents/order.py``). A later
+What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``order.py``). A later
 piece of a document counts as no further document.
 
 Packing. A drawn piece is *pending* until it is in a bin. ``split`` concatenates and cuts; what it cuts off at the end
@@ -38,9 +38,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.documents.permutation import GOLDEN, mix
-from megaresume.stream.planning.knapsack import choose
-from megaresume.stream.planning.tournament import NEVER, READY, play, prefetch, select, tournament
+from megaresume.stream.permutation import GOLDEN, mix
+from megaresume.stream.selection import NEVER, READY, choose, play, prefetch, select, tournament
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]

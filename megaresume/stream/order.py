@@ -13,8 +13,8 @@ the epoch with what is new by a permutation of its own (`Era.rest`):
     slot j < rest      what would have come at position first + j of the era before
     slot j >= rest     new piece j - rest: the first pieces of the new documents, then their later ones
 
-What is of like lengths may come together (``grouped.py``): within an epoch of an era, what comes at a position is then
-looked up in a window of positions around it.
+What is of like lengths may come together (`permutation.grouped`): within an epoch of an era, what comes at a position
+is then looked up in a window of positions around it.
 
 Everything is O(1) for a position, and O(log) in the number of long documents. ``tests/stream/reference.py`` says the
 same with lists.
@@ -30,11 +30,10 @@ import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
 from megaresume.stream.data_yaml import GroupConfig, ShuffleConfig
-from megaresume.stream.documents.grouped import grouped, window_of
-from megaresume.stream.documents.permutation import index_of, items_at, round_keys
-from megaresume.stream.documents.pieces import STRIDE, PieceLists
-from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import StateError
+from megaresume.stream.permutation import grouped, index_of, items_at, round_keys, window_of
+from megaresume.stream.source import STRIDE, PieceLists
+from megaresume.stream.state_text import Era, Eras
 
 Int64Array = npt.NDArray[np.int64]
 
