@@ -9,6 +9,7 @@
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
     megaresume.Balance(...)                    their samples dealt so that all ranks have as much to do
     megaresume.DataLoader(dataset, ...)        any map-style dataset in such an order, in the place of torch's
+    megaresume.Prompts(dataset, rollouts=8)    the prompts of reinforcement learning, each trained exactly once
 
 Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from
 those below it (``lint-imports`` checks that):
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.session.stopping import StopConditions, Stopped
     from megaresume.hosts.attach import attach
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
+    from megaresume.hosts.prompts import Prompts
     from megaresume.stream.batches import Balance, BatchSchedule
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.errors import MegaresumeError
@@ -58,6 +60,7 @@ __all__ = [
     "DataOptions",
     "Loader",
     "MegaresumeError",
+    "Prompts",
     "StopConditions",
     "Stopped",
     "Stream",
@@ -79,6 +82,7 @@ _HOMES = {
     "DataOptions": "megaresume.checkpoint.session.settings",
     "Loader": "megaresume.checkpoint.session.settings",
     "MegaresumeError": "megaresume.stream.errors",
+    "Prompts": "megaresume.hosts.prompts",
     "StopConditions": "megaresume.checkpoint.session.stopping",
     "Stopped": "megaresume.checkpoint.session.stopping",
     "Stream": "megaresume.stream.stream",

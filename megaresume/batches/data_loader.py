@@ -30,10 +30,12 @@ from megaresume.batches.items import flatten, reader, token_count
 from megaresume.batches.loader import RankLoader, available, data_parallel
 from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule
-from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.config import OnChange, StreamConfig, resolved
 from megaresume.stream.data_yaml import Append, BlendUnit
 from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.kernel import DOCUMENT, SOURCE
 from megaresume.stream.skips import SkipConfig
+from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
@@ -146,8 +148,9 @@ class DataLoader(RankLoader):
             keyed=keyed,
             group=item_options.windows_of(self.items, step) if group_by_length else None,
         )
+        self._config = StreamConfig.from_dict(config)
         super().__init__(
-            Stream(StreamConfig.from_dict(config), list(sources.values()), on_change=on_change),
+            Stream(self._config, list(sources.values()), on_change=on_change),
             schedule,
             micro_batch_size=batch_size,
             ranks=ranks,
@@ -207,6 +210,44 @@ class DataLoader(RankLoader):
             if fingerprint.contents is not None:
                 mapping["sources"][name]["contents"] = fingerprint.contents
         return mapping
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sample is several items, or a part of one."""
+        return self._packing.seq_length is not None
+
+    def as_recorded(self, state: StreamState) -> Stream:
+        """The order that a state was taken of, over the same datasets, whatever was appended or changed since.
+
+        Raises:
+            StateError: the items that it was over are not as they were.
+        """
+        today = (source.name for source in resolved(self._config, state.config["sources"]).sources)
+        sources = dict(zip(today, self._sources.values(), strict=True))
+        config = StreamConfig.recorded(state.config)
+        here: list[LengthSource] = [
+            sources[name].first(state.fingerprints[name].documents) if name in sources else AbsentSource(name, state)
+            for name in (source.name for source in config.sources)
+        ]
+        return Stream(config, here, state=state)
+
+    def places(self, first: int, stop: int, stream: Stream) -> list[tuple[int, int, str, Any]]:
+        """What samples of an order are, each of which is an item: (epoch, item, dataset, place), for `read`.
+
+        Raises:
+            CorpusError: it draws from a dataset that is not there any more.
+        """
+        plan = stream.plan(first, stop)
+        labels = [source.label for source in stream.config.sources]
+        names = [labels[source] for source in plan.table[:, SOURCE].tolist()]
+        epochs, items = plan.epochs().tolist(), plan.table[:, DOCUMENT].tolist()
+        return list(zip(epochs, items, names, self._places.of(plan, stream), strict=True))
+
+    def read(self, places: list[Any]) -> list[Any]:
+        """The items of some places."""
+        dataset: Any = self._workers.torch.dataset
+        many = getattr(dataset, "__getitems__", None)
+        return list(many(places)) if many else [dataset[place] for place in places]
 
     @property
     def batch_size(self) -> int:

@@ -158,7 +158,7 @@ class Places:
             if end is not None and reaches:
                 samples = samples[: _whole(end - samples.start, step)]
             plan = loader.stream.plan(samples.start, samples.stop)
-            places, starts, first = self._places_of(plan), plan.starts.tolist(), plan.first
+            places, starts, first = self.of(plan, loader.stream), plan.starts.tolist(), plan.first
             for stop, mine in loader.deal(samples, step):
                 if stop <= start:
                     continue
@@ -171,14 +171,14 @@ class Places:
             if reaches:
                 return
 
-    def _places_of(self, plan: Plan) -> list[Any]:
-        """Of all segments of a plan."""
+    def of(self, plan: Plan, stream: Stream) -> list[Any]:
+        """Of all segments of a plan of a stream."""
         table = plan.table
         items = table[:, DOCUMENT]
         if not self._whole_rows and len(self._names) == 1:
             return list(items.tolist())
         # A source that the run had before, and has no more, has no dataset.
-        sources = self._loader.stream.config.sources
+        sources = stream.config.sources
         labels = [source.label for source in sources]
         datasets = np.array([self._names.index(label) if label in self._names else -1 for label in labels])
         columns = [datasets[table[:, SOURCE]], items]
@@ -187,7 +187,7 @@ class Places:
             for k, source in enumerate(self._sources):
                 mine = columns[0] == k
                 tokens[mine] = source.lengths(items[mine])
-            seed = self._loader.stream.config.seed
+            seed = stream.config.seed
             keys = np.array([xxhash.xxh3_64_intdigest(f"{seed} {s.name}".encode()) >> 1 for s in sources])
             columns += [plan.epochs(), table[:, OFFSET], table[:, LENGTH], tokens, keys[table[:, SOURCE]]]
         return list(np.stack(columns, axis=1).tolist())

@@ -21,6 +21,7 @@ then depends on nothing else.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,6 +86,12 @@ class ItemSource:
     def __len__(self) -> int:
         """Items, as they were when the loader was made."""
         return self._items
+
+    def first(self, items: int) -> ItemSource:
+        """The same without the items that were appended to so many."""
+        source = copy.copy(self)
+        source._items = items
+        return source
 
     @property
     def longest(self) -> int:

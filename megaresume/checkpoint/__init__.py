@@ -48,7 +48,7 @@ Files:
     data_state.py   the state of the data, its envelope  topology.py     how a run is laid out
     formats.py      sealed JSON, the format of records   system.py       time, process, mounts, dead locks of builds
     manifest.py     every file, its size and checksum
-    ledger.py       one line for every checkpoint, start and end
+    ledger.py       one line for every checkpoint, start and end; prompt_ledger.py: what became of every prompt
     lock.py         one job at a time; claim.py: which job
     foreign/        checkpoints of other programs
     session/        one training process and this protocol: all its ranks, whatever trains

@@ -8,6 +8,7 @@
     instances.py methods hooked on one instance, and settings that are refused
     shares.py    whether the loaders of all processes are those of all ranks
     contract.py  `HostContract`: what every host must do, as tests for people who write one; driver.py: its runs
+    prompts.py   `Prompts`: those of reinforcement learning, each trained once in whatever order rollouts end
     files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file
 
 One file a trainer:

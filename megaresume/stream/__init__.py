@@ -26,6 +26,7 @@
         cursor.py           the samples planned last, any other planned again; between the loop's arrays and the state
         state.py            a cursor as plain JSON, and what it is carried in; state_text.py: as text
         changes.py          what changed since a state, and what a change of the blend means
+        in_flight.py        samples that are trained in another order: prompts, out and back
     for everybody
         errors.py           errors, by who must act; text of others, shown to people and read as JSON
         progress.py         a bar on a terminal, plain lines in a log

@@ -1,0 +1,252 @@
+"""The ledger of prompts: what became of every ordinal of a run, one line for every state that was taken.
+
+    {"format": "megaresume.prompts", "version": 1, "id": "9f..", "parent": "3c..", "step": 20, "next": 180, "open": 12,
+     "trained": {"19": "120:126 128", "20": "127 129:133"}, "dropped": {"stale": "118"}, "checksum": "..."}
+
+A line says what was settled since its parent, and a state names its line. So the past of a checkpoint is its line and
+the parents of it; a line that no such path goes through is of a part of the run that a crash threw away. Each ordinal
+below ``next`` is at one place of a path, trained at a step or dropped for a reason, or one of the ``open`` in flight.
+
+The line is on the disk before the state is handed out: no checkpoint names one that is missing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.formats import SealError, seal, unseal
+from megaresume.checkpoint.ledger import append_lines
+from megaresume.files import read_file
+from megaresume.stream.errors import StateError, as_count
+from megaresume.stream.state import is_version
+
+FORMAT, VERSION = "megaresume.prompts", 1
+#: its name, in the directory of a run.
+PROMPTS = "prompts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLine:
+    """What was settled between two states."""
+
+    id: str
+    #: the line of the state before; None: the run began.
+    parent: str | None
+    #: the last step that trained, the next ordinal, and how many below it are in flight.
+    step: int
+    next: int
+    open: int
+    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    dropped: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The line, with its newline."""
+        fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, "id": self.id, "parent": self.parent}
+        fields |= {"step": self.step, "next": self.next, "open": self.open}
+        fields["trained"] = {str(step): to_text(ordinals) for step, ordinals in self.trained.items()}
+        fields["dropped"] = {reason: to_text(ordinals) for reason, ordinals in self.dropped.items()}
+        return seal(fields)
+
+
+def to_text(ordinals: Iterable[int]) -> str:
+    """Ordinals as ranges: ``0:16 18``."""
+    ranges: list[list[int]] = []
+    for ordinal in sorted(ordinals):
+        if ranges and ordinal == ranges[-1][1]:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([ordinal, ordinal + 1])
+    return " ".join(str(first) if stop == first + 1 else f"{first}:{stop}" for first, stop in ranges)
+
+
+def from_text(text: str) -> Iterator[int]:
+    """The ordinals again. Raises ValueError: these are no ranges."""
+    for one in text.split():
+        first, _, stop = one.partition(":")
+        yield from range(as_count(int(first)), int(stop) if stop else int(first) + 1)
+
+
+class PromptLedger:
+    """Written by one process.
+
+    Args:
+        path: of the file; made when it is first written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: the line of the last state that was taken or loaded.
+        self.id: str | None = None
+
+    def append(self, **fields: Any) -> str:
+        """Add the line of a state that is about to be handed out: its id. On the disk when this returns.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        line = PromptLine(id=secrets.token_hex(8), parent=self.id, **fields)
+        append_lines(self.path, [line.to_bytes()])
+        self.id = line.id
+        return line.id
+
+    def check_has(self, state_id: str | None) -> str:
+        """The id of a state's line, if the ledger has it.
+
+        Raises:
+            StateError: it has not; or the state was taken without a ledger.
+        """
+        if state_id is not None and state_id in PromptHistory.read(self.path).lines:
+            return state_id
+        raise StateError(
+            "the ledger does not know this state of the prompts",
+            found=f"{self.path}, without a line {state_id}" if state_id else "a state that was taken without a ledger",
+            expected="the ledger that was written when the state was taken",
+            cause="the ledger was not copied with the checkpoint, or is another run's",
+            action="copy it along; or leave ledger= out: the run continues, without a proof of what came before",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHistory:
+    """What a ledger says.
+
+    Args:
+        lines: by their ids, in the order of the file.
+        problems: lines that cannot be used, in words.
+    """
+
+    lines: Mapping[str, PromptLine]
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> PromptHistory:
+        """Every line that can be read; a missing ledger has none.
+
+        Raises:
+            StateError: it cannot be read at all.
+            NewerFormatError: a line is of a newer version.
+        """
+        try:
+            data = read_file(path)
+        except FileNotFoundError:
+            return cls({})
+        except OSError as error:
+            raise StateError(
+                "the ledger of prompts cannot be read",
+                found=f"{path}: {error.strerror or error}",
+                expected="a readable file",
+            ) from error
+        lines: dict[str, PromptLine] = {}
+        problems = []
+        for number, raw in enumerate(data.split(b"\n"), start=1):
+            if not raw:
+                continue
+            try:
+                line = _line(path, unseal(raw))
+                lines[line.id] = line
+            except (SealError, KeyError, TypeError, ValueError, AttributeError) as error:
+                problems.append(f"line {number} of {path.name} {error}")
+        return cls(lines, tuple(problems))
+
+    @property
+    def last(self) -> str | None:
+        """The id of the newest line."""
+        return next(reversed(list(self.lines)), None)
+
+    def path_to(self, state_id: str) -> list[PromptLine]:
+        """The lines that lead to a state, from the beginning of the run.
+
+        Raises:
+            StateError: one of them is missing.
+        """
+        path: list[PromptLine] = []
+        wanted: str | None = state_id
+        while wanted is not None:
+            line = self.lines.get(wanted)
+            if line is None or len(path) > len(self.lines):
+                raise StateError(
+                    "the ledger of prompts has a gap",
+                    found=f"no line {wanted}" + (f", the parent of {path[-1].id}" if path else ""),
+                    expected="every line from the beginning of the run",
+                    cause="; ".join(self.problems) or "lines were removed, or the ledger is another run's",
+                )
+            path.append(line)
+            wanted = line.parent
+        return path[::-1]
+
+    def fates(self, state_id: str) -> Fates:
+        """What became of every ordinal before a state.
+
+        Raises:
+            StateError: a line is missing.
+        """
+        return Fates(self.path_to(state_id))
+
+
+class Fates:
+    """What became of every ordinal before a state: trained at a step, dropped for a reason, or in flight.
+
+    Args:
+        path: the lines that lead there.
+    """
+
+    def __init__(self, path: Sequence[PromptLine]) -> None:
+        last = path[-1]
+        self.step, self.next, self._open = last.step, last.next, last.open
+        self.trained: dict[int, int] = {}
+        self.dropped: dict[int, str] = {}
+        #: what cannot be, in words.
+        self.problems: list[str] = []
+        for line in path:
+            for step, ordinals in line.trained.items():
+                for ordinal in ordinals:
+                    self._once(ordinal, f"trained at step {step}")
+                    self.trained[ordinal] = step
+            for reason, ordinals in line.dropped.items():
+                for ordinal in ordinals:
+                    self._once(ordinal, f"dropped ({reason})")
+                    self.dropped[ordinal] = reason
+        settled = len(self.trained.keys() | self.dropped.keys())
+        if settled + self._open != self.next:
+            missing = self.next - settled - self._open
+            what = f"{missing} are lost" if missing > 0 else f"{-missing} are too many"
+            self.problems.append(f"of {self.next} prompts {settled} are settled and {self._open} in flight: {what}")
+
+    def _once(self, ordinal: int, now: str) -> None:
+        if ordinal in self.trained or ordinal in self.dropped:
+            self.problems.append(f"prompt {ordinal} is {self.of(ordinal)}, and {now}")
+        if ordinal >= self.next:
+            self.problems.append(f"prompt {ordinal} is {now}, and was never issued")
+
+    def of(self, ordinal: int) -> str:
+        """In words."""
+        if ordinal in self.trained:
+            return f"trained at step {self.trained[ordinal]}"
+        if ordinal in self.dropped:
+            return f"dropped ({self.dropped[ordinal]})"
+        return "in flight" if ordinal < self.next else "not issued"
+
+    def in_flight(self) -> Iterator[int]:
+        """The ordinals that are."""
+        return (k for k in range(self.next) if k not in self.trained and k not in self.dropped)
+
+
+def _line(path: Path, fields: Mapping[str, Any]) -> PromptLine:
+    if fields["format"] != FORMAT or not is_version(fields["version"], VERSION, "the ledger of prompts", path):
+        raise ValueError(f"is a {fields['format']!r}, version {fields['version']!r}")
+    parent = fields["parent"]
+    if not isinstance(fields["id"], str) or not (parent is None or isinstance(parent, str)):
+        raise ValueError("has an id that is not a text")
+    return PromptLine(
+        id=fields["id"],
+        parent=parent,
+        step=as_count(fields["step"]),
+        next=as_count(fields["next"]),
+        open=as_count(fields["open"]),
+        trained={as_count(int(step)): tuple(from_text(text)) for step, text in fields["trained"].items()},
+        dropped={reason: tuple(from_text(text)) for reason, text in fields["dropped"].items()},
+    )

@@ -1,0 +1,416 @@
+"""`Prompts`: the prompts of reinforcement learning, each trained exactly once, also when rollouts end out of order.
+
+    prompts = megaresume.Prompts(dataset, rollouts=8, max_staleness=4, ledger="run/prompts.jsonl")
+    for prompt in prompts.issue(64): ...              to whoever rolls out
+    if prompts.done(ordinal, digest, rollout, version=3): ...    a rollout came back: is it wanted?
+    prompts.trained(step, ordinals)                   after the optimizer's step
+    checkpoint["prompts"] = prompts.state_dict()      with the weights
+
+An ordinal is the number of a sample in the order of `megaresume.DataLoader`: epochs, blends, stages, new prompts. What
+became of each is in `InFlight`; this adds which item an ordinal is, and what that holds.
+
+A change at a resume (prompts appended, other weights) begins with the next ordinal that was never issued: those in
+flight are what they were. So a state holds one state of the stream for each order that prompts in flight came from.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.items import item_hash
+from megaresume.batches.loader import available
+from megaresume.checkpoint.prompt_ledger import PromptLedger
+from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.in_flight import Flight, InFlight, OnStale, Trained
+from megaresume.stream.state import StreamState, open_envelope
+from megaresume.stream.state_text import checksum
+from megaresume.stream.stream import Stream
+
+log = logging.getLogger(__name__)
+
+FORMAT, VERSION = "megaresume.prompts", 1
+#: ordinals planned at a time.
+BLOCK = 4096
+#: characters from which the prompts in flight are packed.
+LARGE = 4096
+
+
+class Prompt(NamedTuple):
+    """One that is issued."""
+
+    #: its number in the run, and in every call.
+    ordinal: int
+    #: of its dataset, from 0.
+    epoch: int
+    #: its number in the dataset.
+    item: int
+    #: of its content: 16 hex digits.
+    digest: str
+    #: name of the dataset; ``data`` if there is one.
+    dataset: str
+    #: ``dataset[item]``.
+    content: Any
+    #: the numbers of the rollouts that are wanted: all of a new prompt, those that are missing of one issued again.
+    rollouts: tuple[int, ...]
+
+
+def digest_of(content: Any) -> str:
+    """What a prompt holds, as 16 hex digits: the same in every process, for tensors, arrays and pictures too."""
+    return f"{item_hash(content):016x}"
+
+
+@dataclass(slots=True)
+class _Order:
+    """An order, and the first ordinal that is not of it; None: it goes on."""
+
+    stream: Stream
+    stop: int | None = None
+
+
+class Prompts:
+    """Issues prompts, and keeps account of them. Safe to use from several threads; one object for a run, in the process
+    that saves, or in a Ray actor.
+
+    Args:
+        data: a `DataLoader` whose items are not packed; or what makes one: a map-style dataset, or several,
+            ``{name: (dataset, weight)}``.
+        rollouts: of each prompt (GRPO's group).
+        least: with how many rollouts a group may be trained while others are out; None: with all.
+        max_staleness: by how many versions the weights may be newer than those that made a rollout; None: no bound.
+        on_stale: what becomes of an older one: ``requeue`` issues the prompt again, ``drop`` gives the rollout up.
+        ledger: file to which every state adds a line of what was trained and dropped since; None: no proof.
+        order: options of `DataLoader`, unless that is given: seed, max_epochs, append, on_change, blend, stages, skip.
+
+    Raises:
+        UsageError: such numbers do not exist, or items are packed.
+        ConfigError, CorpusError: as `DataLoader`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        rollouts: int = 1,
+        least: int | None = None,
+        max_staleness: int | None = None,
+        on_stale: OnStale = "requeue",
+        ledger: str | Path | None = None,
+        **order: Any,
+    ) -> None:
+        self._flights = InFlight(rollouts=rollouts, least=least, max_staleness=max_staleness, on_stale=on_stale)
+        self._loader = _loader_of(data, order)
+        self._ledger = None if ledger is None else PromptLedger(Path(ledger))
+        #: the orders that prompts in flight came from; the last one goes on.
+        self._orders = [_Order(self._loader.stream)]
+        #: a block: the first ordinal, and (epoch, item, dataset, place) of each.
+        self._planned: tuple[int, list[tuple[int, int, str, Any]]] = (0, [])
+        self._lock = threading.RLock()
+
+    # A run
+
+    def issue(self, n: int) -> list[Prompt]:
+        """The next prompts: those in flight at the crash and requeued ones first, in the order of ordinals.
+
+        Args:
+            n: at most. There are fewer at the end of the data (``max_epochs``), none after it.
+
+        Raises:
+            CorpusError: an item cannot be read.
+        """
+        with self._lock:
+            flights = self._flights
+            again = flights.take_waiting(n)
+            try:
+                places = [self._place(ordinal) for ordinal in again]
+                while some := self._places_from(flights.next + len(places) - len(again), n - len(places)):
+                    places += some
+                contents = self._loader.read([place for *_, place in places]) if places else []
+                digests = [digest_of(content) for content in contents]
+            except BaseException:
+                flights.put_back(again)
+                raise
+            # Nothing fails from here on: what is marked as issued is handed out.
+            everything = tuple(range(flights.rollouts))
+            rollouts = [flights.issue_again(*one) for one in zip(again, digests, strict=False)]
+            new = flights.new(digests[len(again) :])
+            rollouts += [everything] * len(new)
+            return [
+                Prompt(ordinal, epoch, item, digest, dataset, content, wanted)
+                for ordinal, (epoch, item, dataset, _), digest, content, wanted in zip(
+                    [*again, *new], places, digests, contents, rollouts, strict=True
+                )
+            ]
+
+    def done(self, ordinal: int, digest: str, rollout: int = 0, *, version: int | None = None) -> bool:
+        """A rollout came back; or was kept over a crash, and is handed in again before its prompt is issued again.
+
+        Args:
+            ordinal, digest: of its prompt.
+            rollout: its number.
+            version: of the weights that made it; None if there is no bound on that.
+
+        Returns:
+            whether it is to be trained. Not if it is there already, its prompt is trained or dropped, it is too old
+            (`counts` says which), or it was made by weights that a resume went back before.
+
+        Raises:
+            StateError: it is of another prompt, or of one that was never issued.
+            UsageError: there is no such rollout.
+        """
+        with self._lock:
+            flights = self._flights
+            flight = flights.open.get(ordinal)
+            if flight is None and flights.flight(ordinal, "done()") is None:
+                flights.counts["late"] += 1
+                return False
+            assert flight is not None
+            if flight.digest != digest and self._digest(ordinal, flight) != digest:
+                raise StateError(
+                    "a rollout is of another prompt",
+                    found=f"digest {digest!r:.40}, of ordinal {ordinal}",
+                    expected=f"{flight.digest}, item {self._place(ordinal)[1]} of dataset '{self._place(ordinal)[2]}'",
+                    cause="it was kept from another run or another dataset, or matched by its place in a batch",
+                    action="discard it; pass ordinal and digest of a prompt along with its rollouts",
+                )
+            return flights.done(flight, ordinal, rollout, version)
+
+    def drop(self, ordinal: int, reason: str, requeue: bool = False, *, rollout: int | None = None) -> None:
+        """Give a prompt up, or issue it again: filtered, failed, cancelled because others were enough.
+
+        Args:
+            ordinal: of the prompt.
+            reason: a word, for the ledger and `counts`.
+            requeue: issue it again, before any new one. What came back of it is not to be trained.
+            rollout: this one alone; None: all that are not trained.
+
+        Raises:
+            StateError: it is trained or dropped already, or was never issued.
+            UsageError: no reason, or no such rollout.
+        """
+        with self._lock:
+            self._flights.drop(ordinal, reason, requeue=requeue, rollout=rollout)
+
+    def advance(self, version: int) -> list[int]:
+        """Rollouts are made by weights of this version from now on.
+
+        Returns:
+            ordinals of which rollouts that came back are too old by now: those are not to be trained. They were
+            requeued or dropped, by ``on_stale``.
+
+        Raises:
+            UsageError: an earlier version.
+        """
+        with self._lock:
+            return self._flights.advance(version)
+
+    def trained(self, step: int, ordinals: Sequence[Trained]) -> None:
+        """An optimizer step has trained these prompts. Before the state of the step is taken.
+
+        Args:
+            step: its number.
+            ordinals: of prompts, with all their rollouts that came back: they are then settled, and rollouts that are
+                still out are not wanted any more. Or ``(ordinal, rollout)``, where a step trains a part of a group.
+
+        Raises:
+            StateError: one has not come back, was trained or dropped before, was never issued, or is named twice.
+                Nothing is changed.
+            UsageError: an earlier step.
+        """
+        with self._lock:
+            self._flights.trained(step, ordinals)
+
+    # Kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, to be saved with the weights that `trained` has spoken of: plain JSON.
+
+        Raises:
+            StateError: something else has read from the loader.
+            CheckpointError: the ledger cannot be written.
+        """
+        with self._lock:
+            flights = self._flights
+            if self._loader.samples != self._loader.stream.start:
+                raise StateError(
+                    "something else read from the loader",
+                    found=f"the DataLoader at sample {self._loader.samples}",
+                    expected=f"at sample {self._loader.stream.start}: Prompts alone reads from it",
+                    cause="a `for` over the loader itself",
+                )
+            frontier = flights.frontier
+            self._orders = [one for one in self._orders if one.stop is None or one.stop > frontier]
+            fields = flights.to_dict()
+            if len(text := json.dumps([fields["open"], fields["partial"]], separators=(",", ":"))) > LARGE:
+                packed = base64.b85encode(zlib.compress(text.encode(), 9)).decode()
+                fields |= {"open": packed, "partial": None}
+            streams = [self._state_at(one.stream, frontier).to_dict() for one in self._orders]
+            body = {"format": FORMAT, "version": VERSION, "frontier": frontier, **fields, "streams": streams}
+            body["line"] = None
+            trained, dropped = flights.take_settled()
+            if self._ledger is not None:
+                body["line"] = self._ledger.append(
+                    step=flights.step, next=flights.next, open=len(flights.open), trained=trained, dropped=dropped
+                )
+            return body | {"checksum": checksum(body)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave. What was in flight is issued again first.
+
+        Raises:
+            StateError: it is damaged, of other prompts, or of groups of another size that are trained in part; or the
+                ledger does not know it. Nothing is changed.
+            NewerFormatError: of a newer version.
+        """
+        with self._lock:
+            options = self._flights
+            flights = InFlight(
+                rollouts=options.rollouts,
+                least=options.least,
+                max_staleness=options.max_staleness,
+                on_stale=options.on_stale,
+            )
+            streams, line = open_envelope(
+                state, lambda body: _read(body, flights), format_name=FORMAT, version=VERSION, texts=()
+            )
+            if self._ledger is not None:
+                line = self._ledger.check_has(line)
+            before = self._loader.stream.base_state
+            try:
+                orders = self._orders_of(streams, flights)
+            except BaseException:
+                self._loader.stream.restore(before)
+                raise
+            if self._ledger is not None:
+                self._ledger.id = line
+            self._flights, self._orders, self._planned = flights, orders, (0, [])
+            for said in self._loader.stream.accepted:
+                log.info("megaresume: %s", said)
+
+    def _orders_of(self, states: Sequence[StreamState], flights: InFlight) -> list[_Order]:
+        """The orders of a state; whatever is other today begins with the next ordinal."""
+        loader, next_one = self._loader, flights.next
+        stops = [after.samples for after in states[1:]]
+        orders = [_Order(loader.as_recorded(state), stop) for state, stop in zip(states, stops, strict=False)]
+        loader.restore(states[-1])
+        if loader.stream.accepted and states[-1].samples < next_one:
+            before = loader.as_recorded(states[-1])
+            orders.append(_Order(before, next_one))
+            loader.restore(self._state_at(before, next_one))
+        return [*orders, _Order(loader.stream)]
+
+    def _state_at(self, stream: Stream, ordinal: int) -> StreamState:
+        return stream.state_at(max(ordinal, stream.start), batches=((0, self._loader.step_samples),))
+
+    # What is known
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Since this object was made, or loaded: prompts trained; rollouts ``dropped: REASON``, ``requeued: REASON``,
+        ``repeated``, ``late``, ``of later weights``."""
+        return dict(self._flights.counts)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Ordinals that are issued, or to be issued again, and not settled; ascending."""
+        return sorted(self._flights.open)
+
+    @property
+    def frontier(self) -> int:
+        """The first ordinal that is not settled."""
+        return self._flights.frontier
+
+    @property
+    def next(self) -> int:
+        """The first ordinal that was never issued."""
+        return self._flights.next
+
+    @property
+    def step(self) -> int:
+        """The last step that trained."""
+        return self._flights.step
+
+    @property
+    def version(self) -> int:
+        """Of the weights, as `advance` said."""
+        return self._flights.version
+
+    # Which item an ordinal is
+
+    def _digest(self, ordinal: int, flight: Flight) -> str:
+        """Of a prompt that was not read since the resume."""
+        if flight.digest is None:
+            (content,) = self._loader.read([self._place(ordinal)[-1]])
+            flight.digest = digest_of(content)
+        return flight.digest
+
+    def _place(self, ordinal: int) -> tuple[int, int, str, Any]:
+        return self._places_from(ordinal, 1)[0]
+
+    def _places_from(self, ordinal: int, n: int) -> list[tuple[int, int, str, Any]]:
+        """Of at most so many ordinals from this one on; none at the end of the data."""
+        if n <= 0:
+            return []
+        first, places = self._planned
+        if not first <= ordinal < first + len(places):
+            order = next(one for one in self._orders if one.stop is None or ordinal < one.stop)
+            there = order.stop - ordinal if order.stop is not None else available(order.stream, ordinal, BLOCK)
+            first, places = ordinal, self._loader.places(ordinal, ordinal + min(there, BLOCK), order.stream)
+            self._planned = first, places
+        return places[ordinal - first : ordinal - first + n]
+
+
+def _loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
+    if not isinstance(data, DataLoader):
+        if "seq_length" in order:
+            raise _packed("seq_length=")
+        return DataLoader(data, 1, dp_rank=0, dp_size=1, **order).made_by("megaresume.Prompts")
+    if order:
+        raise UsageError(
+            "the order is that of the DataLoader",
+            found=", ".join(f"{name}=" for name in order),
+            expected="a dataset with these options, or a DataLoader alone",
+            action="give them to the DataLoader",
+        )
+    if data.is_packed:
+        raise _packed("a DataLoader with seq_length")
+    if data.samples:
+        raise UsageError(
+            "the loader was read from already",
+            found=f"a DataLoader at sample {data.samples}",
+            expected="a new one, which Prompts alone reads",
+            action="load the state of the prompts: prompts.load_state_dict",
+        )
+    return data
+
+
+def _packed(found: str) -> UsageError:
+    return UsageError(
+        "packed items are no prompts",
+        found=found,
+        expected="samples that are items",
+        action="leave seq_length and packing out: rollouts are packed by whoever trains them",
+    )
+
+
+def _read(body: Mapping[str, Any], flights: InFlight) -> tuple[list[StreamState], str | None]:
+    fields = dict(body)
+    if isinstance(fields["open"], str):
+        text = zlib.decompress(base64.b85decode(fields["open"]))
+        fields["open"], fields["partial"] = json.loads(text)
+    flights.load(fields)
+    line = body["line"]
+    if line is not None and not isinstance(line, str):
+        raise ValueError(f"line {line!r} is not a text")
+    streams = [StreamState.from_json(stream) for stream in body["streams"]]
+    if not streams:
+        raise ValueError("no stream")
+    return streams, line

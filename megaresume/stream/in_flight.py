@@ -1,0 +1,409 @@
+"""`InFlight`: what became of every prompt of reinforcement learning, exactly once, in whatever order rollouts end.
+
+    new(), again()  ->  done(), a rollout came back  ->  trained() at a step: settled
+          ^                 |                   \\
+          +---- requeued ---+-- failed, stale    -> drop() for a reason: settled
+
+A prompt is known by its ordinal, the number of a sample of the stream. Those below the *frontier* are settled; above it
+some are (the exceptions). A prompt has ``rollouts`` rollouts, numbered from 0: a group may come back, be trained and be
+issued again in parts. They are bits of a number here.
+
+The state says which prompts are open and which of their rollouts are gone, no more: after a resume all that was open is
+issued again first, in order of ordinals. A rollout that outlived the crash counts if it is handed in again.
+
+Imports neither numpy nor numba.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from megaresume.stream.errors import StateError, UsageError, as_count
+
+OnStale = Literal["requeue", "drop"]
+
+#: an ordinal; or one rollout of it.
+Trained = int | tuple[int, int]
+
+STALE = "stale"
+
+
+class Flight:
+    """One prompt that is not settled."""
+
+    __slots__ = ("digest", "done", "flying", "gone", "step", "version", "waits")
+
+    def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
+        #: of its content; None until somebody asks, after a resume.
+        self.digest: str | None = None
+        #: rollouts that were asked for, that came back, and that are trained or dropped: bits.
+        self.flying, self.done, self.gone = flying, 0, gone
+        #: the last step that has trained a rollout of it.
+        self.step = step
+        #: the oldest weights that made a rollout that came back.
+        self.version: int | None = None
+        #: whether it is to be issued again.
+        self.waits = waits
+
+
+class InFlight:
+    """See above. For one thread at a time.
+
+    Args:
+        rollouts: of each prompt.
+        least: with how many that came back a group may be trained while others are out; None: with all.
+        max_staleness: by how many versions the weights may be newer than those that made a rollout; None: no bound.
+        on_stale: what becomes of an older one.
+
+    Raises:
+        UsageError: there are no such numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollouts: int = 1,
+        least: int | None = None,
+        max_staleness: int | None = None,
+        on_stale: OnStale = "requeue",
+    ) -> None:
+        least = rollouts if least is None else least
+        _check("rollouts", rollouts, 1)
+        _check("least", least, 1, rollouts)
+        if max_staleness is not None:
+            _check("max_staleness", max_staleness, 0)
+        if on_stale not in ("requeue", "drop"):
+            raise UsageError("bad on_stale", found=repr(on_stale), expected="'requeue' or 'drop'")
+        self.rollouts, self.least, self.max_staleness, self.on_stale = rollouts, least, max_staleness, on_stale
+        self._all = (1 << rollouts) - 1
+        self.open: dict[int, Flight] = {}
+        self._waiting: list[int] = []
+        #: the next ordinal; the last step that trained; the version of the weights.
+        self.next, self.step, self.version = 0, 0, 0
+        #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
+        self.counts: Counter[str] = Counter()
+        #: what was settled since `take_settled`, in that order.
+        self._trained: dict[int, list[int]] = {}
+        self._dropped: dict[str, list[int]] = {}
+
+    @property
+    def frontier(self) -> int:
+        """The first ordinal that is not settled."""
+        return min(self.open, default=self.next)
+
+    # Out
+
+    def new(self, digests: Iterable[str]) -> range:
+        """Issue the next ordinals, one for each of these digests."""
+        first, everything = self.next, self._all
+        for digest in digests:
+            self.open[self.next] = flight = Flight(everything)
+            flight.digest = digest
+            self.next += 1
+        return range(first, self.next)
+
+    def take_waiting(self, most: int) -> list[int]:
+        """At most so many that are to be issued again, in order. Each is then `issue_again`, or all are `put_back`."""
+        taken: list[int] = []
+        while self._waiting and len(taken) < most:
+            ordinal = heapq.heappop(self._waiting)
+            flight = self.open.get(ordinal)
+            if flight is not None and flight.waits:
+                if self._missing(flight):
+                    taken.append(ordinal)
+                else:
+                    flight.waits = False
+        return taken
+
+    def put_back(self, taken: Iterable[int]) -> None:
+        """They could not be issued."""
+        for ordinal in taken:
+            heapq.heappush(self._waiting, ordinal)
+
+    def issue_again(self, ordinal: int, digest: str) -> tuple[int, ...]:
+        """Issue one that was taken: its rollouts that are missing."""
+        flight = self.open[ordinal]
+        missing = self._missing(flight)
+        flight.digest, flight.waits = digest, False
+        flight.flying |= missing
+        return self.numbers(missing)
+
+    def _missing(self, flight: Flight) -> int:
+        return self._all & ~(flight.done | flight.gone | flight.flying)
+
+    def numbers(self, bits: int) -> tuple[int, ...]:
+        """The rollouts of some bits."""
+        return tuple(k for k in range(self.rollouts) if bits >> k & 1)
+
+    # Back
+
+    def flight(self, ordinal: int, call: str) -> Flight | None:
+        """An open prompt; None if it is settled.
+
+        Raises:
+            StateError: it was never issued.
+        """
+        flight = self.open.get(ordinal)
+        if flight is None and not 0 <= ordinal < self.next:
+            raise StateError(
+                f"{call}: prompt {ordinal} was never issued",
+                found=f"ordinal {ordinal}",
+                expected=f"an ordinal below {self.next}, the next one",
+                cause="a rollout of another run, or of a part of this one that a resume went back before",
+                action="discard the rollout; after a resume, hand in only rollouts that were kept with the checkpoint",
+            )
+        return flight
+
+    def done(self, flight: Flight, ordinal: int, rollout: int, version: int | None) -> bool:
+        """A rollout of an open prompt came back. Whether it is wanted: not there already, not settled, not stale."""
+        bit = 1 << self._number(rollout)
+        if (flight.done | flight.gone) & bit:
+            self.counts["repeated"] += 1
+            return False
+        if version is None:
+            if self.max_staleness is not None:
+                raise UsageError(
+                    "done() needs the version of the weights",
+                    found=f"version=None, with max_staleness={self.max_staleness}",
+                    expected="the version that made the rollout",
+                    action="pass version= along with the prompt: prompts.version, when it was issued",
+                )
+        else:
+            if version > self.version:
+                self.counts["of later weights"] += 1
+                return False
+            if self._is_stale(version):
+                self._drop(ordinal, flight, bit, STALE, requeue=self.on_stale == "requeue")
+                return False
+            if flight.version is None or version < flight.version:
+                flight.version = version
+        flight.done |= bit
+        flight.flying &= ~bit
+        return True
+
+    def drop(self, ordinal: int, reason: str, *, requeue: bool, rollout: int | None) -> None:
+        """See `Prompts.drop`."""
+        if not isinstance(reason, str) or not reason:
+            raise UsageError(
+                "a prompt is dropped for a reason", found=repr(reason), expected="a word, such as 'failed'"
+            )
+        flight = self.flight(ordinal, "drop()")
+        if flight is None:
+            raise self._settled(ordinal, "drop()")
+        bits = self._all & ~flight.gone if rollout is None else 1 << self._number(rollout)
+        if bits & flight.gone:
+            raise StateError(
+                f"drop(): rollout {rollout} of prompt {ordinal} is trained or dropped already",
+                found=f"rollouts {self.numbers(flight.gone)}",
+                expected="one that is in flight, or came back",
+            )
+        self._drop(ordinal, flight, bits, reason, requeue=requeue)
+
+    def advance(self, version: int) -> list[int]:
+        """See `Prompts.advance`."""
+        _check("version", version, self.version)
+        self.version = version
+        stale = [
+            ordinal
+            for ordinal, flight in self.open.items()
+            if flight.done and flight.version is not None and self._is_stale(flight.version)
+        ]
+        for ordinal in stale:
+            flight = self.open[ordinal]
+            self._drop(ordinal, flight, flight.done & ~flight.gone, STALE, requeue=self.on_stale == "requeue")
+        return stale
+
+    def trained(self, step: int, what: Sequence[Trained]) -> None:
+        """See `Prompts.trained`. Nothing is changed if it raises."""
+        _check("step", step, self.step)
+        whole, parts = [], []
+        for one in what:
+            if isinstance(one, tuple):
+                parts.append((*one, 1 << self._number(one[1])))
+            else:
+                whole.append(one)
+        if len(set(whole)) < len(whole) or len(set(parts)) < len(parts):
+            raise StateError(
+                f"trained({step}): a prompt is named twice",
+                found=", ".join(str(one) for one, times in Counter(what).items() if times > 1)[:200],
+                expected="each ordinal once, or each of its rollouts once",
+                cause="a batch holds the same rollout twice",
+            )
+        for ordinal in whole:
+            self._check_trained(step, ordinal)
+        for ordinal, rollout, bit in parts:
+            flight = self._trainable(step, ordinal)
+            if not flight.done & bit:
+                raise self._not_done(step, ordinal, f"rollout {rollout} of prompt {ordinal}", flight)
+        # Parts first: a prompt may be named both ways, and the whole of it is settled.
+        for ordinal, _, bit in parts:
+            flight = self.open[ordinal]
+            flight.step = step
+            self._gone(ordinal, flight, bit)
+        for ordinal in whole:
+            if (whole_flight := self.open.get(ordinal)) is not None:
+                whole_flight.step = step
+                self._settle(ordinal, whole_flight)
+        self.step = step
+
+    def _check_trained(self, step: int, ordinal: int) -> None:
+        flight = self._trainable(step, ordinal)
+        is_all = (flight.done | flight.gone) == self._all
+        if not flight.done or not (is_all or flight.done.bit_count() >= self.least):
+            raise self._not_done(step, ordinal, f"prompt {ordinal}", flight)
+
+    def _trainable(self, step: int, ordinal: int) -> Flight:
+        flight = self.flight(ordinal, f"trained({step})")
+        if flight is None:
+            raise self._settled(ordinal, f"trained({step})")
+        return flight
+
+    def _not_done(self, step: int, ordinal: int, what: str, flight: Flight) -> StateError:
+        return StateError(
+            f"trained({step}): {what} has not come back",
+            found=f"{flight.done.bit_count()} of {self.rollouts} rollouts of prompt {ordinal}, and "
+            f"{flight.gone.bit_count()} trained or dropped before",
+            expected=f"at least {self.least}",
+            cause="done() was not called, or said False: the rollout was stale, repeated, or its prompt was requeued",
+            action="train only rollouts for which done() said True, and that advance() has not named since; for "
+            "smaller groups: Prompts(least=...)",
+        )
+
+    def _settled(self, ordinal: int, call: str) -> StateError:
+        return StateError(
+            f"{call}: prompt {ordinal} is settled already",
+            found=f"ordinal {ordinal}, which was trained or dropped before",
+            expected="a prompt in flight",
+            cause="its rollouts were used twice, or after they were dropped",
+            action="use only rollouts for which done() said True, and each once",
+        )
+
+    # What is the same for all
+
+    def _number(self, rollout: int) -> int:
+        if not 0 <= rollout < self.rollouts:
+            raise UsageError(
+                "there is no such rollout",
+                found=f"rollout {rollout}",
+                expected=f"0 to {self.rollouts - 1}, as in Prompts(rollouts={self.rollouts})",
+            )
+        return rollout
+
+    def _is_stale(self, version: int) -> bool:
+        return self.max_staleness is not None and self.version - version > self.max_staleness
+
+    def _drop(self, ordinal: int, flight: Flight, bits: int, reason: str, *, requeue: bool) -> None:
+        flight.done &= ~bits
+        flight.flying &= ~bits
+        if not flight.done:
+            flight.version = None
+        self.counts[f"requeued: {reason}" if requeue else f"dropped: {reason}"] += bits.bit_count()
+        if not requeue:
+            self._gone(ordinal, flight, bits, reason)
+        elif not flight.waits:
+            flight.waits = True
+            heapq.heappush(self._waiting, ordinal)
+
+    def _gone(self, ordinal: int, flight: Flight, bits: int, reason: str = "") -> None:
+        """Some rollouts are trained or dropped; with the last one, the prompt is settled."""
+        flight.gone |= bits
+        flight.done &= ~bits
+        if flight.gone == self._all:
+            self._settle(ordinal, flight, reason)
+
+    def _settle(self, ordinal: int, flight: Flight, reason: str = "") -> None:
+        """A prompt of which any rollout is trained is trained."""
+        del self.open[ordinal]
+        if flight.step is None:
+            self._dropped.setdefault(reason, []).append(ordinal)
+        else:
+            self._trained.setdefault(flight.step, []).append(ordinal)
+            self.counts["trained"] += 1
+
+    # Kept
+
+    def take_settled(self) -> tuple[dict[int, list[int]], dict[str, list[int]]]:
+        """What was settled since the last call: ordinals by the step that trained them; by why they were dropped."""
+        taken = self._trained, self._dropped
+        self._trained, self._dropped = {}, {}
+        return taken
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        opened = sorted(self.open)
+        return {
+            "rollouts": self.rollouts,
+            "step": self.step,
+            "weights": self.version,
+            "next": self.next,
+            "open": to_runs(opened),
+            "partial": [[k, f"{one.gone:x}", one.step] for k in opened if (one := self.open[k]).gone],
+        }
+
+    def load(self, fields: Mapping[str, Any]) -> None:
+        """Continue from what `to_dict` gave.
+
+        Raises:
+            StateError: groups are of another size than those that are trained in part.
+            ValueError, KeyError, TypeError: a field is missing or wrong.
+        """
+        partial = {as_count(k): (int(gone, 16), step) for k, gone, step in fields["partial"]}
+        if fields["rollouts"] != self.rollouts and partial:
+            some = ", ".join(map(str, list(partial)[:5]))
+            raise StateError(
+                "groups of another size are trained in part",
+                found=f"rollouts={self.rollouts}",
+                expected=f"rollouts={fields['rollouts']}, as in the state",
+                cause=f"some rollouts of {len(partial)} prompts are trained, the others in flight: ordinals {some}",
+                action=f"resume with Prompts(rollouts={fields['rollouts']}); or from a checkpoint without such prompts",
+            )
+        stop, opened = as_count(fields["next"]), from_runs(fields["open"])
+        if (opened and opened[-1] >= stop) or not partial.keys() <= set(opened):
+            raise ValueError("prompts in flight that were never issued")
+        if any(not 0 < gone < self._all for gone, _ in partial.values()):
+            raise ValueError("a group that is no part of one")
+        nothing: tuple[int, int | None] = (0, None)
+        self.open = {
+            k: Flight(gone=gone, step=step, waits=True) for k in opened for gone, step in [partial.get(k, nothing)]
+        }
+        self._waiting = opened  # sorted: a heap
+        self.next, self.step, self.version = stop, as_count(fields["step"]), as_count(fields["weights"])
+        self.counts.clear()
+        self.take_settled()
+
+
+def to_runs(ordinals: Sequence[int]) -> list[int]:
+    """Ascending ordinals as the lengths of what lies between them and of themselves: [gap, run, gap, run, ...]."""
+    runs: list[int] = []
+    end = 0
+    for ordinal in ordinals:
+        if runs and ordinal == end:
+            runs[-1] += 1
+        else:
+            runs += (ordinal - end, 1)
+        end = ordinal + 1
+    return runs
+
+
+def from_runs(runs: Sequence[int]) -> list[int]:
+    """The ordinals again.
+
+    Raises:
+        ValueError: these are no runs.
+    """
+    ordinals: list[int] = []
+    end = 0
+    for gap, run in zip(runs[::2], runs[1::2], strict=True):
+        first = end + as_count(gap)
+        end = first + as_count(run)
+        ordinals += range(first, end)
+    return ordinals
+
+
+def _check(name: str, value: int, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        expected = f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
+        raise UsageError(f"bad {name}", found=repr(value), expected=expected)

@@ -1,0 +1,86 @@
+"""Prompts of a simulated asynchronous trainer that is killed again and again: none lost, none twice, none mistaken."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.prompts.counted import count
+from tests.hosts.prompts.simulated import Plan, World, lives
+from tests.hosts.torch.record import ENVIRONMENT, ROOT
+
+
+def check(world: World, plan: Plan) -> int:
+    """Of a run; how often it was killed."""
+    assert world.state is not None
+    state = json.loads(world.state)
+    found = count(state, world.weights, world.said, world.directory / "prompts.jsonl")
+    assert (found["lost"], found["twice"], found["mismatched"], world.mismatched) == (0, 0, 0, 0), (plan, found)
+    if plan.epochs is not None:
+        # To the end of the data: each prompt of the first start in each epoch once, of later ones in those after it.
+        assert state["open"] == [], plan
+        times = Counter(world.said.values())
+        assert [times[f"data {i}"] for i in range(plan.items["data"])] == [plan.epochs] * plan.items["data"], plan
+        assert all(times[f"data {i}"] <= plan.epochs for i in range(world.items["data"])), plan
+    return world.starts - 1
+
+
+def test_killed_two_hundred_times(tmp_path: Path) -> None:
+    kills = sum(check(*lives(seed, 20, tmp_path / str(seed))) for seed in range(12))
+    assert kills >= 200
+
+
+@pytest.mark.release
+@pytest.mark.timeout(7200)
+def test_killed_ten_thousand_times(tmp_path: Path) -> None:
+    kills, seed = 0, 100
+    while kills < 10_000:
+        kills += check(*lives(seed, 40, tmp_path / str(seed)))
+        seed += 1
+
+
+def _killed(directory: Path, seed: int, kills: int) -> None:
+    """Processes, each of which is killed at some time after it began to train; then one to the end of the data."""
+    draw = random.Random(seed)
+    program = [sys.executable, "-m", "tests.hosts.prompts.simulated", str(directory), str(seed)]
+    for _ in range(kills):
+        process = subprocess.Popen(program, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        # Not a wait for anything: the moment of the kill is drawn.
+        try:
+            process.wait(draw.random() ** 2 * 0.5)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    done = subprocess.run(program, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["started", "ended"], done.stderr
+    plan, found = Plan.of(seed), json.loads((directory / "checkpoint.json").read_bytes())
+    world = World(directory, found["items"], found["shares"], found["starts"], found["state"].encode())
+    world.weights, world.mismatched = found["weights"], found["mismatched"]
+    world.said = {int(ordinal): text for ordinal, text in found["said"].items()}
+    check(world, plan)
+
+
+@pytest.mark.process
+def test_killed_processes(tmp_path: Path) -> None:
+    _killed(tmp_path, seed=unblended()[0], kills=2)
+
+
+@pytest.mark.release
+def test_many_killed_processes(tmp_path: Path) -> None:
+    for seed in unblended()[1:7]:
+        (tmp_path / str(seed)).mkdir()
+        _killed(tmp_path / str(seed), seed, kills=10)
+
+
+def unblended() -> list[int]:
+    """Seeds of runs that come to an end."""
+    return [seed for seed in range(40) if Plan.of(seed).epochs is not None]
