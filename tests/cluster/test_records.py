@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.cluster.local import LocalJob
 from megaresume.cluster.records import read_records
-from megaresume.cluster.training.arguments import parse_arguments
+from megaresume.cluster.training.launch import parse_arguments
 from megaresume.cluster.training.model import deepspeed_config
 from megaresume.stream.errors import SetupError, UsageError
 from tests.cluster.training.compare import compare

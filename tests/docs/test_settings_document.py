@@ -7,7 +7,7 @@ import re
 
 from megaresume.checkpoint.session.flags import add_flags, add_settings
 from megaresume.checkpoint.session.settings import GROUPS
-from megaresume.cluster.training.arguments import Arguments
+from megaresume.cluster.training.launch import Arguments
 from megaresume.hosts.megatron.arguments import add_arguments
 from tests.docs.settings_table import DOCUMENT, renewed
 

@@ -93,7 +93,7 @@ def _has_cuda() -> bool:
 
 def corpora(scratch: Path) -> dict[str, tuple[Path, str]]:
     """Three small corpora of Python's own texts, with weights."""
-    from megaresume.cluster.demo.text import SOURCES, write_texts
+    from megaresume.cluster.demo.demo import SOURCES, write_texts
 
     folder = scratch / "corpora"
     for name, path in write_texts(folder / "text").items():

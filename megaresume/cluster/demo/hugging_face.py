@@ -25,8 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 import megaresume
 from megaresume.checkpoint.paths import data_path
 from megaresume.checkpoint.topology import Topology
-from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, as_words
-from megaresume.cluster.demo.text import SOURCES, write_texts
+from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, SOURCES, Demo, DemoStart, as_words, write_texts
 from megaresume.cluster.scenario import Say
 from megaresume.cluster.training.logging import SampleLog, StepRecord
 

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.cluster.demo.demo import SEQ_LENGTH, Demo, Extra, write_config
-from megaresume.cluster.demo.text import TEXT, functions, write_texts
+from megaresume.cluster.demo.demo import SEQ_LENGTH, TEXT, Demo, Extra, functions, write_config, write_texts
 from megaresume.cluster.local import ask
 from megaresume.cluster.scenario import Say
 from megaresume.render import escape

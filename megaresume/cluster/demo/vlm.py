@@ -35,8 +35,8 @@ from megaresume.cluster.demo.demo import (
     as_words,
     small_gpt,
     write_config,
+    write_texts,
 )
-from megaresume.cluster.demo.text import write_texts
 from megaresume.cluster.local import ask
 from megaresume.cluster.records import read_records
 from megaresume.cluster.scenario import Say

@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -40,6 +41,8 @@ MARK = "megaresume-node "
 _FREE = 64 << 20
 #: seconds: of a clock that is called wrong; for GPUs that do not answer; for imports from a slow file system.
 CLOCK_TOLERANCE, _GPU_PATIENCE, _IMPORT_PATIENCE = 30.0, 60.0, 120.0
+#: seconds for all nodes to answer.
+_PATIENCE = 180.0
 #: seconds that the first node waits for the others; and more, that they wait for it.
 _MEETING, _LATE = 60.0, 30.0
 #: keys of data.yaml whose values are read on every node.
@@ -243,6 +246,39 @@ def answer_of(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return answer if isinstance(answer, dict) else None
+
+
+def ask_nodes(
+    command: Sequence[str], env: Mapping[str, str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, float], list[str]]:
+    """Let every node look at itself.
+
+    Args:
+        command: starts this program on every node.
+        env: of the command.
+
+    Returns:
+        the answers by node; when they came, seconds of `time.time`; and the lines that are none.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    received: dict[str, float] = {}
+    said: list[str] = []
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asking:
+
+        def listen() -> None:
+            assert asking.stdout is not None
+            for line in asking.stdout:
+                if (answer := answer_of(line)) is None:
+                    said.append(line.rstrip())
+                else:
+                    received[answer["name"]], answers[answer["name"]] = time.time(), answer
+
+        reader = threading.Thread(target=listen, daemon=True)
+        reader.start()
+        reader.join(_PATIENCE)
+        if asking.poll() is None and reader.is_alive():
+            asking.kill()
+    return answers, received, said
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

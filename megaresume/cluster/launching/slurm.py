@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import shutil
 import subprocess
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megaresume.checkpoint.ledger import ATTEMPT
 from megaresume.cluster.launching.decide import (
@@ -41,25 +37,21 @@ from megaresume.cluster.launching.driver import (
     LaunchDriver,
     Ledgers,
     checkpoint_roots,
-    modules_of,
     read_attempts,
-    script_of,
     without_pins,
     write_attempts,
 )
-from megaresume.cluster.launching.node_check import Verdict, answer_of, judge
-from megaresume.cluster.launching.slurm_job import RankLayout, SlurmJob, SlurmSettings, check, listen, tasks
+from megaresume.cluster.launching.node_check import ask_nodes, judge
+from megaresume.cluster.launching.slurm_job import Chain, RankLayout, SlurmJob, SlurmSettings, check, listen, tasks
 from megaresume.runs.logs import find_first_error, last_lines, shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 
-#: seconds for the nodes to answer; between two looks at the ranks.
-_CHECK, _POLL = 180.0, 0.1
+#: seconds between two looks at the ranks.
+_POLL = 0.1
 #: seconds in which a task may have begun without ignoring signals.
 _YOUNG = 60.0
 #: nodes that Slurm has given up, as srun says it.
 _LOST = re.compile(r"Node failure on (\S+)")
-#: of the first job of a chain, and how many jobs may still follow; for the next job.
-_HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
 
 
 def run(settings: SlurmSettings) -> int:
@@ -73,7 +65,7 @@ def run(settings: SlurmSettings) -> int:
         return driver.run()
     except MegaresumeError as error:
         driver.say_refused("refused, and not queued again", error)
-    driver.cancel_successor("this job was refused")
+    driver.chain.cancel("this job was refused")
     return 2
 
 
@@ -86,7 +78,7 @@ class SlurmDriver(LaunchDriver):
         #: attempts that came before this one, without a requeue; the nodes that train in this one.
         self.again, self.nodes = 0, job.nodes
         self.attempts = Attempts()
-        self.successor: str | None = None
+        self.chain = Chain(settings, job, self.run_dir, self.say)
         #: signals that have come and are not looked at yet.
         self._heard = [] if settings.heard == "-" else [settings.heard]
         #: why Slurm has ended this attempt, once it has, and whether it queued the job again.
@@ -145,8 +137,8 @@ class SlurmDriver(LaunchDriver):
         if self.settings.has_spares:
             self._choose_nodes()
         self.say_start(ranks)
-        if self.settings.requeue == "no" and self._chain and self.successor is None:
-            self._submit_successor()
+        if self.settings.requeue == "no":
+            self.chain.submit(self.attempts.excluded)
         # What a stop that came too late for the last attempt has left would stop this one.
         self.stop_file.unlink(missing_ok=True)
         ledgers = Ledgers(checkpoint_roots(self.training, Path.cwd()), self.attempt)
@@ -157,12 +149,8 @@ class SlurmDriver(LaunchDriver):
 
     def _check(self) -> int:
         """Look at the settings; the ranks on a node."""
-        ranks, env = check(self.settings, self.job, self.run_dir), os.environ
-        self.head = env.get(_HEAD, self.job.id)
-        # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
-        self._chain = int(env.get(_LEFT, self.settings.chain))
-        with suppress(OSError):
-            self.successor = self._successor_file.read_text().strip() or None
+        ranks = check(self.settings, self.job, self.run_dir)
+        self.chain.read()
         return ranks
 
     def _count(self) -> None:
@@ -212,11 +200,7 @@ class SlurmDriver(LaunchDriver):
 
     @property
     def _attempts_file(self) -> Path:
-        return self.run_dir / "logs" / f"attempts.{self.head}.json"
-
-    @property
-    def _successor_file(self) -> Path:
-        return self.run_dir / "logs" / f"successor.{self.job.id}"
+        return self.run_dir / "logs" / f"attempts.{self.chain.head}.json"
 
     def say_start(self, ranks: int) -> None:
         """The first line of an attempt."""
@@ -239,24 +223,6 @@ class SlurmDriver(LaunchDriver):
         for node, why in self.attempts.replaced.items():
             self.say(f"node {node} is used only if there is no other: {why}")
 
-    def _srun(self, per_node: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        nodes, options = len(self.nodes), shlex.split(self.settings.srun_options)
-        command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
-        if self.settings.has_spares:
-            # Slurm may hold the step of the last attempt for minutes after a node of it is gone.
-            command += [f"--nodelist={','.join(self.nodes)}", "--overlap"]
-        if not any(option.startswith("--cpu-bind") for option in options):
-            options.append("--cpu-bind=none")  # ranks use all CPUs of the job
-        env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
-        if (python := shutil.which(self.settings.python)) and not self.settings.contained:
-            # DeepSpeed compiles at the start if it finds a ninja that is not that of its own environment.
-            env["PATH"] = f"{Path(python).parent}:{env['PATH']}"
-        if cpus := env.get("SLURM_CPUS_PER_TASK"):
-            # srun does not take it from the job by itself. The CPUs of the job's tasks on a node, for ours.
-            on_node = int(cpus) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
-            env["SRUN_CPUS_PER_TASK"] = str(max(1, on_node // per_node))
-        return [*command, *options, *words], env
-
     def _check_nodes(self, ranks: int) -> Status | None:
         """Let every node look at itself; None if all are well."""
         if self.settings.node_check == "no":
@@ -266,25 +232,8 @@ class SlurmDriver(LaunchDriver):
         words += [str(self.run_dir), self.settings.data, str(gpus)]
         words += [self.layout.address, str(self.layout.port), str(len(self.nodes)), self.settings.launcher]
         words += [*self.settings.train, *self.settings.flags]
-        command, env = self._srun(1, ["--export=ALL", *words])
-        answers: dict[str, Mapping[str, Any]] = {}
-        received: dict[str, float] = {}
-        said: list[str] = []
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as srun:
-
-            def read() -> None:
-                assert srun.stdout is not None
-                for line in srun.stdout:
-                    if (answer := answer_of(line)) is None:
-                        said.append(line.rstrip())
-                    else:
-                        received[answer["name"]], answers[answer["name"]] = time.time(), answer
-
-            reader = threading.Thread(target=read, daemon=True)
-            reader.start()
-            reader.join(_CHECK)
-            if srun.poll() is None and reader.is_alive():
-                srun.kill()
+        command, env = self.settings.srun(self.nodes, 1, ["--export=ALL", *words])
+        answers, received, said = ask_nodes(command, env)
         self._hear()
         if self.reason is not None:
             return Status(exit=1)
@@ -298,27 +247,12 @@ class SlurmDriver(LaunchDriver):
             bad = verdict.bad
             if len(answers) > 1 or len(set(answers) & set(self.nodes)):
                 bad = (*bad, *(BadNode(name=n, why="did not answer") for n in self.nodes if n not in answers))
-        self._refuse_settings(verdict)
+        self.settings.check_verdict(verdict)
         if not bad:
             return None
         for node in bad:
             self.say(f"node {node.name} fails its check: {node.why}")
         return Status(exit=1, bad_nodes=bad, unchecked=True)
-
-    def _refuse_settings(self, verdict: Verdict) -> None:
-        """Raise UsageError for what no node has. The training says it better of anything but what starts it."""
-        settings = self.settings
-        if settings.data in verdict.missing:
-            raise settings.no_data()
-        if script_of(settings.train) in verdict.missing:
-            raise settings.no_script(f" (in {Path.cwd()})")
-        for module in modules_of(settings.train):
-            if f"module {module}" in verdict.missing:
-                action = "correct TRAIN, or set PYTHON to the one of the environment that has it"
-                raise UsageError(f"PYTHON={settings.python} has no module {module}", action=action)
-        for module, error in verdict.broken:
-            action = f"set PYTHON to one that LAUNCHER={settings.launcher} can start"
-            raise UsageError(f"PYTHON={settings.python} cannot import {module}: {error}", action=action)
 
     def _train(self, ranks: int, ledgers: Ledgers) -> Status:
         settings, layout = self.settings, self.layout
@@ -333,7 +267,9 @@ class SlurmDriver(LaunchDriver):
         # When one task fails the others can only wait for it, so they are ended; when one has ended well, the others
         # may still write their part of the checkpoint.
         more = ["--kill-on-bad-exit=1", f"--wait={settings.save_seconds}", "--export=ALL"]
-        command, env = self._srun(started.per_node, [*more, f"--output={self.logs}/%N.log", *started.words])
+        command, env = settings.srun(
+            self.nodes, started.per_node, [*more, f"--output={self.logs}/%N.log", *started.words]
+        )
         env |= started.env | {ATTEMPT: self.attempt, "MASTER_ADDR": layout.address, "MASTER_PORT": str(layout.port)}
         if self.end is not None:
             # So that the ranks say when a save takes longer than what is left of the job.
@@ -410,7 +346,7 @@ class SlurmDriver(LaunchDriver):
             self.say(f"TERM came: Slurm ends this attempt and has queued the job again itself ({self.reason})")
         elif self.reason == "cancelled":
             self.say("TERM came: the job was cancelled, so it is not queued again; the same sbatch command continues")
-            self.cancel_successor("this job was cancelled")
+            self.chain.cancel("this job was cancelled")
         else:
             self.say(f"TERM came: Slurm ends this attempt ({self.reason})")
 
@@ -441,7 +377,7 @@ class SlurmDriver(LaunchDriver):
             # Asked now: while the ranks wait for the signal nobody waits for the controller.
             preempting=self.signal is not None and self.reason is None and self.job.is_preempted(),
             may_requeue=self.settings.requeue == "yes",
-            successor=self.successor,
+            successor=self.chain.successor,
             other_nodes=self.job.other_nodes(tuple(self.attempts.excluded)) if status.bad_nodes else 0,
             spares=self._spares(status.bad_nodes) if self.reason is None else None,
         )
@@ -484,17 +420,17 @@ class SlurmDriver(LaunchDriver):
         why = decision.why
         if decision.action == "finish":
             self.say(f"{why}; not queued again")
-            self.cancel_successor("the run is over")
+            self.chain.cancel("the run is over")
         elif decision.action == "refuse":
             self.say(f"NOT queued again: {why}")
-            self.cancel_successor(why)
+            self.chain.cancel(why)
         elif decision.action == "again":
             self.say(f"again in this job: {why}")
             for node in decision.exclude:
                 self.say(f"node {node.name} is replaced by a spare one: {node.why}")
         elif decision.action == "chain":
-            self.say(f"not queued again, REQUEUE=no, but job {self.successor} follows: {why}")
-            self._leave_out(decision, self.successor or "")
+            self.say(f"not queued again, REQUEUE=no, but job {self.chain.successor} follows: {why}")
+            self._leave_out(decision, self.chain.successor or "")
         else:
             refused = self.job.requeue()
             self.say(f"queued again: {why}" if refused is None else f"NOT queued again, although {why}: {refused}")
@@ -509,30 +445,6 @@ class SlurmDriver(LaunchDriver):
         for node in decision.exclude:
             kept = "" if refused is None else f", but Slurm refuses that: {refused}"
             self.say(f"node {node.name} is left out from now on{kept}: {node.why}")
-
-    def cancel_successor(self, why: str) -> None:
-        """The next job of the chain is not needed."""
-        if self.successor is not None and self.job.cancel(self.successor):
-            self.say(f"chain: job {self.successor} is cancelled: {why}")
-
-    def _submit_successor(self) -> None:
-        """Before anything is trained: nothing that happens to this job can keep the next from being there."""
-        variables = {"RUN_DIR": str(self.run_dir), "DATA": self.settings.data, "REQUEUE": "no"}
-        variables |= {"CHAIN_OPTIONS": self.settings.chain_options, _HEAD: self.head, _LEFT: str(self._chain - 1)}
-        options = shlex.split(self.settings.chain_options)
-        if self.attempts.excluded:
-            options.append(f"--exclude={','.join(self.attempts.excluded)}")
-        if self.settings.has_spares:
-            options.append("--no-kill")
-        answer = self.job.submit(self.settings.script, self.settings.flags, options, variables)
-        job = answer.split(";")[0].split("\n")[-1]
-        if not job.isdecimal():
-            self.say(f"chain: NO job follows: sbatch said: {answer}")
-            return
-        self.successor = job
-        with suppress(OSError):
-            self._successor_file.write_text(job + "\n")
-        self.say(f"chain: job {job} follows, whatever becomes of this one; {self._chain - 1} more may follow it")
 
 
 def _batch_log() -> tuple[str, int]:

@@ -8,6 +8,7 @@ And the settings of its script, what is refused before anything starts, and the 
 
     SlurmSettings    as they were given: words
     check            those that are known, that fit this job, and that lead to a Python and data
+    Chain            the jobs that follow this one
     tasks            what srun starts on every node, for each launcher:
 
         torchrun     one torchrun a node
@@ -20,16 +21,19 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from megaresume.cluster.launching.decide import Reason
-from megaresume.cluster.launching.driver import LaunchSettings
+from megaresume.cluster.launching.driver import LaunchSettings, modules_of, script_of
+from megaresume.cluster.launching.node_check import Verdict
 from megaresume.cluster.launching.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 from megaresume.stream.errors import UsageError
 
@@ -238,6 +242,9 @@ def listen(heard: Callable[[str], None]) -> None:
     signal.signal(signal.SIGTERM, handler)
 
 
+#: of the first job of a chain, and how many jobs may still follow; for the next job.
+_HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
+
 LAUNCHERS = ("torchrun", "srun", "deepspeed")
 #: USR1 reaches every process of a step, and TERM at the end of the job: launchers and containers would die of them.
 #: Each task leaves a byte when it ignores them.
@@ -270,6 +277,40 @@ class SlurmSettings(LaunchSettings):
     def has_spares(self) -> bool:
         """Whether the job may have more nodes than train."""
         return self.train_nodes != "all"
+
+    def srun(self, nodes: Sequence[str], per_node: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """The command that starts ``per_node`` tasks of ``words`` on each of these nodes, and its environment."""
+        options = shlex.split(self.srun_options)
+        tasks = len(nodes) * per_node
+        command = ["srun", f"--nodes={len(nodes)}", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}"]
+        if self.has_spares:
+            # Slurm may hold the step of the last attempt for minutes after a node of it is gone.
+            command += [f"--nodelist={','.join(nodes)}", "--overlap"]
+        if not any(option.startswith("--cpu-bind") for option in options):
+            options.append("--cpu-bind=none")  # ranks use all CPUs of the job
+        env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        if (python := shutil.which(self.python)) and not self.contained:
+            # DeepSpeed compiles at the start if it finds a ninja that is not that of its own environment.
+            env["PATH"] = f"{Path(python).parent}:{env['PATH']}"
+        if cpus := env.get("SLURM_CPUS_PER_TASK"):
+            # srun does not take it from the job by itself. The CPUs of the job's tasks on a node, for ours.
+            on_node = int(cpus) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+            env["SRUN_CPUS_PER_TASK"] = str(max(1, on_node // per_node))
+        return [*command, *options, *words], env
+
+    def check_verdict(self, verdict: Verdict) -> None:
+        """Raise UsageError for what no node has. The training says it better of anything but what starts it."""
+        if self.data in verdict.missing:
+            raise self.no_data()
+        if script_of(self.train) in verdict.missing:
+            raise self.no_script(f" (in {Path.cwd()})")
+        for module in modules_of(self.train):
+            if f"module {module}" in verdict.missing:
+                action = "correct TRAIN, or set PYTHON to the one of the environment that has it"
+                raise UsageError(f"PYTHON={self.python} has no module {module}", action=action)
+        for module, error in verdict.broken:
+            action = f"set PYTHON to one that LAUNCHER={self.launcher} can start"
+            raise UsageError(f"PYTHON={self.python} cannot import {module}: {error}", action=action)
 
 
 def check(settings: SlurmSettings, job: SlurmJob, run_dir: Path) -> int:
@@ -310,6 +351,68 @@ def check(settings: SlurmSettings, job: SlurmJob, run_dir: Path) -> int:
 def _ends_in(name: str, task: str) -> bool:
     """Whether a directory is that of one task of an array."""
     return name.endswith(task) and not name[: -len(task)][-1:].isdigit()
+
+
+class Chain:
+    """The jobs that follow this one (CHAIN), one after another, where it may not be queued again itself.
+
+    Args:
+        settings: of the script.
+        job: this one.
+        run_dir: RUN_DIR.
+        say: a line of the log.
+    """
+
+    def __init__(self, settings: SlurmSettings, job: SlurmJob, run_dir: Path, say: Callable[[str], None]) -> None:
+        self._settings, self._job, self._run_dir, self._say = settings, job, run_dir, say
+        #: its first job; and the next one, once it was submitted.
+        self.head = job.id
+        self.successor: str | None = None
+        #: how many jobs may still follow.
+        self._left = 0
+
+    def read(self) -> None:
+        """What the job before has told this one, and an earlier attempt of this one has left."""
+        self.head = os.environ.get(_HEAD, self._job.id)
+        # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
+        self._left = int(os.environ.get(_LEFT, self._settings.chain))
+        with suppress(OSError):
+            self.successor = self._file.read_text().strip() or None
+
+    def submit(self, excluded: Collection[str]) -> None:
+        """Before anything is trained: nothing that happens to this job can keep the next from being there.
+
+        Args:
+            excluded: nodes that it is to leave out.
+        """
+        if not self._left or self.successor is not None:
+            return
+        settings = self._settings
+        variables = {"RUN_DIR": str(self._run_dir), "DATA": settings.data, "REQUEUE": "no"}
+        variables |= {"CHAIN_OPTIONS": settings.chain_options, _HEAD: self.head, _LEFT: str(self._left - 1)}
+        options = shlex.split(settings.chain_options)
+        if excluded:
+            options.append(f"--exclude={','.join(excluded)}")
+        if settings.has_spares:
+            options.append("--no-kill")
+        answer = self._job.submit(settings.script, settings.flags, options, variables)
+        job = answer.split(";")[0].split("\n")[-1]
+        if not job.isdecimal():
+            self._say(f"chain: NO job follows: sbatch said: {answer}")
+            return
+        self.successor = job
+        with suppress(OSError):
+            self._file.write_text(job + "\n")
+        self._say(f"chain: job {job} follows, whatever becomes of this one; {self._left - 1} more may follow it")
+
+    def cancel(self, why: str) -> None:
+        """The next job is not needed."""
+        if self.successor is not None and self._job.cancel(self.successor):
+            self._say(f"chain: job {self.successor} is cancelled: {why}")
+
+    @property
+    def _file(self) -> Path:
+        return self._run_dir / "logs" / f"successor.{self._job.id}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -339,7 +339,7 @@ def prepare_data(model: Literal["gpt", "vlm"], directory: Path) -> Path:
 
 
 def _text(directory: Path) -> dict[str, Any]:
-    from megaresume.cluster.demo.text import SOURCES
+    from megaresume.cluster.demo.demo import SOURCES
 
     texts, _ = SOURCES["docstrings"]
     path = directory / "text.jsonl"

@@ -1,4 +1,4 @@
-"""Launches as jobs of a Slurm cluster.
+"""Launches as jobs of a Slurm cluster, and whether the cluster can run the test, found out before anything runs on it.
 
     sbatch --nodes=2 SCRIPT FLAGS       attempt 0   RUNNING
       stopped in some way               ->          PENDING, queued again by Slurm or by its script: held
@@ -6,13 +6,23 @@
                                         attempt 1   RUNNING on other nodes, same flags
     a job that ended instead            ->          a new sbatch with the flags of the next launch
 
-Everything is asked by polling: `sbatch --wait` looks only now and then.
+Everything is asked by polling: `sbatch --wait` looks only now and then. Before the first launch:
+
+    partition, nodes, limits        asked of the controller
+    clocks, the shared directory    asked of as many nodes as the largest launch has, by one `srun`
+    operator, urgent partition      only if a kind of stop needs them
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import queue
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -21,6 +31,7 @@ from megaresume.cluster.job import Kind, Launch, RunningLaunch
 from megaresume.cluster.launching.slurm_commands import (
     Partition,
     ask,
+    find_partitions,
     nodes_of,
     option,
     script_options,
@@ -28,10 +39,9 @@ from megaresume.cluster.launching.slurm_commands import (
     usable,
     version,
 )
-from megaresume.cluster.smoke import slurm_check as checks
-from megaresume.cluster.smoke.slurm_check import check_nodes
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt, end, undo
 from megaresume.shipped import launch_script
+from megaresume.stream.errors import SetupError, UsageError
 
 #: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
 GRACE = 300.0
@@ -77,32 +87,32 @@ class SlurmLauncher:
         """Where the jobs run.
 
         Raises:
-            UsageError: see `checks.choose_partition`.
+            UsageError: see `choose_partition`.
         """
         words = [*script_options(self.script), *self.options]
-        return checks.choose_partition(self._partition_name or option(words, "partition", "p"))
+        return choose_partition(self._partition_name or option(words, "partition", "p"))
 
     @property
     def urgent(self) -> Partition:
         """Whose jobs preempt.
 
         Raises:
-            UsageError, SetupError: see `checks.choose_urgent`.
+            UsageError, SetupError: see `choose_urgent`.
         """
-        return checks.choose_urgent(self.partition, self._urgent_name)
+        return choose_urgent(self.partition, self._urgent_name)
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
         """See `Launcher`."""
         words = [*script_options(self.script), *self.options]
-        checks.refuse_array(words)
+        refuse_array(words)
         release = version()
         most = max(launch.nodes for launch in launches)
-        nodes = checks.enough_nodes(self.partition, most)
+        nodes = enough_nodes(self.partition, most)
         working = [node for node, state in nodes.items() if usable(state)]
         if "preempt" in kinds:
             _ = self.urgent
         if "node-down" in kinds:
-            checks.may_set_nodes_down(working[0])
+            may_set_nodes_down(working[0])
         # One more than a launch has, if there is one: the job of a lost node continues there.
         count = min(len(working), most + ("node-down" in kinds), self.partition.max_nodes or len(working))
         for directory in sorted({launch.run_dir.parent for launch in launches}):
@@ -161,4 +171,290 @@ class SlurmLauncher:
     def _job(self, launch: Launch, job: str, *, restarts: int) -> SlurmAttempt:
         return SlurmAttempt(
             launch, job, restarts=restarts, partition=self.partition, urgent=lambda: self.urgent, grace=self.grace
+        )
+
+
+# What nodes see: their time, and the directory of the test. Asked of all of them at once, by one `srun`.
+#
+#     srun  ->  node: ready, what it reads of the token, whether it could write beside it     one line of every node
+#           <-  now                                                                           when all are there
+#           ->  node: its time
+
+
+#: seconds that a node's clock may be off.
+CLOCK_TOLERANCE = 2.0
+#: seconds of a network file system until another machine's new file is seen.
+_VISIBLE_WITHIN = 10.0
+#: options of sbatch that say where a job may run: they hold for the question as well.
+_WHERE = {"account": "A", "qos": "q", "reservation": "", "constraint": "C", "exclude": "x", "clusters": "M"}
+
+# Runs on every node: says what it sees, waits for the word, says what time it is.
+_QUESTION = """
+name=${SLURMD_NODENAME:-$(hostname)}
+seen=$(cat "$MEGARESUME_TOKEN" 2>/dev/null)
+wrote=no
+if echo "$name" 2>/dev/null >"$MEGARESUME_TOKEN.$name"; then wrote=yes; fi
+echo "megaresume|$name|ready|$seen|$wrote"
+read -r _
+echo "megaresume|$name|clock|$(date +%s.%N)|"
+"""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Answers:
+    """What the nodes said; the keys are their names."""
+
+    #: what they read of the token, and whether they could write beside it.
+    seen: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: their time; this machine's when they were asked and when all had answered. Seconds of `time.time`.
+    clocks: dict[str, float] = field(default_factory=dict)
+    asked: float = 0.0
+    answered: float = 0.0
+
+
+def check_nodes(
+    partition: Partition, count: int, directory: Path, options: Sequence[str], *, timeout: float
+) -> tuple[str, ...]:
+    """Ask nodes for their time, and for what they see of a directory.
+
+    Args:
+        partition: where.
+        count: nodes to ask.
+        directory: of the smoke test; it exists.
+        options: of sbatch; those that say where a job may run are used.
+        timeout: seconds, of which most may be spent in the queue.
+
+    Returns:
+        the names of the nodes.
+
+    Raises:
+        SetupError: clocks that differ, a directory that a node does not see or cannot write to, no nodes in time.
+    """
+    token = directory / f".megaresume-{uuid.uuid4().hex[:12]}"
+    content = uuid.uuid4().hex
+    token.write_text(content, encoding="utf-8")
+    try:
+        answers = _ask_nodes(partition, count, token, options, timeout)
+        _check_directory(directory, token, content, answers.seen)
+    finally:
+        for path in (token, *directory.glob(f"{token.name}.*")):
+            path.unlink(missing_ok=True)
+    _check_clocks(answers)
+    return tuple(sorted(answers.seen))
+
+
+def _ask_nodes(partition: Partition, count: int, token: Path, options: Sequence[str], timeout: float) -> _Answers:
+    where = [f"--{name}={value}" for name, short in _WHERE.items() if (value := option(options, name, short))]
+    words = ["srun", "--quiet", f"--partition={partition.name}", f"--nodes={count}", f"--ntasks={count}", *where]
+    # A directory that the nodes do not have would be a warning for every task.
+    words += ["--ntasks-per-node=1", "--chdir=/", "--job-name=megaresume-smoke-check", "bash", "-c", _QUESTION]
+    env = os.environ | {"MEGARESUME_TOKEN": str(token.resolve())}
+    answers, said = _Answers(), []
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdin is not None
+        try:
+            for line in _lines(process, timeout):
+                parts = line.rstrip("\n").split("|")
+                if parts[0] != "megaresume":
+                    said.append(line)
+                elif parts[2] == "ready":
+                    answers.seen[parts[1]] = (parts[3], parts[4])
+                    if len(answers.seen) == count:
+                        # All wait for the word, so what follows is how long the question takes, not the queue.
+                        answers.asked = time.time()
+                        process.stdin.write("now\n")
+                        process.stdin.flush()
+                else:
+                    answers.clocks[parts[1]] = float(parts[3])
+                if len(answers.clocks) == count:
+                    answers.answered = time.time()
+                    return answers
+        finally:
+            if len(answers.clocks) < count:
+                process.terminate()
+    raise SetupError(
+        f"{count} nodes of partition {partition.name} did not answer",
+        found="".join(said).strip() or f"{len(answers.seen)} answers in {timeout:.0f} seconds",
+        expected=f"an answer of each within {timeout:.0f} seconds",
+        cause="the queue is long, or a job may not run there",
+        action="squeue --start; fewer --nodes; --sbatch-options for an account, a QOS or a reservation",
+    )
+
+
+def _lines(process: subprocess.Popen[str], timeout: float) -> Iterator[str]:
+    """What it prints, line by line, until its end or for ``timeout`` seconds."""
+    stdout = process.stdout
+    assert stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return
+        if line is None:
+            return
+        yield line
+
+
+def _check_directory(directory: Path, token: Path, content: str, seen: dict[str, tuple[str, str]]) -> None:
+    blind = sorted(node for node, (text, _) in seen.items() if text != content)
+    mute = sorted(node for node, (_, wrote) in seen.items() if wrote != "yes")
+    deadline = time.monotonic() + _VISIBLE_WITHIN
+    missing = [node for node in sorted(seen) if node not in mute]
+    while missing and not blind:
+        missing = [node for node in missing if not Path(f"{token}.{node}").exists()]
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05 if missing else 0)
+    bad = blind or mute or missing
+    if bad:
+        what = "does not see" if blind else "cannot write to" if mute else "writes elsewhere than this machine, in"
+        raise SetupError(
+            f"not every node shares {directory}",
+            found=f"{', '.join(bad)} {what} it, of {', '.join(sorted(seen))}",
+            expected="one directory that this machine and all nodes read and write",
+            cause="a local disk, such as /tmp, or a file system that is not mounted there",
+            action="--out with a directory on shared storage",
+        )
+
+
+def _check_clocks(answers: _Answers) -> None:
+    asked, answered = answers.asked, answers.answered
+    off = {node: min(0.0, at - asked) + max(0.0, at - answered) for node, at in answers.clocks.items()}
+    wrong = {node: seconds for node, seconds in off.items() if abs(seconds) > CLOCK_TOLERANCE}
+    if wrong:
+        raise SetupError(
+            "clocks of nodes differ from this machine's",
+            found=", ".join(
+                f"{node} is {abs(seconds):.1f} s {'behind' if seconds < 0 else 'ahead'}"
+                for node, seconds in sorted(wrong.items())
+            ),
+            expected=f"at most {CLOCK_TOLERANCE:.0f} s: times are compared between nodes, and Slurm refuses "
+            "credentials that are too old",
+            cause="chrony or ntpd does not run there",
+            action=f"on {min(wrong)}: chronyc makestep; or --sbatch-options with --exclude={','.join(sorted(wrong))}",
+        )
+
+
+def choose_partition(name: str | None) -> Partition:
+    """The partition of that name, or the default one.
+
+    Raises:
+        UsageError: there is none, or it is closed.
+        SetupError: see `ask`.
+    """
+    partitions = find_partitions()
+    chosen = next((p for p in partitions if (p.default if name is None else p.name == name)), None)
+    names = ", ".join(p.name + (" (default)" if p.default else "") for p in partitions)
+    if chosen is None:
+        raise UsageError(
+            "no partition was named, and there is no default one" if name is None else f"there is no partition {name}",
+            found="no --partition" if name is None else f"--partition {name}",
+            expected=f"one of {names}",
+            action=f"--partition {partitions[0].name}" if partitions else "sinfo",
+        )
+    if not chosen.up:
+        raise UsageError(
+            f"partition {chosen.name} starts no jobs", found="it is not up", expected=f"one that is, of {names}"
+        )
+    return chosen
+
+
+def refuse_array(options: Sequence[str]) -> None:
+    """Refuse a job array: its jobs would all write to one directory.
+
+    Raises:
+        UsageError: it is one.
+    """
+    array = option(options, "array", "a")
+    if array is not None:
+        raise UsageError(
+            "a job array cannot be tested",
+            found=f"--array={array}",
+            expected="one job: all jobs of an array would write to the same run directory",
+            action="leave out --array in --sbatch-options and in the #SBATCH lines of the script",
+        )
+
+
+def enough_nodes(partition: Partition, most: int) -> dict[str, str]:
+    """The nodes of the partition, by name, with their states.
+
+    Raises:
+        UsageError: fewer can be used than a launch has.
+    """
+    nodes = nodes_of(partition.name)
+    working = [node for node, state in nodes.items() if usable(state)]
+    out = ", ".join(f"{node} {state}" for node, state in nodes.items() if not usable(state))
+    if most > len(working):
+        raise UsageError(
+            f"partition {partition.name} has too few nodes",
+            found=f"--nodes {most}; {len(working)} of {len(nodes)} nodes can be used"
+            + (f" (not: {out})" if out else ""),
+            expected=f"at most {len(working)}",
+            action=f"--nodes {len(working)}, another --partition, or `scontrol update nodename=... state=resume`",
+        )
+    if partition.max_nodes is not None and most > partition.max_nodes:
+        raise UsageError(
+            f"a job of partition {partition.name} may not have so many nodes",
+            found=f"--nodes {most}, MaxNodes={partition.max_nodes}",
+            expected=f"at most {partition.max_nodes}",
+            action=f"--nodes {partition.max_nodes}, or another --partition",
+        )
+    return nodes
+
+
+def choose_urgent(partition: Partition, name: str | None) -> Partition:
+    """A partition whose jobs preempt those of ``partition``.
+
+    Raises:
+        UsageError: the one that was named does not exist, or does not preempt.
+        SetupError: there is none.
+    """
+    partitions = find_partitions()
+    able = [p for p in partitions if p.up and p.priority > partition.priority and partition.preemptable]
+    chosen = next((p for p in able if name is None or p.name == name), None)
+    if chosen is not None:
+        return chosen
+    found = ", ".join(f"{p.name} (priority {p.priority})" for p in partitions)
+    if name is not None:
+        raise UsageError(
+            f"jobs of partition {name} do not preempt those of {partition.name}",
+            found=f"--urgent-partition {name}; partitions: {found}",
+            expected=", ".join(p.name for p in able) or f"a partition of a higher priority than {partition.priority}",
+            action=f"--urgent-partition {able[0].name}" if able else "leave preempt out of --kill",
+        )
+    raise SetupError(
+        f"no partition preempts {partition.name}",
+        found=f"partitions: {found}"
+        + ("" if partition.preemptable else f"; jobs of {partition.name} cannot be preempted by a partition"),
+        expected=f"one whose PriorityTier is above {partition.priority}, and PreemptType=preempt/partition_prio",
+        action="leave preempt out of --kill: requeue and sigterm do to the job what a preemption does",
+    )
+
+
+def may_set_nodes_down(node: str) -> None:
+    """Whether this user may set nodes down, found out by a change that changes nothing.
+
+    Raises:
+        SetupError: no.
+    """
+    words = ask("scontrol", "show", "node", "--oneliner", node).split()
+    weight = next((word.removeprefix("Weight=") for word in words if word.startswith("Weight=")), "1")
+    done = try_to("scontrol", "update", f"nodename={node}", f"weight={weight}")
+    if done.returncode:
+        raise SetupError(
+            "you may not set nodes down",
+            found=f"scontrol update: {done.stderr.strip() or done.stdout.strip()}",
+            expected="an operator or administrator of this Slurm",
+            action="leave node-down out of --kill: sigkill loses a rank without warning as well; "
+            "or try node-down on your own cluster: docs/slurm.md",
         )

@@ -4,8 +4,8 @@ torchrun --nproc-per-node 2 -m megaresume.cluster.training --num-layers 2 ... --
 deepspeed --module megaresume.cluster.training ...
 python -m megaresume.cluster.training ...                     (one process)
 
-arguments.py    the flags, Megatron's own names, and which combinations are refused
-launch.py       process group, device, parallel groups; the end of a process
+launch.py       the flags, Megatron's own names, and which combinations are refused; process group, device, parallel
+                groups; the end of a process
 model.py        GPTModel; attention that never crosses a document; the loss; AdamW, its rate, the DeepSpeed config
 vision.py       vision transformer and projector, images before the GPTModel
 loop.py         the loop; validation on the same samples every time, held-out accuracy

@@ -13,8 +13,16 @@ from typing import Any
 from megaresume.checkpoint.session.ranks import on_rank_0
 from megaresume.checkpoint.session.refusals import run_program
 from megaresume.checkpoint.session.settings import DataOptions
-from megaresume.cluster.training.arguments import Arguments, check_layout, parse_arguments
-from megaresume.cluster.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
+from megaresume.cluster.training.launch import (
+    Arguments,
+    announce,
+    check_layout,
+    launch,
+    parse_arguments,
+    rank_and_size,
+    shut_down,
+    stop_at_once,
+)
 from megaresume.hosts.attach import attach
 from megaresume.stream.batches import end_of_run, is_over
 from megaresume.stream.errors import MegaresumeError, UsageError, missing_package

@@ -25,8 +25,7 @@ from megatron.core import parallel_state
 
 from megaresume.batches.batch import Batch
 from megaresume.batches.loader import StreamLoader
-from megaresume.cluster.training.arguments import Arguments, stop_conditions
-from megaresume.cluster.training.launch import announce
+from megaresume.cluster.training.launch import Arguments, announce, stop_conditions
 from megaresume.cluster.training.logging import SampleLog, StepRecord, Stopwatch, Trained
 from megaresume.cluster.training.model import LearningRate, LossMeter, document_mask, loss_to_minimise
 from megaresume.cluster.training.vision import Images

@@ -30,7 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megaresume.cluster.training.arguments import Arguments, DecayStyle
+from megaresume.cluster.training.launch import Arguments, DecayStyle
 from megaresume.stream.batches import BatchSchedule
 
 

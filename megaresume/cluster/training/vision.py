@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megaresume.batches.batch import Batch, image_places
-from megaresume.cluster.training.arguments import Arguments
+from megaresume.cluster.training.launch import Arguments
 from megaresume.stream.errors import SetupError, UsageError
 
 #: wavelengths of the sines: from four heights of the image to a fraction of a small patch.

@@ -7,7 +7,7 @@
       |         what balanced ranks gain                         stream.batches, dealing
       |         Megatron's own datasets                          hosts.megatron.guard.compare
       |
-    dry_run.py  last step, epochs left, the end of the stream    training.arguments, stream.outlook
+    dry_run.py  last step, epochs left, the end of the stream    stream.batches, stream.changes
                 `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them
     command.py  ``megaresume plan DIR``; with ``--mtbf``, interval.py: how often to save, from what the ledger recorded
 

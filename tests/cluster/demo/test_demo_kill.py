@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.saving.commit import begin_save
 from megaresume.checkpoint.topology import Topology
-from megaresume.cluster.demo.run import committed_since
+from megaresume.cluster.demo.command import committed_since
 from tests.checkpoint.conftest import make_state, save_checkpoint
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megaresume.cluster.demo.command import run_demo
 from megaresume.cluster.demo.hugging_face import LENGTH, PADDING, TRAINER, Texts, collate
-from megaresume.cluster.demo.run import run_demo
 from megaresume.cluster.records import read_records
 from tests.cluster.training.compare import compare
 

@@ -20,7 +20,7 @@ import pytest
 
 from megaresume.cluster.job import Kind, Launch
 from megaresume.cluster.launching.slurm_commands import find_job
-from megaresume.cluster.smoke import slurm_check
+from megaresume.cluster.smoke import slurm
 from megaresume.cluster.smoke.slurm import SlurmLauncher
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt
 from megaresume.stream.errors import SetupError, UsageError
@@ -197,13 +197,13 @@ def test_clocks_that_differ(own_namespaces: Cluster, tmp_path: Path) -> None:
 
 
 def test_node_down_without_permission(own_namespaces: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm_check.may_set_nodes_down("n1")
+    slurm.may_set_nodes_down("n1")
     as_nobody = tmp_path / "scontrol"
     as_nobody.write_text(f'#!/bin/bash\nexec runuser -u nobody -- {shutil.which("scontrol")} "$@"\n')
     as_nobody.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(SetupError, match="you may not set nodes down") as error:
-        slurm_check.may_set_nodes_down("n1")
+        slurm.may_set_nodes_down("n1")
     assert "leave node-down out of --kill" in str(error.value.action)
 
 

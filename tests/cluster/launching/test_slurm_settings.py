@@ -96,7 +96,7 @@ def test_what_no_node_has_is_refused(tmp_path: Path, verdict: Verdict, words: st
     training = ("gone.py",) if verdict.missing[:1] == ("gone.py",) else ("-m", "my.training")
     begun.settings = replace(begun.settings, train=training)
     with pytest.raises(UsageError) as refused:
-        begun._refuse_settings(verdict)
+        begun.settings.check_verdict(verdict)
     assert refused.value.args[0].startswith(words)
 
 
@@ -135,11 +135,12 @@ def test_the_trainers_environment_is_its_own(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("STEP", "of the user")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
-    command, env = driver(tmp_path)._srun(4, ["true"])
+    command, env = driver(tmp_path).settings.srun(("n1",), 4, ["true"])
     assert env["STEP"] == "of the user"
     assert env["SRUN_CPUS_PER_TASK"] == "2"  # of the job's eight, for each of four ranks
     assert command == ["srun", "--nodes=1", "--ntasks=4", "--ntasks-per-node=4", "--cpu-bind=none", "true"]
-    own = driver(tmp_path, srun_options="--container-image=x --cpu-bind=cores")._srun(1, ["true"])[0]
+    settings = driver(tmp_path, srun_options="--container-image=x --cpu-bind=cores").settings
+    own = settings.srun(("n1",), 1, ["true"])[0]
     assert own[4:] == ["--container-image=x", "--cpu-bind=cores", "true"]
 
 

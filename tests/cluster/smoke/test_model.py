@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from megaresume.cluster.smoke.plan import model_flags
-from megaresume.cluster.training.arguments import parse_arguments
+from megaresume.cluster.training.launch import parse_arguments
 
 
 @pytest.mark.parametrize("model", ["gpt", "vlm"])

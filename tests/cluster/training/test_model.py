@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megaresume.batches.batch import document_mask as reference_mask
-from megaresume.cluster.training.arguments import Arguments, parse_arguments
-from megaresume.cluster.training.launch import seed_everything
+from megaresume.cluster.training.launch import Arguments, parse_arguments, seed_everything
 from megaresume.cluster.training.model import (
     WEIGHT_DECAY,
     LossMeter,

@@ -11,7 +11,7 @@ import pytest
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save
 from megaresume.checkpoint.start import record_start
-from megaresume.cluster.training.arguments import check_layout, parse_arguments
+from megaresume.cluster.training.launch import check_layout, parse_arguments
 from megaresume.stream.errors import UsageError
 
 NEEDED = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --lr 1e-3"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megaresume.cluster.training.arguments import parse_arguments
+from megaresume.cluster.training.launch import parse_arguments
 from megaresume.cluster.training.model import LearningRate
 from megaresume.stream.batches import BatchSchedule
 

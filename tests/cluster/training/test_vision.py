@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from PIL import Image
 
-from megaresume.cluster.training.arguments import Arguments, parse_arguments
-from megaresume.cluster.training.launch import seed_everything
+from megaresume.cluster.training.launch import Arguments, parse_arguments, seed_everything
 from megaresume.cluster.training.logging import content_hashes
 from megaresume.cluster.training.model import build_model, document_mask
 from megaresume.cluster.training.vision import Images, VisionLanguageModel, image_encoder, vision_shape, with_vision
