@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaresume.runs.answer import Answer, live, told
 from megaresume.stream.errors import UsageError
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
@@ -78,9 +79,10 @@ class LossDifference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossComparison:
+class LossComparison(Answer):
     """Two runs, over the steps that both logs have."""
 
+    logs: tuple[LossLog, LossLog] = live()
     steps: int
     #: steps with one loss, bit for bit (as far as the logs print it).
     equal: int
@@ -91,11 +93,19 @@ class LossComparison:
     #: steps that one log has and the other has not.
     only_first: int
     only_second: int
+    #: the largest difference that is allowed.
+    tolerance: float
 
-    def holds(self, tolerance: float) -> bool:
+    @property
+    def status(self) -> int:
+        """1 if the runs differ, or there is nothing to compare."""
+        return 0 if self.holds else 1
+
+    @told
+    def holds(self) -> bool:
         """Whether no step differs by more than ``tolerance``, and there is a step at all."""
         largest = self.largest_difference
-        return self.steps > 0 and (largest is None or largest.size <= tolerance)
+        return self.steps > 0 and (largest is None or largest.size <= self.tolerance)
 
 
 def read_losses(path: str | Path) -> LossLog:
@@ -176,12 +186,14 @@ def _printed(text: str) -> Loss:
     return Loss(value=float(text), text=text)
 
 
-def compare_losses(first: LossLog, second: LossLog) -> LossComparison:
+def compare_losses(first: LossLog, second: LossLog, *, tolerance: float = 0.0) -> LossComparison:
     """Compare two runs step by step. Where one log is printed, the other is rounded as it prints."""
     both = sorted(first.steps.keys() & second.steps.keys())
     pairs = [(step, *_comparable(first.steps[step], second.steps[step])) for step in both]
     found = [LossDifference(*p) for p in pairs if p[1] != p[2] and not (math.isnan(p[1]) and math.isnan(p[2]))]
     return LossComparison(
+        logs=(first, second),
+        tolerance=tolerance,
         steps=len(both),
         equal=len(both) - len(found),
         exact=first.exact and second.exact,

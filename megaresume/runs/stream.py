@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.command_line import number_range
 from megaresume.data.layout import bin_path, has_spans, idx_path, prefix_of, spans_of
+from megaresume.runs.answer import Answer, optional
 from megaresume.runs.trace.trace import ShardRecords, record_words
 from megaresume.stream.errors import UsageError, parse_json
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
@@ -59,12 +60,50 @@ def run(args: argparse.Namespace) -> int:
         stream.restore(_state(Path(args.state)))
     first, stop = samples or (stream.start, stream.start + 8)
     _check_size(first, stop)
-    plan = stream.plan(first, stop)
-    report = _summary(stream, plan)
-    if not args.summary:
-        report["samples"] = _samples(stream, plan)
-    print(json.dumps(report) if args.json else _text(stream, report))
-    return 0
+    return _look(stream, stream.plan(first, stop), summary=args.summary).give(_text, as_json=args.json)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceShare:
+    """What a source gives of some samples."""
+
+    segments: int
+    tokens: int
+    #: of all tokens; of all weights.
+    share: float
+    weight: float
+    #: labels that count; None if the source does not say which.
+    trained: int | None = optional()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamSample:
+    """One sample, with its segments as ``megaresume trace`` shows them."""
+
+    sample: int
+    #: its number if no sample were left out; None: the same.
+    absolute: int | None = optional()
+    tokens: int
+    #: of the sample, and of all up to it: 16 hex digits.
+    hash: str
+    digest: str
+    segments: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamSamples(Answer):
+    """Samples ``first`` to ``stop - 1`` of a stream."""
+
+    first: int
+    stop: int
+    seq_length: int
+    packing: str
+    tokens: int
+    #: share of all places that hold a token.
+    fill: float
+    sources: dict[str, SourceShare]
+    #: None: only the totals were asked for.
+    samples: list[StreamSample] | None = optional()
 
 
 def _check_paths(data: str | list[str], state: str | None) -> None:
@@ -99,7 +138,7 @@ def _check_size(first: int, stop: int) -> None:
         )
 
 
-def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
+def _samples(stream: Stream, plan: Plan) -> list[StreamSample]:
     """Every sample of the plan; those that hold image-text records read them, which takes its time on a store."""
     records, samples = ShardRecords(stream.sources), []
     with progress("reading samples", len(plan), "samples") as bar:
@@ -109,7 +148,7 @@ def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
     return samples
 
 
-def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> dict[str, Any]:
+def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> StreamSample:
     names = [s.name for s in stream.config.sources]
     segments = [
         {
@@ -123,17 +162,15 @@ def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> d
         }
         for s in plan.segments(sample)
     ]
-    index = sample - plan.first
-    number = absolute(stream.skips.ranges, sample)
-    return {
-        "sample": sample,
-        # where samples before it are left out
-        **({"absolute": number} if number != sample else {}),
-        "tokens": sum(s["length"] for s in segments),
-        "hash": f"{int(plan.hashes[index]):016x}",
-        "digest": f"{int(plan.digests[index]):016x}",
-        "segments": segments,
-    }
+    index, number = sample - plan.first, absolute(stream.skips.ranges, sample)
+    return StreamSample(
+        sample=sample,
+        absolute=number if number != sample else None,
+        tokens=sum(s["length"] for s in segments),
+        hash=f"{int(plan.hashes[index]):016x}",
+        digest=f"{int(plan.digests[index]):016x}",
+        segments=segments,
+    )
 
 
 def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
@@ -149,56 +186,56 @@ def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
     return found
 
 
-def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
+def _look(stream: Stream, plan: Plan, *, summary: bool) -> StreamSamples:
     config = stream.config
-    lengths, which = plan.table[:, 4], plan.table[:, 0]
+    lengths, which = plan.table[:, LENGTH], plan.table[:, SOURCE]
     total = int(lengths.sum())
     weights = sum(s.weight for s in config.sources)
     trained = _trained(stream, plan)
     sources = {
-        s.name: {
-            "segments": int(np.count_nonzero(which == i)),
-            "tokens": int(lengths[which == i].sum()),
-            "share": round(int(lengths[which == i].sum()) / total, 6) if total else 0.0,
-            "weight": round(s.weight / weights, 6),
-            **({"trained": int(trained[i].sum())} if i in trained else {}),
-        }
+        s.name: SourceShare(
+            segments=int(np.count_nonzero(which == i)),
+            tokens=int(lengths[which == i].sum()),
+            share=round(int(lengths[which == i].sum()) / total, 6) if total else 0.0,
+            weight=round(s.weight / weights, 6),
+            trained=int(trained[i].sum()) if i in trained else None,
+        )
         for i, s in enumerate(config.sources)
     }
-    return {
-        "first": plan.first,
-        "stop": plan.stop,
-        "seq_length": config.seq_length,
-        "packing": config.packed_by,
-        "tokens": total,
-        "fill": round(total / (len(plan) * config.seq_length), 6),
-        "sources": sources,
-    }
+    return StreamSamples(
+        first=plan.first,
+        stop=plan.stop,
+        seq_length=config.seq_length,
+        packing=config.packed_by,
+        tokens=total,
+        fill=round(total / (len(plan) * config.seq_length), 6),
+        sources=sources,
+        samples=None if summary else _samples(stream, plan),
+    )
 
 
-def _text(stream: Stream, report: dict[str, Any]) -> str:
-    seq_length = report["seq_length"]
+def _text(found: StreamSamples) -> str:
     lines = []
-    for sample in report.get("samples", ()):
+    for sample in found.samples or ():
         parts = [
             f"{s['source']}:{s['document']}"
             + (f"[{s['offset']}:{s['offset'] + s['length']}]" if s["offset"] else f"[:{s['length']}]")
             + (f" epoch {s['epoch']}" if s["epoch"] else "")
             + record_words(s)
-            for s in sample["segments"]
+            for s in sample.segments
         ]
-        fill = f"{100 * sample['tokens'] / seq_length:6.2f} %"
-        number = f"  absolute {sample['absolute']:>9}" if "absolute" in sample else ""
-        lines.append(f"sample {sample['sample']:>9}{number}  {fill}  {sample['hash']}  {', '.join(parts)}")
+        fill = f"{100 * sample.tokens / found.seq_length:6.2f} %"
+        number = f"  absolute {sample.absolute:>9}" if sample.absolute is not None else ""
+        lines.append(f"sample {sample.sample:>9}{number}  {fill}  {sample.hash}  {', '.join(parts)}")
     if lines:
         lines.append("")
     lines.append(
-        f"samples {report['first']} to {report['stop'] - 1}: {report['tokens']:,} tokens, "
-        f"{100 * report['fill']:.3f} % of {seq_length} a sample ({report['packing']})"
+        f"samples {found.first} to {found.stop - 1}: {found.tokens:,} tokens, "
+        f"{100 * found.fill:.3f} % of {found.seq_length} a sample ({found.packing})"
     )
-    width = max(len(name) for name in report["sources"])
+    width = max(len(name) for name in found.sources)
     lines.append(f"  {'source':<{width}}  {'segments':>10}  {'tokens':>14}  {'share':>8}  {'weight':>8}")
-    for name, s in report["sources"].items():
-        words = f"  {name:<{width}}  {s['segments']:>10,}  {s['tokens']:>14,}  {s['share']:>8.4f}  {s['weight']:>8.4f}"
-        lines.append(words + (f"  {s['trained']:,} trained" if "trained" in s else ""))
+    for name, s in found.sources.items():
+        words = f"  {name:<{width}}  {s.segments:>10,}  {s.tokens:>14,}  {s.share:>8.4f}  {s.weight:>8.4f}"
+        lines.append(words + (f"  {s.trained:,} trained" if s.trained is not None else ""))
     return "\n".join(lines)

@@ -10,14 +10,13 @@ verify --loss A B                       the losses of two runs
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import LedgerProblem
 from megaresume.runs.answer import Answer, live, optional, told
-from megaresume.runs.losses import LossComparison, LossLog, compare_losses, read_losses
+from megaresume.runs.losses import LossComparison, compare_losses, read_losses
 from megaresume.runs.rank_steps import RankSteps, read_rank_steps
 from megaresume.runs.run import Run
 from megaresume.runs.trace.ranks import Contents, RankCheck, check_ranks
@@ -287,15 +286,12 @@ def _losses(args: argparse.Namespace) -> int:
     tolerance = args.tolerance or 0.0
     if not tolerance >= 0:
         raise UsageError("bad value of --tolerance", found=str(tolerance), expected="0 or more")
-    logs = [read_losses(path) for path in args.loss]
-    comparison = compare_losses(*logs)
-    holds = comparison.holds(tolerance)
-    report = {**asdict(comparison), "holds": holds, "tolerance": tolerance}
-    print(json.dumps(report) if args.json else _loss_text(logs, comparison, tolerance, holds))
-    return 0 if holds else 1
+    first, second = map(read_losses, args.loss)
+    return compare_losses(first, second, tolerance=tolerance).give(_loss_text, as_json=args.json)
 
 
-def _loss_text(logs: list[LossLog], c: LossComparison, tolerance: float, holds: bool) -> str:
+def _loss_text(c: LossComparison) -> str:
+    logs = c.logs
     how = "bit for bit" if c.exact else "as printed (a printed log rounds)"
     lines = [f"{logs[0].path} and {logs[1].path}: {c.steps} steps in both, {c.equal} with the same loss {how}"]
     for log, only in zip(logs, (c.only_first, c.only_second), strict=True):
@@ -304,5 +300,5 @@ def _loss_text(logs: list[LossLog], c: LossComparison, tolerance: float, holds: 
     for what, at in (("first", c.first_difference), ("largest", c.largest_difference)):
         if at is not None:
             lines.append(f"  {what} difference: step {at.step}, {at.first!r} and {at.second!r}, {at.size:.3e} apart")
-    verdict = "the same" if not c.first_difference else f"within {tolerance:g}" if holds else "DIFFERENT"
+    verdict = "the same" if not c.first_difference else f"within {c.tolerance:g}" if c.holds else "DIFFERENT"
     return "\n".join([*lines, verdict if c.steps else "NOTHING TO COMPARE: no step is in both"])

@@ -9,7 +9,6 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from megaresume.data.source import Source
 from megaresume.encoding.text.tokenizers import load_tokenizer
 from megaresume.render import write_bytes
 from megaresume.runs.run import Run
-from megaresume.runs.trace.documents import Decoder, marked_ids, write_images
-from megaresume.runs.trace.find import Occurrence, Sought, as_json, find, parse_documents
+from megaresume.runs.trace.documents import Decoder, ImagesWritten, marked_ids, write_images
+from megaresume.runs.trace.find import Occurrence, Sought, find, parse_documents
 from megaresume.runs.trace.formats import (
     CSV_COLUMNS,
     Format,
@@ -249,16 +248,18 @@ def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:
 def _images(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
     # Planned first, then written: both take their time.
     with _progress("writing images", trace.work(first, stop) + stop - first, to_file=True) as update:
-        done = write_images(args.images, trace, sources, first, stop, augmented=args.augmented, progress=update)
-    if args.json:
-        print(json.dumps({"directory": str(args.images), "first": first, "stop": stop, **asdict(done)}))
-        return
-    lines = f"{done.images:,} images of {done.documents:,} documents in samples {first} to {stop - 1}"
-    if done.not_shown:
-        lines += f", {done.not_shown:,} of them not shown to the model"
-    if done.faults:
-        lines += f"; {done.faults:,} documents masked or cut by their policy"
-    print(f"{lines}\n{args.images / 'index.html'}")
+        written = write_images(args.images, trace, sources, first, stop, augmented=args.augmented, progress=update)
+    written.give(_images_text, as_json=args.json)
+
+
+def _images_text(written: ImagesWritten) -> str:
+    text = f"{written.images:,} images of {written.documents:,} documents"
+    text += f" in samples {written.first} to {written.stop - 1}"
+    if written.not_shown:
+        text += f", {written.not_shown:,} of them not shown to the model"
+    if written.faults:
+        text += f"; {written.faults:,} documents masked or cut by their policy"
+    return f"{text}\n{written.directory / 'index.html'}"
 
 
 def _find(args: argparse.Namespace, trace: Trace) -> None:
@@ -268,31 +269,29 @@ def _find(args: argparse.Namespace, trace: Trace) -> None:
     with _progress("looking for documents", ahead) as update:
         found = find(trace, documents, epochs=args.epochs, until_sample=until, progress=update)
     for document in found:
-        if args.json:
-            print(json.dumps(as_json(trace, document)))
-        else:
-            _print_found(trace, document)
+        document.give(_found_text, as_json=args.json)
 
 
-def _print_found(trace: Trace, found: Sought) -> None:
-    print(f"{found.source}:{found.document}  {found.tokens:,} tokens")
+def _found_text(found: Sought) -> str:
+    lines = [f"{found.source}:{found.document}  {found.tokens:,} tokens"]
     if not found.tokens:
-        print("  an empty document: passed over in every epoch")
+        lines.append("  an empty document: passed over in every epoch")
     elif not found.occurrences:
-        print("  never: all epochs of the source that the data config allows were seen without it")
+        lines.append("  never: all epochs of the source that the data config allows were seen without it")
     for occurrence in found.occurrences:
-        print(f"  epoch {occurrence.epoch}  {occurrence.status}{_ahead(trace, occurrence)}")
+        lines.append(f"  epoch {occurrence.epoch}  {occurrence.status}{_ahead(occurrence)}")
         for part in occurrence.parts:
             words = {"step": part.step, "sample": part.sample, "rank": part.rank, "micro-batch": part.micro_batch}
             where = "  ".join(f"{name} {'?' if value is None else value}" for name, value in words.items())
-            print(f"    {where}  place {part.place}  tokens [{part.offset}:{part.offset + part.length}]")
+            lines.append(f"    {where}  place {part.place}  tokens [{part.offset}:{part.offset + part.length}]")
+    return "\n".join(lines)
 
 
-def _ahead(trace: Trace, occurrence: Occurrence) -> str:
+def _ahead(occurrence: Occurrence) -> str:
     if occurrence.pieces_ahead is None:
         return ""
     text = f": {occurrence.pieces_ahead:,} pieces of the source come before it"
     if occurrence.about_sample is not None:
-        step = trace.steps.step_of(occurrence.about_sample)
+        step = occurrence.about_step
         text += f", about sample {occurrence.about_sample:,}" + ("" if step is None else f", step {step:,}")
     return text + " (--until-step or --epochs plans ahead)"

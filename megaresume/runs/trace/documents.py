@@ -33,6 +33,7 @@ from megaresume.encoding.images.document import EncodedDocument, Key, Record
 from megaresume.encoding.text.conversation_encoder import runs_of
 from megaresume.encoding.text.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.render import escape, page_head
+from megaresume.runs.answer import Answer
 from megaresume.runs.trace.trace import Trace, TracePiece, shard_source
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, CorpusError, UsageError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from megaresume.encoding.images.encoder import ImageTextEncoder
-    from megaresume.runs.trace.trace import TracePiece
+    from megaresume.runs.answer import Answer
 
 
 T = TypeVar("T")
@@ -307,9 +308,13 @@ img { max-width: 20em; max-height: 20em; border: 1px solid #ddd } figcaption, sm
 
 
 @dataclass(kw_only=True, slots=True)
-class ImagesWritten:
+class ImagesWritten(Answer):
     """What `write_images` did."""
 
+    directory: Path
+    #: samples.
+    first: int
+    stop: int
     documents: int = 0
     images: int = 0
     #: of them, images that the model is not shown: of a document that was masked, or after its cut.
@@ -384,6 +389,7 @@ def write_images(
             expected="a source of kind webdataset, image_folder or energon",
             action="--text shows what they say" if not with_images else None,
         )
+    done = ImagesWritten(directory=directory, first=first, stop=stop)
     directory = directory.resolve()
     check_directory(directory)
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
@@ -393,8 +399,8 @@ def write_images(
             open(temporary / LIST, "w", encoding="utf-8") as lines,
             open(temporary / PAGE, "w", encoding="utf-8") as page,
         ):
-            writer = _Writer(temporary, trace, with_images, lines, page, augmented=augmented)
-            writer.begin(first, stop)
+            writer = _Writer(done, temporary, trace, with_images, lines, page, augmented=augmented)
+            writer.begin()
             for piece in trace.pieces(first, stop, progress=progress):
                 for row in piece.rows():
                     writer.write(piece, row)
@@ -409,7 +415,7 @@ def write_images(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return writer.done
+    return done
 
 
 def _replace(new: Path, directory: Path) -> None:
@@ -425,6 +431,7 @@ def _replace(new: Path, directory: Path) -> None:
 class _Writer:
     def __init__(
         self,
+        done: ImagesWritten,
         root: Path,
         trace: Trace,
         sources: Mapping[str, DocumentSource],
@@ -433,12 +440,13 @@ class _Writer:
         *,
         augmented: bool,
     ) -> None:
-        self.done = ImagesWritten()
+        self.done = done
         self._root, self._trace, self._sources, self._augmented = root, trace, sources, augmented
         self._list, self._page = lines, page
         self._words = _file_words(trace.names)
 
-    def begin(self, first: int, stop: int) -> None:
+    def begin(self) -> None:
+        first, stop = self.done.first, self.done.stop
         head = {"format": FORMAT, "version": VERSION, "samples": [first, stop], "augmented": self._augmented}
         self._list.write(json.dumps(head) + "\n")
         title = f"Images of samples {first} to {stop - 1}"

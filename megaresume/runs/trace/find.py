@@ -8,12 +8,13 @@ from the newest state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from megaresume.runs.answer import Answer
 from megaresume.runs.history import Point
 from megaresume.runs.trace.trace import Trace, places
 from megaresume.stream.changes import outlook
@@ -57,10 +58,12 @@ class Occurrence:
     about_sample: int | None = None
     #: tokens of it in samples that are left out.
     left_out: int = 0
+    #: of `about_sample`; None if no record tells.
+    about_step: int | None = None
 
 
 @dataclass(kw_only=True, slots=True)
-class Sought:
+class Sought(Answer):
     """A document that was looked for, and when it was or will be seen."""
 
     source: str
@@ -344,6 +347,7 @@ def _estimate(trace: Trace, occurrence: Occurrence, name: str, pieces_ahead: int
         if row.name == name and row.samples_left is not None and row.remaining:
             ahead = pieces_ahead * row.samples_left / row.remaining
             occurrence.about_sample = state.samples + round(ahead)
+            occurrence.about_step = trace.steps.step_of(occurrence.about_sample)
 
 
 def _set_status(occurrence: Occurrence, tokens: int, state: StreamState) -> None:
@@ -355,12 +359,3 @@ def _set_status(occurrence: Occurrence, tokens: int, state: StreamState) -> None
         occurrence.status = "trained" if trained + occurrence.left_out >= tokens else "partly trained"
     elif occurrence.status != "waiting":
         occurrence.status = "to come"
-
-
-def as_json(trace: Trace, found: Sought) -> dict[str, Any]:
-    """Plain JSON; with the step at which something comes about, where it was not planned."""
-    data = asdict(found)
-    for occurrence in data["occurrences"]:
-        about = occurrence["about_sample"]
-        occurrence["about_step"] = None if about is None else trace.steps.step_of(about)
-    return data

@@ -12,8 +12,9 @@ import pytest
 
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.answer import plain
 from megaresume.runs.run import Run
-from megaresume.runs.trace.find import Sought, as_json, find, parse_documents
+from megaresume.runs.trace.find import Sought, find, parse_documents
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import UsageError
@@ -102,7 +103,7 @@ def test_so_many_epochs(toy: ToyRun) -> None:
     last = max(p.sample for f in found for o in f.occurrences for p in o.parts)
     seen = everywhere(trace, last + 1)
     assert parts_of(found) == {key: parts for key, parts in seen.items() if key in parts_of(found)}
-    assert as_json(trace, found[0])["occurrences"][2]["status"] == "to come"
+    assert plain(found[0])["occurrences"][2]["status"] == "to come"
 
 
 def test_epochs_that_never_come(toy: ToyRun) -> None:
