@@ -56,7 +56,7 @@ GROUPS = {
 #: where each command is, but for `run`, which is `megaresume.run`.
 _HOMES = {
     "completion": "completion",
-    "convert": "hosts.deepspeed.elastic.command",
+    "convert": "hosts.deepspeed.conversion",
     "demo": "cluster.demo.command",
     "doctor": "runs.doctor",
     "inspect": "runs.inspect",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.attach import refuse, replaced
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.instances import refuse, replaced
 from megaresume.stream.errors import CheckpointError
 
 #: back-end -> (what a checkpoint has inside that only this one writes, as patterns; how to train with it again).

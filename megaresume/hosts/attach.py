@@ -2,6 +2,10 @@
 
 `TRAINERS` has a row for each: how it is recognised, without importing it, and the module whose function ``attach`` does
 the work. That function's own signature says which options there are, so each is checked by its name here.
+
+What these functions do with a trainer, one instance and not its class: `check_new`, `refuse` settings under which the
+data would be other data, `hook` its methods, or have an attribute `replaced` for a while. What is attached is in its
+`SLOT`.
 """
 
 from __future__ import annotations
@@ -10,13 +14,13 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from megaresume.checkpoint.session.settings import Checkpoints, Loader
 from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.hosts.instances import kind_of
 from megaresume.stream.errors import UsageError, missing_package
 from megaresume.stream.schema import near
 
@@ -98,7 +102,7 @@ TRAINERS = (
         name="a ConfigContainer of Megatron-Bridge",
         call="attach(config, loader_of",
         classes=(("megatron", "ConfigContainer"),),
-        module="megaresume.hosts.megatron_bridge.host",
+        module="megaresume.hosts.megatron_bridge",
         extra="torch",
     ),
     KnownTrainer(
@@ -262,3 +266,84 @@ def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], 
 
     setattr(cls, name, made)
     return cls
+
+
+#: where an object keeps what is attached to it.
+SLOT = "_megaresume"
+
+_MISSING: Any = object()
+
+
+def hook(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of one instance by ``function``, which is given the method before its arguments."""
+    before = getattr(owner, name)
+    setattr(owner, name, functools.wraps(before)(functools.partial(function, before)))
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Within it, these attributes of one instance are others."""
+    own = {name: vars(owner).get(name, _MISSING) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            if value is _MISSING:  # its class has it
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def kind_of(one: Any) -> str:
+    """The class of an object, with its module: for errors."""
+    return f"{type(one).__module__}.{type(one).__qualname__}"
+
+
+def check_new(
+    owner: Any,
+    what: str,
+    *,
+    missing: Sequence[str] = (),
+    headline: str = "",
+    expected: str = "",
+    action: str | None = None,
+) -> None:
+    """Refuse an object of another kind, and one that has its data already.
+
+    Args:
+        owner: the object.
+        what: it is called.
+        missing: what it lacks, and objects of its kind have.
+        headline, expected, action: of the error, if it lacks anything.
+
+    Raises:
+        UsageError: then.
+    """
+    if missing:
+        raise UsageError(
+            headline, found=f"{kind_of(owner)}, without {', '.join(missing)}", expected=expected, action=action
+        )
+    if getattr(owner, SLOT, None) is not None:
+        raise UsageError(f"this {what} has its data already", action=f"call megaresume.attach once for each {what}")
+
+
+def refuse(refused: Mapping[str, tuple[Any, str]], *, expected: str | None = None) -> None:
+    """Refuse what would be other data, or is not known to work.
+
+    Args:
+        refused: by name, what was found (nothing, if that is false) and the way out.
+        expected: in place of what was found, if that is more than True.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    for name, (found, action) in refused.items():
+        if found:
+            raise UsageError(
+                f"{name} cannot be used with megaresume.attach",
+                found=f"{name}: {found}",
+                expected="not set" if found is True else expected,
+                action=action,
+            )

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from megaresume.checkpoint.session.file_errors import writing
 from megaresume.checkpoint.session.host import Save
 from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
-from megaresume.hosts.instances import kind_of
+from megaresume.hosts.attach import kind_of
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 Writer = Literal["dcp", "dcp_async", "torch"]

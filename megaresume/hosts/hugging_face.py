@@ -50,10 +50,10 @@ from megaresume.hosts.accelerate_backends import (
     failing_late,
     zero_stage,
 )
+from megaresume.hosts.attach import check_new, replaced
+from megaresume.hosts.count import Steps, words_of
 from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, say_left_over
 from megaresume.hosts.hugging_face_data import check_methods, check_settings, let_epochs_end, loader_of
-from megaresume.hosts.instances import check_new, replaced
-from megaresume.hosts.steps import Steps, words_of
 from megaresume.hosts.trainer import Hook, TrainerHost, of_trainer, write_all
 from megaresume.stream.errors import StateError, UsageError
 

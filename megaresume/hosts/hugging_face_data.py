@@ -13,7 +13,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
 from megaresume.batches.items import flatten
 from megaresume.checkpoint.paths import records_dir
-from megaresume.hosts.instances import kind_of, refuse
+from megaresume.hosts.attach import kind_of, refuse
 from megaresume.stream.errors import UsageError
 from megaresume.stream.schema import near
 

@@ -27,9 +27,9 @@ from megaresume.checkpoint.session.flags import PREFIX, take_settings
 from megaresume.checkpoint.session.refusals import show_refusals
 from megaresume.checkpoint.session.settings import GROUPS, Checkpoints
 from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.hosts.hooking import importing
-from megaresume.hosts.hooking.importing import when_imported, wrap
-from megaresume.hosts.instances import SLOT
+from megaresume.hosts import importing
+from megaresume.hosts.attach import SLOT
+from megaresume.hosts.importing import when_imported, wrap
 from megaresume.stream.errors import SetupError, UsageError
 
 #: Environment variable for this process and its children: what our flags say, as JSON. Set: the launcher runs this for

@@ -28,9 +28,8 @@ See docs/lightning.md. Importing this imports neither lightning nor pytorch_ligh
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,19 +46,28 @@ from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.attach import replaced
+from megaresume.hosts.count import words_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.feeds import ItemFeed, micro_batches_to, say_left_over
-from megaresume.hosts.instances import replaced
-from megaresume.hosts.lightning_links import FILE, exactly, link, make_room
-from megaresume.hosts.lightning_settings import check_fit, check_trainer
-from megaresume.hosts.steps import Steps, words_of
+from megaresume.hosts.lightning_trainer import (
+    DEEPSPEED,
+    FILE,
+    KEY,
+    Batches,
+    callback_of,
+    check_fit,
+    check_kind,
+    check_trainer,
+    exactly,
+    in_the_middle,
+    link,
+    make_room,
+    not_made,
+)
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
-from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.errors import UsageError
 
-#: of ours, in what Lightning saves.
-KEY = "megaresume"
-#: in the directory that is `FILE` under DeepSpeed: its tag, as Lightning calls it.
-_DEEPSPEED = "checkpoint"
 FITTING = "fit"
 
 
@@ -91,35 +99,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
     if stop is not None:
         trainer._signal_connector.register_signal_handlers = lambda: None
     host.put_hooks()
-    trainer.callbacks.insert(0, _callback(host))
-
-
-class Batches:
-    """The micro-batches of this rank, with the length of the epoch that runs.
-
-    Lightning takes it for a loader that saves its own state, and says nothing of one that cannot be resumed. Its data
-    state lies elsewhere in the checkpoint, and is checked there.
-
-    Args:
-        steps: see `Steps`.
-        length: micro-batches of an epoch.
-    """
-
-    def __init__(self, steps: Steps, length: int) -> None:
-        self.steps, self.length = steps, length
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: see `LightningHost.write`."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: see `LightningHost.read`."""
+    trainer.callbacks.insert(0, callback_of(host))
 
 
 class LightningHost(TrainerHost):
@@ -323,9 +303,9 @@ class LightningHost(TrainerHost):
         if not is_step:
             return
         if is_automatic and not had_step:
-            raise steps.fail(_not_made(steps.step + 1))
+            raise steps.fail(not_made(steps.step + 1))
         if not steps.is_whole and not is_automatic:
-            raise steps.fail(_in_the_middle(counted, self.loader.accumulation))
+            raise steps.fail(in_the_middle(counted, self.loader.accumulation))
         self._counted = counted
         steps.stepped()
         self.save_if_due()
@@ -406,8 +386,8 @@ class LightningHost(TrainerHost):
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
         """See `Host`."""
         if self.engine is not None:
-            names = facts.expected_files(self.engine, str(save_dir / tag / FILE), _DEEPSPEED)
-            return [f"{FILE}/{_DEEPSPEED}/{name}" for name in names]
+            names = facts.expected_files(self.engine, str(save_dir / tag / FILE), DEEPSPEED)
+            return [f"{FILE}/{DEEPSPEED}/{name}" for name in names]
         if self._is_sharded():
             return None
         return [FILE] if is_rank_0() else []
@@ -446,7 +426,7 @@ class LightningHost(TrainerHost):
         """
 
         def check_and_read() -> None:
-            self._check_kind(choice)
+            check_kind(self.trainer.strategy, choice, self.engine, self.begin_anew)
             stage, ranks = self.topology().zero_stage, self.trainer.world_size
             facts.check_ranks(stage, before, ranks, choice.tag, begin_anew=self.begin_anew)
             read(str(choice.tag_dir / FILE))
@@ -454,24 +434,6 @@ class LightningHost(TrainerHost):
         on_all_ranks(check_and_read)
         held = self.trainer._checkpoint_connector._loaded_checkpoint.get(KEY)
         return Reading(envelope=None, iteration=0, samples=0) if held is None else self.resumed(held)
-
-    def _check_kind(self, choice: Choice) -> None:
-        """Raise a CheckpointError for what this strategy would not load, or of which it would leave out a part."""
-        path = choice.tag_dir / FILE
-        wrote = "DeepSpeed" if (path / _DEEPSPEED).is_dir() else "sharded FSDP" if path.is_dir() else "one file"
-        takes = ["DeepSpeed"] if self.engine is not None else ["one file"]
-        if hasattr(self.trainer.strategy, "_state_dict_type") or hasattr(
-            self.trainer.strategy, "_save_distributed_checkpoint"
-        ):
-            takes.append("sharded FSDP")
-        if wrote not in takes:
-            raise CheckpointError(
-                "this strategy of Lightning's does not load such a checkpoint",
-                found=f"{path}, written as: {wrote}; {type(self.trainer.strategy).__qualname__} now",
-                expected=" or ".join(takes),
-                cause="Trainer(strategy=...) was changed between save and resume",
-                action=f"train with the strategy that wrote it; or {self.begin_anew}",
-            )
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""
@@ -487,53 +449,3 @@ class LightningHost(TrainerHost):
         """How many epochs the run has, by the Trainer or by the loader; None: no end."""
         limits = [self.trainer.fit_loop.max_epochs, *(one.max_epochs for one in self.loader.stream.config.sources)]
         return min((limit for limit in limits if limit not in (None, -1)), default=None)
-
-
-def _not_made(step: int) -> StateError:
-    return StateError(
-        "Lightning counted an optimizer step that was not made",
-        found=f"no optimizer step after the micro-batches of step {step}",
-        expected="one after each",
-        cause="optimizer_step of the model or of the strategy left it out",
-        action="call optimizer.step(closure=closure) each time; to leave the parameters as they are, "
-        "optimizer.zero_grad() in on_before_optimizer_step",
-    )
-
-
-def _in_the_middle(counted: int, accumulation: int) -> StateError:
-    return StateError(
-        "an optimizer made a step in the middle of a step of the data",
-        found=f"global_step {counted}, with fewer micro-batches than the loader has in a step "
-        f"(accumulation={accumulation})",
-        expected="optimizer steps at the last micro-batch of each",
-        action="megaresume.DataLoader(accumulation=...): the number of micro-batches that training_step takes for an "
-        "optimizer step",
-    )
-
-
-def _callback(host: LightningHost) -> Any:
-    base = importlib.import_module(f"{host.module}.callbacks").Callback
-
-    class DataResume(base):  # type: ignore[misc, valid-type]
-        """What the Trainer tells of its steps."""
-
-        def on_after_backward(self, *args: Any, **more: Any) -> None:
-            host.backward_made()
-
-        def on_before_optimizer_step(self, *args: Any, **more: Any) -> None:
-            host.step_made()
-
-        def on_train_batch_end(self, *args: Any, **more: Any) -> None:
-            host.step_ends()
-
-        def on_validation_end(self, *args: Any, **more: Any) -> None:
-            host.put_generators()
-
-        def on_train_end(self, *args: Any, **more: Any) -> None:
-            host.save_if_due(is_over=True)
-
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            if host.is_open and host.held is not None:
-                checkpoint[KEY] = host.held
-
-    return DataResume()

@@ -30,10 +30,9 @@ from megaresume.checkpoint.session.ranks import all_come, is_rank_0, on_all_rank
 from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.hosts import files
-from megaresume.hosts.feeds import Feed, feed_of
+from megaresume.hosts.attach import replaced
+from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.instances import replaced
-from megaresume.hosts.shares import check_averaged
 from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
 

@@ -35,12 +35,10 @@ from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.count import Words
-from megaresume.hosts.feeds import Feed
+from megaresume.hosts.attach import SLOT, hook
+from megaresume.hosts.count import Steps, Words, words_of
+from megaresume.hosts.feeds import Feed, check_shares
 from megaresume.hosts.files import Background
-from megaresume.hosts.instances import SLOT, hook
-from megaresume.hosts.shares import check_shares
-from megaresume.hosts.steps import Steps, words_of
 from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")

@@ -42,9 +42,9 @@ from megaresume.checkpoint.paths import tag_iteration, verl_tag
 from megaresume.checkpoint.session.host import Reading, Save
 from megaresume.checkpoint.session.ranks import on_all_ranks, world_size
 from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.hosts.attach import SLOT, check_new, hook, refuse, replaced
+from megaresume.hosts.count import Steps, words_of
 from megaresume.hosts.feeds import Feed, ItemFeed
-from megaresume.hosts.instances import SLOT, check_new, hook, refuse, replaced
-from megaresume.hosts.steps import Steps, words_of
 from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, write_all
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CheckpointError, StateError, UsageError

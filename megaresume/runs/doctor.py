@@ -31,7 +31,7 @@ from megaresume.checkpoint.start import starts_from
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.command_line import at_least
-from megaresume.hosts.deepspeed.elastic.load_rules import Partitions
+from megaresume.hosts.deepspeed.load_rules import Partitions
 from megaresume.render import byte_bar
 from megaresume.runs.answer import Answer, Check, Status, told
 from megaresume.runs.latest import Newest, find_newest, look_at, named_by, recognise

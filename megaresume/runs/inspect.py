@@ -269,7 +269,7 @@ def _state_block(found: Inspection) -> str:
 
 
 def _loader_rows(state: OpaqueState) -> list[list[str]]:
-    from megaresume.hosts.loaders.states import LoaderRecord
+    from megaresume.hosts.loader_states import LoaderRecord
 
     record = LoaderRecord.from_state(state)
     facts = record.facts

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import megaresume
 from megaresume.checkpoint.saving.commit import begin_save
-from megaresume.hosts.deepspeed.witness import Witness
+from megaresume.hosts.deepspeed.engine_data import Witness
 
 toy.start()
 

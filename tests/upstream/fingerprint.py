@@ -23,7 +23,8 @@ def files(root: Path = ROOT) -> list[Path]:
     package = root / "megaresume"
     folders = (
         (package / "hosts" / "megatron", "*.py"),
-        (package / "hosts" / "hooking", "*.py"),
+        (package / "hosts", "importing.py"),
+        (package / "hosts" / "startup", "*.py"),
         (root / "patches", "*.yaml"),
     )
     found = [path for folder, pattern in folders for path in folder.rglob(pattern)]

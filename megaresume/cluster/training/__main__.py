@@ -92,7 +92,7 @@ def _run(args: Arguments) -> int:
         deepspeed_config,
     )
     from megaresume.cluster.training.vision import image_encoder, with_vision
-    from megaresume.hosts.deepspeed.elastic.load import prepare_load
+    from megaresume.hosts.deepspeed.elastic import prepare_load
 
     dp, schedule = check_layout(args, dist.get_world_size())
     if args.load is not None:

@@ -10,7 +10,13 @@
         engine.step()
         if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-See docs/deepspeed.md.
+See docs/deepspeed.md; with a loader that has a state of its own in place of ``data.yaml``: docs/data-loader.md.
+
+Hooked on the instance, and other wrappers stay in the chain:
+
+    save_checkpoint, load_checkpoint   the data state goes with the weights: `EngineHost`
+    step, forward, backward            a step trains exactly its micro-batches: `EngineData`
+    train_batch                        of a pipeline engine: the same
 """
 
 from __future__ import annotations
@@ -18,20 +24,24 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.session.rank_log import RankLog
 from megaresume.checkpoint.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.checkpoint.session.session import Session
 from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
 from megaresume.checkpoint.session.stopping import StopConditions
 from megaresume.data.data_config import Data
+from megaresume.hosts.attach import hook
+from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.hooks import hook, session_of
-from megaresume.hosts.deepspeed.host import EngineHost
-from megaresume.hosts.deepspeed.loaders import AttachedLoader, attach_loader
-from megaresume.hosts.deepspeed.training_data import TrainingData
+from megaresume.hosts.deepspeed.engine_data import EngineData
+from megaresume.hosts.deepspeed.host import EngineHost, around_load
+from megaresume.hosts.deepspeed.training_data import AttachedLoader, TrainingData
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 from megaresume.stream.skips import SkipConfig
@@ -107,7 +117,7 @@ def attach(
     )
     # By name: the method is hooked later.
     save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
-    session = session_of(host, checkpoints, stop=stop, on_stop=save)
+    session = _session_of(host, checkpoints, stop=stop, on_stop=save)
     session.start()  # before anything that takes long
 
     balance = on_all_ranks(lambda: loader.balanced)
@@ -137,7 +147,7 @@ def attach(
         on_all_ranks(lambda: stream.skip(asked))
     if session.stopper is not None:
         session.stopper.install()
-    hook(engine, attached)
+    _put_hooks(engine, attached)
     return attached
 
 
@@ -186,3 +196,176 @@ def _open_log(directory: str | os.PathLike[str]) -> RankLog:
     launch = on_rank_0(time.time_ns)
     rank = dist.get_rank() if dist.is_initialized() else 0
     return on_all_ranks(lambda: RankLog(directory, rank=rank, launch=launch))
+
+
+def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkpoints()) -> AttachedLoader:
+    """Make the state of a loader part of an engine's checkpoints. Call it on every rank, right after
+    ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
+        loader: Energon's ``get_savable_loader(...)``, torchdata's ``StatefulDataLoader(...)``, or any iterable with
+            ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
+            data-parallel ranks itself. None on a rank that receives its batches from another one.
+        checkpoints: not ``elastic`` and ``adopt``.
+
+    Returns:
+        the batches: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``. It never ends: a loader that
+        ends is begun again, with ``set_epoch`` of its sampler.
+
+    Raises, on every rank:
+        UsageError: no DeepSpeed engine, a loader without a state or of another rank, or settings that do not apply.
+        CheckpointError: another job writes to ``save_dir``.
+        SetupError: a node does not see it.
+    """
+    facts.check_engine(engine)
+    if checkpoints.elastic or checkpoints.adopt:
+        raise UsageError(
+            "the state of a loader belongs to the ranks that saved it, and cannot be reconstructed",
+            found=f"Checkpoints(elastic={checkpoints.elastic}, adopt={checkpoints.adopt})",
+            expected="neither, with a loader",
+            action="remove them; a stream can change the number of ranks: megaresume.attach(engine, 'data.yaml')",
+        )
+    on_all_ranks(lambda: _check_rank(engine, loader))
+    host = EngineHost(engine)
+    session = _session_of(host, checkpoints)
+    session.start()
+    attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
+    _put_hooks(engine, attached)
+    return attached
+
+
+def _check_rank(engine: Any, loader: Any) -> None:
+    """Raise a UsageError for a loader of megaresume's that is of another rank than the engine, or that ends."""
+    if not isinstance(loader, DataLoader):
+        return
+    loader.ends_elsewhere = True
+    if any(source.max_epochs is not None for source in loader.stream.config.sources):
+        raise UsageError(
+            "a loader that ends cannot be attached to an engine",
+            found="DataLoader(max_epochs=...)",
+            expected="a DataLoader without max_epochs: the batches of an engine never end",
+            cause="the engine counts steps, and the last one of the data may be short",
+            action="leave max_epochs out, and stop when engine.global_steps is EPOCHS * len(loader) // accumulation",
+        )
+    own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
+    if own != ours:
+        raise UsageError(
+            "the loader and the engine are on different data-parallel ranks",
+            found="rank {} of {}".format(*own),
+            expected="rank {} of {}".format(*ours),
+            action="leave dp_rank and dp_size out, or, with pipeline or sequence parallelism, give those of the engine",
+        )
+
+
+#: where an engine keeps what is attached to it.
+_SLOT = "_megaresume_attached"
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What is attached to an engine now; the hooks look here at every call."""
+
+    data: EngineData
+
+
+def _put_hooks(engine: Any, attached: EngineData) -> None:
+    """Let the engine's methods carry this data from now on, in place of what was attached before."""
+    slot: _Slot | None = engine.__dict__.get(_SLOT)
+    if slot is not None:
+        slot.data.detach("megaresume.attach was called again on the same engine")
+        slot.data = attached
+        return
+    slot = _Slot(attached)
+    setattr(engine, _SLOT, slot)
+    decoupled.watch(engine)
+    hooks: dict[str, Callable[..., Any]] = {"save_checkpoint": _save}
+    if facts.is_pipeline(engine):
+        hooks["train_batch"] = _train_batch
+    else:
+        hooks |= {"step": _step, "forward": _forward, "backward": _backward}
+    for name, function in hooks.items():
+        hook(engine, name, functools.partial(function, slot))
+    engine.load_checkpoint = around_load(engine.load_checkpoint, functools.partial(_load, slot))
+
+
+def _save(
+    slot: _Slot,
+    save: Callable[..., Any],
+    /,
+    save_dir: str,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    **more: Any,
+) -> Any:
+    if exclude_frozen_parameters:
+        more["exclude_frozen_parameters"] = True
+    data = slot.data
+    return data.host.save_checkpoint(
+        data.session,
+        functools.partial(save, save_dir, **more),
+        os.fspath(save_dir),
+        tag=tag,
+        client_state=client_state or {},
+        latest=save_latest,
+        is_untouched=data.is_untouched,
+    )
+
+
+def _load(
+    slot: _Slot, read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, _optimizer: bool
+) -> Any:
+    data = slot.data
+    return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only)
+
+
+def _train_batch(
+    slot: _Slot, train: Callable[..., Any], /, data_iter: Iterator[Any] | None = None, *args: Any, **more: Any
+) -> Any:
+    decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
+    slot.data.before_train_batch()
+    with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
+        result = train(slot.data if data_iter is None else data_iter, *args, **more)
+    slot.data.after_train_batch()
+    return result
+
+
+def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    slot.data.before_step()
+    with slot.data.broken_by_errors_of("engine.step()", weights=True):
+        result = step(*args, **more)
+    slot.data.after_step()
+    return result
+
+
+def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: Any) -> Any:
+    slot.data.saw((*inputs, *more.values()))
+    return forward(*inputs, **more)
+
+
+def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    with slot.data.broken_by_errors_of("engine.backward()"):
+        return backward(*args, **more)
+
+
+def _session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Session:
+    """The session of an engine.
+
+    Args:
+        host: of the engine.
+        checkpoints: where the run saves, what it keeps, and what it may load.
+        more: further arguments of `Session`.
+
+    Raises:
+        UsageError: settings that do not fit together.
+    """
+    if checkpoints.stage_to is not None and checkpoints.save_dir is None:
+        raise UsageError(
+            "`stage_to` needs `save_dir`",
+            found="stage_to= without save_dir=",
+            expected="the local directory of the checkpoints",
+            action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=..., stage_to=...))",
+        )
+    return Session(host, **checkpoints.of_session, random=host.random_state(), **more)

@@ -34,8 +34,8 @@ from megaresume.checkpoint.paths import records_dir
 from megaresume.checkpoint.saving.commit import PendingCheckpoint
 from megaresume.checkpoint.session.ranks import on_all_ranks, on_rank_0, rank, world_size
 from megaresume.files import write_error
+from megaresume.hosts.attach import hook
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.instances import hook
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 _SLOT = "_megaresume_in_flight"

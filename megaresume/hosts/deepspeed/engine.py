@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megaresume.checkpoint.session.file_errors import OtherSaveError
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.instances import replaced
+from megaresume.hosts.attach import replaced
 from megaresume.stream.errors import CheckpointError, UsageError
 
 

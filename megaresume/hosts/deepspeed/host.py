@@ -27,9 +27,8 @@ from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.elastic.conversion import remove_converted
-from megaresume.hosts.deepspeed.elastic.load import check_restorable, conversion, restore_rest
-from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, Partitions, choose_to_load
+from megaresume.hosts.deepspeed.elastic import check_restorable, conversion, restore_rest
+from megaresume.hosts.deepspeed.load_rules import BEGIN_ANEW, Partitions, choose_to_load, remove_converted
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
@@ -241,7 +240,7 @@ class EngineHost:
             what was read, DeepSpeed's path and client state.
 
         Raises, on every rank:
-            CheckpointError: see `elastic.load.conversion`; or DeepSpeed did not load it.
+            CheckpointError: see `elastic.conversion`; or DeepSpeed did not load it.
         """
         engine, tag, meeting = self.engine, None, Meeting()
 

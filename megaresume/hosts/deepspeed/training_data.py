@@ -1,4 +1,5 @@
-"""`TrainingData`: the micro-batches of one rank, and the count of samples that the optimizer has trained.
+"""The micro-batches of one rank, and the count of samples that the optimizer has trained: `TrainingData` of a stream,
+`AttachedLoader` of a loader that saves its own state.
 
 The only clock is ``engine.global_steps``. It says which samples are trained; what was read ahead, handed out and not
 yet stepped on, or lost in a step that a kill cut short does not count and is handed out again after a resume. Steps
@@ -12,7 +13,9 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaresume.batches.batch import Batch
@@ -20,18 +23,20 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.session.host import change_lines
 from megaresume.checkpoint.session.rank_log import RankLog, noted
 from megaresume.checkpoint.session.ranks import on_all_ranks
 from megaresume.checkpoint.session.session import Session
 from megaresume.checkpoint.session.settings import Loader
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.engine_data import EngineData
-from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint
+from megaresume.hosts.deepspeed.engine_data import EngineData, MicroBatch, fingerprint, tokens_of
 from megaresume.hosts.feeds import RankFaults
+from megaresume.hosts.loader_states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
+from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.left_out import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -290,3 +295,151 @@ class TrainingData(EngineData):
         reader, self._reader = self._reader, None
         if isinstance(reader, Generator):
             reader.close()
+
+
+class AttachedLoader(EngineData):
+    """The batches of an engine from a loader that saves its own state. Iterate over it; made by `attach_loader`.
+
+    As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
+    count, and is handed out again after a resume.
+    """
+
+    def __init__(self, engine: Any, loader: Any, session: Session) -> None:
+        super().__init__(engine, session)
+        self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
+        #: a batch that was looked at and not taken.
+        self._ahead: list[Any] = []
+        #: of the last snapshot.
+        self._captured: Captured | None = None
+        self._set_base(int(engine.global_steps), NO_LOADER.to_state(0), NO_LOADER)
+
+    def _set_base(self, step: int, state: DataState, record: LoaderRecord) -> None:
+        """Count from here: ``step`` optimizer steps have led to this state."""
+        #: where this process began, and at the last `prepare`.
+        self._states = [state]
+        #: batches of this rank that steps have trained on, since the start of the run.
+        self.batches_trained = record.batches
+        self._sizes = list(record.sizes)
+        self._count_from(step, state.samples, reads=self.reader is not None)
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the loader."""
+        return 0 if self.reader is None else self.reader.adapter.facts().workers
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes up to now."""
+        now = (self._count.samples + self._count.size, int(self.engine.train_batch_size()))
+        sizes = [*self._sizes, now] if not self._sizes or self._sizes[-1][1] != now[1] else self._sizes
+        return BatchSchedule(((0, sizes[0][1]), *sizes[1:]))
+
+    def __iter__(self) -> AttachedLoader:
+        return self
+
+    def _read(self) -> tuple[Any, MicroBatch]:
+        number = self.batches_trained + len(self._count.out)
+        batch = self._ahead.pop() if self._ahead else next(self._require_reader())
+        tokens = None if self._is_pipeline else tokens_of(batch)
+        if tokens is None:
+            return batch, MicroBatch(f"batch {number} of this rank")
+        return batch, MicroBatch(f"batch {number} of this rank", key=int(fingerprint(tokens)), tokens=tokens.numel())
+
+    def peek(self) -> Any:
+        """A copy of the batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
+        After ``engine.load_checkpoint``: a loader cannot go back."""
+        self._count.check()
+        if self._closed is not None:
+            raise self._closed
+        self._check_clock()
+        if not self._ahead:
+            self._random.step_begins()  # what the loader draws for it is drawn again after a resume
+            self._ahead.append(next(self._require_reader()))
+        if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
+            self._witness.know(int(fingerprint(tokens)))
+        return copy.deepcopy(self._ahead[0])
+
+    def _require_reader(self) -> LoaderReader:
+        if self.reader is None:
+            raise UsageError(
+                "this rank has no loader",
+                found="megaresume.attach(engine, None), and next(data)",
+                expected="a rank that receives its batches from another one",
+                action="give megaresume.attach the loader on the ranks that read batches",
+            )
+        return self.reader
+
+    def before_step(self) -> None:
+        """Before ``engine.step()``: here all ranks are, also those that read no batches."""
+        self._step_begins()
+        super().before_step()
+
+    def before_train_batch(self) -> None:
+        """Begin a step of a pipeline engine, on every rank."""
+        self._step_begins()
+        super().before_train_batch()
+
+    def _check_clock(self) -> None:
+        if self.reader is None and self._ready:  # a rank that reads no batches has none that could tell of a step
+            while self._count.step < int(self.engine.global_steps):
+                self._open_step()
+                self._note_step(self._count.stepped(), seen=False)
+        super()._check_clock()
+
+    def _note_step(self, batches: Sequence[MicroBatch], *, seen: bool) -> None:
+        self.batches_trained += self._per_step
+
+    def _open_step(self) -> None:
+        count, size = self._count, int(self.engine.train_batch_size())
+        if count.size:
+            return
+        if not self._sizes or self._sizes[-1][1] != size:
+            self._sizes.append((count.samples, size))
+        count.begin(size)
+        self._per_step = int(self.engine.gradient_accumulation_steps())
+
+    def _not_restored(self) -> StateError:
+        return StateError(
+            "the engine is past its first step, but no state of the loader was restored",
+            found=f"iteration {self.engine.global_steps}, a loader at its beginning",
+            expected="the states of the checkpoint that the engine was loaded from",
+            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
+            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
+        )
+
+    def prepare(self) -> None:
+        """See `Data`: the states of all ranks' loaders for exactly the trained batches."""
+        on_all_ranks(self.check_save)
+        samples = self.samples_trained
+        self._captured = capture(
+            self.reader,
+            dp_rank=facts.data_rank(self.engine),
+            dp_size=facts.data_size(self.engine),
+            trained=self.batches_trained,
+            sizes=tuple(size for size in self.schedule.segments if size[0] < samples or size[0] == 0),
+        )
+        self._states[1:] = [self._captured.record.to_state(samples)]
+
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        return next(state for state in reversed(self._states) if state.samples == samples)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`."""
+        assert self._captured is not None
+        return self._captured.write(save_dir, iteration, tag)
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`."""
+        record, step = LoaderRecord.from_state(state), int(self.engine.global_steps)
+        self._set_base(step, state, record)
+        restore_states(
+            self.reader,
+            record,
+            root=choice.load_dir,
+            iteration=choice.iteration or step,
+            tag=choice.tag.removesuffix("_universal"),
+            dp_rank=facts.data_rank(self.engine),
+            dp=facts.data_size(self.engine),
+        )
+        self._ready, self._closed = True, None

@@ -29,7 +29,7 @@ from megaresume.checkpoint.paths import megatron_tag
 from megaresume.checkpoint.session.file_errors import is_damage, read_on_all_ranks, read_undamaged
 from megaresume.checkpoint.session.host import Reading, Save
 from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
-from megaresume.hosts.loaders.states import LoaderRecord
+from megaresume.hosts.loader_states import LoaderRecord
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.hooks.calls import check_save
 from megaresume.hosts.megatron.host import (

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Literal, cast
 
-from megaresume.hosts.hooking.importing import ask, find_spec
+from megaresume.hosts.importing import ask, find_spec
 from megaresume.stream.errors import SetupError
 
 Kind = Literal["megatron-lm", "megatron-deepspeed", "bigscience"]

@@ -1,7 +1,7 @@
 """A resume, tried without a GPU: what would be loaded, what would become of the data, and where the run would end.
 
     start.py    what the new launch says; what it does not say is as it was
-      |         which checkpoint is loaded, on which ranks       Run.choose, hosts.deepspeed.elastic.load_rules
+      |         which checkpoint is loaded, on which ranks       Run.choose, hosts.deepspeed.load_rules
       |         -> `Launch`, which all others ask
     data.py     what of the data config changed                  stream.changes
       |         what balanced ranks gain                         stream.batches, dealing

@@ -19,7 +19,7 @@ from megaresume.checkpoint.data_state import stream_of
 from megaresume.checkpoint.paths import TRACKER, deepspeed_tag, megatron_tag
 from megaresume.checkpoint.session.host import without_state
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, Partitions, check_zero, choose_to_load
+from megaresume.hosts.deepspeed.load_rules import BEGIN_ANEW, Partitions, check_zero, choose_to_load
 from megaresume.hosts.megatron import load_rules
 from megaresume.hosts.megatron.guard.record import OrderRecord
 from megaresume.hosts.megatron.schedule import schedule_from_args

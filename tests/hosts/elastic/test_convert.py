@@ -16,8 +16,8 @@ import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.hosts.deepspeed.elastic import conversion as conversions
-from megaresume.hosts.deepspeed.elastic.conversion import read_universal, remove_converted, write_seal
+from megaresume.hosts.deepspeed import conversion as conversions
+from megaresume.hosts.deepspeed.load_rules import read_universal, remove_converted, write_seal
 from megaresume.program import main
 from megaresume.runs.run import Run
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.hosts.deepspeed.elastic import conversion
-from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
+from megaresume.hosts.deepspeed import conversion
+from megaresume.hosts.deepspeed.conversion import Reporter, convert
+from megaresume.hosts.deepspeed.load_rules import read_universal
 
 pytestmark = pytest.mark.process
 

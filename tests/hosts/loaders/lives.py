@@ -10,7 +10,7 @@ from typing import Any
 
 import kit
 
-from megaresume.hosts.loaders.adapters import LoaderReader, adapter_of
+from megaresume.hosts.loaders import LoaderReader, adapter_of
 
 State = tuple[bytes, int]
 

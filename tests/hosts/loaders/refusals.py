@@ -15,7 +15,7 @@ import torch.utils.data  # noqa: E402
 import toy  # noqa: E402
 
 import megaresume  # noqa: E402
-from megaresume.hosts.deepspeed.loaders import attach_loader  # noqa: E402
+from megaresume.hosts.deepspeed.attach import attach_loader  # noqa: E402
 
 save = toy.ROOT / "killed"
 toy.start()
@@ -24,14 +24,14 @@ found: dict[str, Any] = {}
 
 def loads(directory: Path, dp: int = 2, **options: Any) -> list[str]:
     engine = toy.engine_of(micro=2, batch=4)
-    from megaresume.hosts.deepspeed import loaders
+    from megaresume.hosts.deepspeed import training_data
 
-    data_size, loaders.facts.data_size = loaders.facts.data_size, lambda engine: dp
+    data_size, training_data.facts.data_size = training_data.facts.data_size, lambda engine: dp
     try:
         megaresume.attach(engine, options.pop("loader", None) or kit.energon_loader(toy.DATA, world=2, **options))
         return toy.error_of(lambda: engine.load_checkpoint(str(directory)))
     finally:
-        loaders.facts.data_size = data_size
+        training_data.facts.data_size = data_size
 
 
 def copy(name: str) -> Path:

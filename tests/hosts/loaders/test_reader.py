@@ -15,8 +15,8 @@ from kit import energon_loader, torchdata_loader
 from lives import lives
 
 import megaresume
-from megaresume.hosts.loaders import adapters as module
-from megaresume.hosts.loaders.adapters import EnergonAdapter, LoaderReader, adapter_of
+from megaresume.hosts import loaders as module
+from megaresume.hosts.loaders import EnergonAdapter, LoaderReader, adapter_of
 from megaresume.stream.errors import StateError, UsageError
 
 

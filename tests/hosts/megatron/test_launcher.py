@@ -285,10 +285,9 @@ def test_children_load_next_to_nothing(tmp_path):
     assert done.stdout.splitlines()[0].split() == [
         "megaresume",
         "megaresume.hosts",
-        "megaresume.hosts.hooking",
-        "megaresume.hosts.hooking.importing",
+        "megaresume.hosts.importing",
     ]
-    assert "hooking/startup" not in done.stdout
+    assert "hosts/startup" not in done.stdout
 
 
 def test_the_document_shows_the_table():

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import megaresume
+from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import ItemFeed
-from megaresume.hosts.megatron_bridge.host import BridgeHost, Carrying, attach
-from megaresume.hosts.steps import Steps
+from megaresume.hosts.megatron_bridge import BridgeHost, Carrying, attach
 from megaresume.stream.errors import StateError, UsageError
 
 

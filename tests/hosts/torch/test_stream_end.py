@@ -17,8 +17,8 @@ import megaresume
 from megaresume import BatchSchedule, Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
+from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import Feed, ItemFeed, Samples, micro_batches
-from megaresume.hosts.steps import Steps
 from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import megaresume
+from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import ItemFeed
-from megaresume.hosts.steps import Steps
 from megaresume.hosts.torchtitan import Batches, attach
 from megaresume.hosts.trainer import Carried
 from megaresume.stream.errors import StateError, UsageError

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import megaresume
+from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import ItemFeed
-from megaresume.hosts.steps import Steps
 from megaresume.hosts.verl import Batches, Prompts, attach, attach_prompts
 from megaresume.stream.errors import StateError, UsageError
 

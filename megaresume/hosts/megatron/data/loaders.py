@@ -21,8 +21,8 @@ from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.session.host import Data
 from megaresume.checkpoint.session.ranks import on_all_ranks
-from megaresume.hosts.loaders.adapters import LoaderReader, adapter_of
-from megaresume.hosts.loaders.states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
+from megaresume.hosts.loader_states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
+from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.hosts.megatron.host import MegatronHost
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.stream.errors import StateError, UsageError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megaresume.checkpoint.paths import TRACKER
 from megaresume.checkpoint.session.ranks import known_to_all
-from megaresume.hosts.hooking.importing import STRANGERS, reaches
+from megaresume.hosts.importing import STRANGERS, reaches
 from megaresume.hosts.megatron.hooks.seams import (
     ITERATORS,
     LOAD,

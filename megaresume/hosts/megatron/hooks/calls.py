@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megaresume.checkpoint.paths import TRACKER
 from megaresume.files import read_file
 from megaresume.hosts.count import Count, Words
-from megaresume.hosts.hooking.importing import wrap
+from megaresume.hosts.importing import wrap
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.hooks.call_errors import (
     not_asked,

@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import Any
 
 from megaresume.checkpoint.session.refusals import show_refusals
-from megaresume.hosts.hooking import importing
-from megaresume.hosts.hooking.importing import when_imported, wrap
+from megaresume.hosts import importing
+from megaresume.hosts.importing import when_imported, wrap
 from megaresume.hosts.megatron.arguments import add_arguments
 from megaresume.hosts.megatron.hooks import calls
 from megaresume.hosts.megatron.hooks.seams import check_installed as check_installed

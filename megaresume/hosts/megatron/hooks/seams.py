@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megaresume.hosts.hooking.importing import reaches, wrap
+from megaresume.hosts.importing import reaches, wrap
 from megaresume.hosts.megatron.project import Kind, Project, current_project
 from megaresume.stream.errors import SetupError
 

@@ -27,8 +27,8 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import is_usual_tag, megatron_tag, tag_iteration
 from megaresume.checkpoint.session.host import Reading
 from megaresume.checkpoint.step_file import StepFile
-from megaresume.hosts.instances import SLOT, replaced
-from megaresume.hosts.megatron_bridge.host import BridgeHost
+from megaresume.hosts.attach import SLOT, replaced
+from megaresume.hosts.megatron_bridge import BridgeHost
 
 
 class Manager:

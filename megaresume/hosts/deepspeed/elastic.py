@@ -31,8 +31,8 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.session.ranks import on_all_ranks, on_rank_0_for_long, pauses, world_size
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
-from megaresume.hosts.deepspeed.elastic.load_rules import Partitions, check_zero, choose_to_load
+from megaresume.hosts.deepspeed.conversion import Reporter, convert
+from megaresume.hosts.deepspeed.load_rules import Partitions, check_zero, choose_to_load, read_universal
 from megaresume.stream.errors import CheckpointError
 
 _DOING = "converted a checkpoint"

@@ -13,8 +13,8 @@ import zipfile
 
 import pytest
 
-from megaresume.hosts.hooking import importing
-from megaresume.hosts.hooking.importing import reaches, when_imported, wrap
+from megaresume.hosts import importing
+from megaresume.hosts.importing import reaches, when_imported, wrap
 
 
 @pytest.fixture

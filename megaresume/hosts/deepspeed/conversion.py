@@ -1,7 +1,4 @@
-"""A universal checkpoint that megaresume made: its directory and its seal, whether it is whole, and how one is made.
-
-The seal is a file in the directory: which save it was made of, every file with its size and checksum, and who asked for
-it. The directory appears by rename with the seal in it, so that one without a seal is somebody else's.
+"""How a universal checkpoint is made: by ``megaresume convert DIR``, or by a job that loads.
 
 A conversion is locked, with room for it, in a directory that nobody reads until it is whole.
 
@@ -10,164 +7,53 @@ A conversion is locked, with room for it, in a directory that nobody reads until
 A kill at any moment leaves a hidden directory at most; the next conversion clears it and begins again. The lock is the
 kernel's and goes with the process that holds it. Two jobs on a filesystem without locks both convert; the first to
 rename wins, and the other takes what it finds.
+
+The worker process runs DeepSpeed's ds_to_universal:
+
+    python -m megaresume.hosts.deepspeed.conversion TAG_DIR OUTPUT WORKERS PARENT
+
+Whatever it loads leaves the memory with it, and it forks workers, which a rank with a GPU must not. It ends when the
+process that asked for it is gone.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any
 
-from megaresume.checkpoint.formats import read_record, rows, seal, text
-from megaresume.checkpoint.manifest import FileEntry, checksum_files, file_entry, list_files, verify_files
+from megaresume.checkpoint.manifest import list_files
 from megaresume.checkpoint.paths import records_dir
-from megaresume.files import delete_soon, fsync_dir, leftover_name, make_dir, write_error
-from megaresume.stream.errors import CheckpointError
-
-SUFFIX = "_universal"
-SEAL = "megaresume.json"
-FORMAT = "megaresume.universal"
-VERSION = 1
-
-#: job: converted while a run was loading; command: by `megaresume convert`.
-Maker = Literal["job", "command"]
+from megaresume.command_line import at_least
+from megaresume.files import fsync_dir, make_dir, write_error
+from megaresume.hosts.deepspeed.load_rules import (
+    Maker,
+    Universal,
+    choose_to_load,
+    list_universal,
+    read_universal,
+    universal_dir,
+    write_seal,
+)
+from megaresume.stream.errors import CheckpointError, UsageError
 
 #: a conversion that is in progress, or was killed; not a leftover of ours, which any start clears away.
 _CONVERTING = re.compile(r"\..+_universal\.converting-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Universal:
-    """A universal checkpoint that is whole."""
-
-    path: Path
-    #: the save that it was made of.
-    save_id: str
-    made_by: Maker
-    #: bytes.
-    size: int
-
-
-def universal_dir(tag_dir: Path) -> Path:
-    """Where the universal form of a checkpoint lies: ``global_step4_universal`` beside ``global_step4``."""
-    return tag_dir.with_name(tag_dir.name + SUFFIX)
-
-
-def write_seal(directory: Path, *, save_id: str, made_by: Maker) -> Universal:
-    """Seal a finished conversion, which has still its temporary name.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    files = list_files(directory)
-    sums = checksum_files(directory, (entry.path for entry in files))
-    if failed := next((error for error in sums.values() if isinstance(error, OSError)), None):
-        raise failed
-    fields: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "save_id": save_id,
-        "made_by": made_by,
-        "files": [[entry.path, entry.size, sums[entry.path]] for entry in files],
-    }
-    with open(directory / SEAL, "wb") as file:
-        file.write(seal(fields, depth=1))
-        file.flush()
-        os.fsync(file.fileno())
-    return Universal(path=directory, save_id=save_id, made_by=made_by, size=sum(entry.size for entry in files))
-
-
-def read_universal(tag_dir: Path, save_id: str, *, checksums: bool = False) -> Universal | None:
-    """The universal form of a checkpoint, if there is one.
-
-    Args:
-        tag_dir: of the checkpoint.
-        save_id: of its save.
-        checksums: read every file, and compare its checksum.
-
-    Returns:
-        None if there is none.
-
-    Raises:
-        CheckpointError: there is one that cannot be taken: not ours, of another save, or with files that are missing
-            or damaged.
-    """
-    directory = universal_dir(tag_dir)
-    if not directory.is_dir():
-        return None
-    if not (directory / SEAL).exists():
-        raise _refused(directory, f"a directory without {SEAL}", "it was converted by hand, perhaps not to its end")
-    made_of, made_by, files = _read_seal(directory)
-    if made_of != save_id:
-        raise _refused(directory, f"made of save {made_of}", "that step was saved again since")
-    wrong = verify_files(directory, files, mode="checksums" if checksums else "sizes")
-    if wrong:
-        cause = "files were deleted, cut short or damaged after the conversion"
-        raise _refused(directory, "; ".join(map(str, wrong[:5])), cause)
-    return Universal(path=directory, save_id=save_id, made_by=made_by, size=sum(entry.size for entry in files))
-
-
-def _refused(directory: Path, found: str, cause: str) -> CheckpointError:
-    source = directory.name.removesuffix(SUFFIX)
-    return CheckpointError(
-        f"{directory.name} is in the way of a universal checkpoint",
-        found=f"{directory}: {found}",
-        expected=f"none, or a whole one that megaresume made of {source}",
-        cause=cause,
-        action=f"rm -r {quote(str(directory))}    (or, to load it as it is, set load_universal)",
-    )
-
-
-def remove_converted(root: Path) -> None:
-    """Remove what jobs have converted for themselves: a newer checkpoint was committed. Behind a commit, on rank 0.
-
-    The files go in a thread of their own: there may be ten thousand of them.
-    """
-    gone: list[Path] = []
-    for path in _listed(root):
-        if path.name.endswith(SUFFIX) and _made_by_job(path):
-            away = path.with_name(leftover_name(path.name))
-            with contextlib.suppress(OSError):  # what cannot be removed is in nobody's way
-                path.rename(away)
-                gone.append(away)
-    delete_soon(gone)
-
-
-def _made_by_job(directory: Path) -> bool:
-    try:
-        return _read_seal(directory)[1] == "job"
-    except Exception:  # noqa: BLE001  whatever it is, it is not known to be ours, and stays
-        return False
-
-
-def _read_seal(directory: Path) -> tuple[str, Maker, tuple[FileEntry, ...]]:
-    """(the save that it was made of, who asked for it, its files). Raises CheckpointError."""
-
-    def make(fields: Mapping[str, Any]) -> tuple[str, Maker, tuple[FileEntry, ...]]:
-        made_by: Maker = "job" if text(fields["made_by"]) == "job" else "command"
-        return text(fields["save_id"]), made_by, tuple(file_entry(row) for row in rows(fields["files"]))
-
-    what = "the seal of the universal checkpoint"
-    return read_record(directory / SEAL, make, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
-
-
-def _listed(root: Path) -> list[Path]:
-    try:
-        return [root / name for name in sorted(os.listdir(root)) if SUFFIX in name]
-    except OSError:
-        return []
 
 
 #: seconds between lines of progress, and between looks at the worker.
@@ -223,7 +109,7 @@ def convert(tag_dir: Path, *, save_id: str, made_by: Maker, report: Reporter, wo
         CheckpointError: no room, something else has the name, DeepSpeed cannot convert it, or the disk refuses.
     """
     with _locked(records_dir(tag_dir.parent), report) as alone:
-        for path in _listed(tag_dir.parent) if alone else ():
+        for path in list_universal(tag_dir.parent) if alone else ():
             if _CONVERTING.fullmatch(path.name):  # what a killed conversion left, perhaps after its rename
                 shutil.rmtree(path, ignore_errors=True)
         there = read_universal(tag_dir, save_id, checksums=True)
@@ -308,7 +194,7 @@ def _convert(tag_dir: Path, save_id: str, made_by: Maker, report: Reporter, work
 
 
 def _run_worker(tag_dir: Path, output: Path, log: Path, needed: int, workers: int, report: Reporter) -> None:
-    command = [sys.executable, "-m", "megaresume.hosts.deepspeed.elastic.worker"]
+    command = [sys.executable, "-m", "megaresume.hosts.deepspeed.conversion"]
     command += [str(tag_dir), str(output), str(workers), str(os.getpid())]
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
     # What this process can import, the checkpoint may name. A GPU has no part in it.
@@ -355,3 +241,88 @@ def _size_below(directory: Path) -> int:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``megaresume convert``."""
+    parser.description = (
+        f"{parser.description}. It unpickles the checkpoint's files, as DeepSpeed does: convert only what you trust"
+    )
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("--tag", help="the checkpoint, such as global_step100 (default: what a start would take)")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: by size and cores)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """``megaresume convert``: convert, or find it converted."""
+    if not args.dir.is_dir():
+        raise UsageError("no such directory", found=str(args.dir), expected="the --save directory of a run")
+    choice = choose_to_load(args.dir, args.tag, False, checksums=True)
+    if choice is None:
+        raise CheckpointError(f"there is no checkpoint in {args.dir}")
+    if choice.step is None:
+        raise UsageError(
+            "only checkpoints with records of megaresume are converted",
+            found=f"{choice.tag_dir}, written without megaresume",
+            action="python -m deepspeed.checkpoint.ds_to_universal --help, and load_universal",
+        )
+    if not choice.step.topology.zero_stage:
+        raise UsageError(
+            "this checkpoint needs no conversion",
+            found=f"{choice.tag}, saved without ZeRO",
+            expected="ZeRO 1, 2 or 3; without it any number of ranks loads the checkpoint",
+        )
+    save_id = choice.step.save_id
+    done = read_universal(choice.tag_dir, save_id, checksums=True)
+    if done is None:
+        report = Reporter(say=lambda words: print(words, flush=True))
+        done = convert(choice.tag_dir, save_id=save_id, made_by="command", report=report, workers=args.workers)
+    print(f"{done.path} can be loaded by any number of data-parallel ranks: start the run as usual")
+    return 0
+
+
+def main(argv: list[str]) -> None:
+    """In the worker process: convert, as its command line says."""
+    source, output, workers, parent = argv
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    import torch  # deferred: seconds, in which the parent may go
+    from deepspeed.checkpoint import ds_to_universal
+
+    torch.load = _tensors_only(torch.load)
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=source,
+            output_folder=output,
+            num_extract_workers=int(workers),
+            num_merge_workers=max(1, int(workers) // 2),
+            keep_temp_folder=False,
+            strict=True,
+            # Programs other than Megatron-DeepSpeed put no description of their layout into a checkpoint.
+            inject_missing_state=True,
+        )
+    )
+
+
+def _tensors_only(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.load``, of a module's state without what is not a tensor: megatron-core's layers put None there as their
+    extra state, and ds_to_universal (0.19) takes all of it for tensors. The files themselves are copied as they are."""
+
+    @functools.wraps(load)
+    def load_tensors(*args: Any, **kwargs: Any) -> Any:
+        state = load(*args, **kwargs)
+        if isinstance(state, dict) and isinstance(state.get("module"), dict):
+            state["module"] = {name: x for name, x in state["module"].items() if hasattr(x, "float")}
+        return state
+
+    return load_tensors
+
+
+def _end_with(parent: int) -> None:
+    """End this process and its workers, one process group, when the parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

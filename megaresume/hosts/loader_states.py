@@ -10,6 +10,8 @@ All ranks together: who writes which state, who must agree with whom, and who ge
 Tensor-, pipeline- and context-parallel ranks of one data-parallel rank are its *replicas*: those that read batches
 must have read the same number of them, and the first writes the state. A replica may have no loader (it is sent the
 batches by another) or have one that it never asks (a pipeline stage in the middle).
+
+Everything that `megaresume.checkpoint` promises for a stream holds for such a state too.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files
 from megaresume.checkpoint.session.ranks import gather, on_all_ranks, rank
-from megaresume.hosts.loaders.adapters import LoaderFacts, LoaderReader
+from megaresume.hosts.loaders import LoaderFacts, LoaderReader
 from megaresume.stream.errors import StateError, UsageError
 
 

@@ -1,14 +1,37 @@
-"""What of a Lightning Trainer's settings would be other data, or is not known to work."""
+"""Lightning's Trainer, as its host meets it.
+
+check_trainer, check_fit, check_kind    what of its settings would be other data, or is not known to work
+Batches                                 what it reads from
+callback_of                             what it tells of its steps
+exactly, make_room, link                the paths that it saves to: links to the file of a complete checkpoint,
+                                        which they outlive
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.hosts.instances import check_new, kind_of, refuse
-from megaresume.stream.errors import UsageError
+from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.session.file_errors import writing
+from megaresume.checkpoint.session.ranks import on_rank_0
+from megaresume.checkpoint.session.session import Pick, Session
+from megaresume.hosts.attach import check_new, kind_of, refuse
+from megaresume.hosts.count import Steps
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
+
+#: in a tag directory: a file, or under DeepSpeed and with sharded checkpoints a directory.
+FILE = "checkpoint.ckpt"
+#: in the directory that is `FILE` under DeepSpeed: its tag, as Lightning calls it.
+DEEPSPEED = "checkpoint"
+#: of ours, in what Lightning saves.
+KEY = "megaresume"
 
 #: of which a Trainer may be: one library under two names.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -147,6 +170,31 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
     refuse(refused)
 
 
+def check_kind(strategy: Any, choice: Choice, engine: Any, begin_anew: str) -> None:
+    """Refuse a checkpoint that this strategy would not load, or of which it would leave out a part.
+
+    Args:
+        engine: DeepSpeed's; None: another strategy.
+        begin_anew: the way out without the data of that run.
+
+    Raises:
+        CheckpointError: then.
+    """
+    path = choice.tag_dir / FILE
+    wrote = "DeepSpeed" if (path / DEEPSPEED).is_dir() else "sharded FSDP" if path.is_dir() else "one file"
+    takes = ["DeepSpeed"] if engine is not None else ["one file"]
+    if hasattr(strategy, "_state_dict_type") or hasattr(strategy, "_save_distributed_checkpoint"):
+        takes.append("sharded FSDP")
+    if wrote not in takes:
+        raise CheckpointError(
+            "this strategy of Lightning's does not load such a checkpoint",
+            found=f"{path}, written as: {wrote}; {type(strategy).__qualname__} now",
+            expected=" or ".join(takes),
+            cause="Trainer(strategy=...) was changed between save and resume",
+            action=f"train with the strategy that wrote it; or {begin_anew}",
+        )
+
+
 def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
     """Those that change what a step is, or save in the middle of one."""
     elsewhere = "in a Trainer of its own, without megaresume.attach"
@@ -172,3 +220,148 @@ def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
         "a local one; megaresume.Checkpoints(stage_to=...) copies complete checkpoints",
     )
     return found
+
+
+def exactly(session: Session, root: Path, path: Path) -> Pick:
+    """The checkpoint that a path is of, or is a link to."""
+
+    def pick(shared: Any, damaged: Any) -> Choice | ForeignCheckpoint | None:
+        of_path = (file.parent for file in root.glob(f"*/{FILE}") if _same(file, path) or _same(file.parent, path))
+        if (tag_dir := next(of_path, None)) is None:
+            raise UsageError(
+                "this is not a complete checkpoint of the run",
+                found=str(path),
+                expected=f"a directory in {root}, or the file in it, or a link to it",
+                cause="it was saved in the middle of a step, copied, or written without megaresume; or the "
+                "checkpoint that it was a link to is deleted (keep_last)",
+                action="ckpt_path='last'; or read its weights alone, with YourModule.load_from_checkpoint",
+            )
+        return session.exactly(tag_dir)(shared, damaged)
+
+    return pick
+
+
+def _same(file: Path, path: Path) -> bool:
+    """Whether the two are one file or directory, or directories whose first files are one."""
+    try:
+        if os.path.samefile(file, path):
+            return True
+        first, other = (next(iter(sorted(p for p in one.rglob("*") if p.is_file())), None) for one in (file, path))
+        return first is not None and other is not None and os.path.samefile(first, other)
+    except OSError:
+        return False
+
+
+def make_room(path: Any) -> None:
+    """Lightning writes into a directory that is there, whose files may be links to those of a checkpoint."""
+    on_rank_0(lambda: _remove(Path(path)) if os.path.isdir(path) else None)
+
+
+def link(file: Path, paths: Sequence[Path]) -> None:
+    """Let paths name the file of a checkpoint, so that it stays when the checkpoint is deleted."""
+    for path in paths:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f".{path.name}.new")
+            _remove(new)
+            if file.is_dir():
+                shutil.copytree(file, new, copy_function=_link_file)
+                _remove(path)  # a directory does not replace another
+            else:
+                _link_file(file, new)
+            os.replace(new, path)
+
+
+def _link_file(file: str | Path, new: str | Path) -> None:
+    try:
+        os.link(file, new)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, new)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class Batches:
+    """The micro-batches of this rank, with the length of the epoch that runs.
+
+    Lightning takes it for a loader that saves its own state, and says nothing of one that cannot be resumed. Its data
+    state lies elsewhere in the checkpoint, and is checked there.
+
+    Args:
+        steps: see `Steps`.
+        length: micro-batches of an epoch.
+    """
+
+    def __init__(self, steps: Steps, length: int) -> None:
+        self.steps, self.length = steps, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: see `LightningHost.write`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: see `LightningHost.read`."""
+
+
+def not_made(step: int) -> StateError:
+    """The model or the strategy has left an optimizer step out."""
+    return StateError(
+        "Lightning counted an optimizer step that was not made",
+        found=f"no optimizer step after the micro-batches of step {step}",
+        expected="one after each",
+        cause="optimizer_step of the model or of the strategy left it out",
+        action="call optimizer.step(closure=closure) each time; to leave the parameters as they are, "
+        "optimizer.zero_grad() in on_before_optimizer_step",
+    )
+
+
+def in_the_middle(counted: int, accumulation: int) -> StateError:
+    """A step of the data is longer than one of the optimizer."""
+    return StateError(
+        "an optimizer made a step in the middle of a step of the data",
+        found=f"global_step {counted}, with fewer micro-batches than the loader has in a step "
+        f"(accumulation={accumulation})",
+        expected="optimizer steps at the last micro-batch of each",
+        action="megaresume.DataLoader(accumulation=...): the number of micro-batches that training_step takes for an "
+        "optimizer step",
+    )
+
+
+def callback_of(host: Any) -> Any:
+    """One that tells a `LightningHost` of the steps, and puts its data state into what is saved."""
+    base = importlib.import_module(f"{host.module}.callbacks").Callback
+
+    class DataResume(base):  # type: ignore[misc, valid-type]
+        """What the Trainer tells of its steps."""
+
+        def on_after_backward(self, *args: Any, **more: Any) -> None:
+            host.backward_made()
+
+        def on_before_optimizer_step(self, *args: Any, **more: Any) -> None:
+            host.step_made()
+
+        def on_train_batch_end(self, *args: Any, **more: Any) -> None:
+            host.step_ends()
+
+        def on_validation_end(self, *args: Any, **more: Any) -> None:
+            host.put_generators()
+
+        def on_train_end(self, *args: Any, **more: Any) -> None:
+            host.save_if_due(is_over=True)
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            if host.is_open and host.held is not None:
+                checkpoint[KEY] = host.held
+
+    return DataResume()

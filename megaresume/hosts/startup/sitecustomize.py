@@ -16,11 +16,11 @@ def _wait() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  a child may run under another Python than the one that trains
         return
     try:
-        from megaresume.hosts.hooking.importing import when_imported
+        from megaresume.hosts.importing import when_imported
     except ImportError:
         # Where it was started from a checkout, it is on no path yet.
-        sys.path.append(os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4)))
-        from megaresume.hosts.hooking.importing import when_imported
+        sys.path.append(os.path.abspath(os.path.join(_HERE, *[os.pardir] * 3)))
+        from megaresume.hosts.importing import when_imported
 
     for pair in os.environ["MEGARESUME_HOOKS"].split(","):
         name, _, installer = pair.partition("=")

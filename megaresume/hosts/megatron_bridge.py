@@ -1,4 +1,10 @@
-"""`BridgeHost`: a run of Megatron-Bridge as the host of a `Session`; `attach`.
+"""Exact data resume for Megatron-Bridge, which NeMo trains with.
+
+    megaresume.attach(config, loader_of, checkpoints=megaresume.Checkpoints(save_dir="run"))
+    pretrain(config, ...)
+
+Nothing of Bridge is patched. It is given a checkpoint manager and a dataset provider by its own protocols, which are in
+`megaresume.hosts.megatron_bridge_manager`. Importing this imports neither Bridge nor Megatron: `attach` does.
 
 The data state is in ``iter_0000010`` beside the weights, in the one file of the state that all ranks have alike: with
 that of the schedule of the learning rate. Bridge's own count of samples is in its ``train_state.pt``.
@@ -25,14 +31,14 @@ from megaresume.checkpoint.session.random_state import kept
 from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.session.settings import Checkpoints
 from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.attach import SLOT, check_new, refuse, replaced
+from megaresume.hosts.count import words_of
 from megaresume.hosts.feeds import Feed, Samples, feed_of
-from megaresume.hosts.instances import SLOT, check_new, refuse, replaced
-from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Carried, TrainerHost, check_sizes, of_trainer, write_all
 from megaresume.stream.errors import UsageError
 
 #: imports Bridge.
-_MANAGER = "megaresume.hosts.megatron_bridge.manager"
+_MANAGER = "megaresume.hosts.megatron_bridge_manager"
 #: what rank 0 writes after it has heard of the files of all ranks.
 _LAST = (".metadata", "metadata.json", "run_config.yaml", "train_state.pt")
 #: what of a stream's batch Bridge takes.

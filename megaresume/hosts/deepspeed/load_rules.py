@@ -1,22 +1,59 @@
 """What a DeepSpeed checkpoint must be to be loaded: rules on its records alone, without torch.
 
 `megaresume plan` asks them before any rank is started, `megaresume.hosts.deepspeed.host` on the ranks.
+
+ZeRO state of 2 ranks is loaded by 3 if DeepSpeed's universal checkpoint, made once and sealed, lies beside it:
+
+    global_step4/                     ZeRO state of 2 ranks; the run now has 3
+      |  conversion.py                one process, under a lock: room? -> worker, in a process of its own
+      v
+    .global_step4_universal.converting-<random>/     nobody reads it; a kill leaves it, the next conversion clears it
+      |  sealed, then renamed
+      v
+    global_step4_universal/           loaded by any number of ranks
+      |  the next checkpoint is committed
+      v
+    removed (made by a job), or kept (made by `megaresume convert`)
+
+The seal is a file in the directory: which save it was made of, every file with its size and checksum, and who asked for
+it. The directory appears by rename with the seal in it, so that one without a seal is somebody else's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
+from typing import Any, Literal
 
 from megaresume.checkpoint.choosing.choose import choose, choose_of_two
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.manifest import Manifest, Progress
+from megaresume.checkpoint.formats import read_record, rows, seal, text
+from megaresume.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    Progress,
+    checksum_files,
+    file_entry,
+    list_files,
+    verify_files,
+)
 from megaresume.checkpoint.topology import Topology
-from megaresume.files import read_file
-from megaresume.hosts.deepspeed.elastic.conversion import Universal, read_universal
+from megaresume.files import delete_soon, leftover_name, read_file
 from megaresume.stream.errors import CheckpointError
+
+#: of a universal checkpoint: at the end of its name; its seal, within it, and what that is.
+SUFFIX = "_universal"
+SEAL = "megaresume.json"
+FORMAT = "megaresume.universal"
+VERSION = 1
+
+#: job: converted while a run was loading; command: by `megaresume convert`.
+Maker = Literal["job", "command"]
 
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 
@@ -160,3 +197,126 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
         if not elastic:
             raise error
     return there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Universal:
+    """A universal checkpoint that is whole."""
+
+    path: Path
+    #: the save that it was made of.
+    save_id: str
+    made_by: Maker
+    #: bytes.
+    size: int
+
+
+def universal_dir(tag_dir: Path) -> Path:
+    """Where the universal form of a checkpoint lies: ``global_step4_universal`` beside ``global_step4``."""
+    return tag_dir.with_name(tag_dir.name + SUFFIX)
+
+
+def write_seal(directory: Path, *, save_id: str, made_by: Maker) -> Universal:
+    """Seal a finished conversion, which has still its temporary name.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    files = list_files(directory)
+    sums = checksum_files(directory, (entry.path for entry in files))
+    if failed := next((error for error in sums.values() if isinstance(error, OSError)), None):
+        raise failed
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": save_id,
+        "made_by": made_by,
+        "files": [[entry.path, entry.size, sums[entry.path]] for entry in files],
+    }
+    with open(directory / SEAL, "wb") as file:
+        file.write(seal(fields, depth=1))
+        file.flush()
+        os.fsync(file.fileno())
+    return Universal(path=directory, save_id=save_id, made_by=made_by, size=sum(entry.size for entry in files))
+
+
+def read_universal(tag_dir: Path, save_id: str, *, checksums: bool = False) -> Universal | None:
+    """The universal form of a checkpoint, if there is one.
+
+    Args:
+        tag_dir: of the checkpoint.
+        save_id: of its save.
+        checksums: read every file, and compare its checksum.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        CheckpointError: there is one that cannot be taken: not ours, of another save, or with files that are missing
+            or damaged.
+    """
+    directory = universal_dir(tag_dir)
+    if not directory.is_dir():
+        return None
+    if not (directory / SEAL).exists():
+        raise _refused(directory, f"a directory without {SEAL}", "it was converted by hand, perhaps not to its end")
+    made_of, made_by, files = _read_seal(directory)
+    if made_of != save_id:
+        raise _refused(directory, f"made of save {made_of}", "that step was saved again since")
+    wrong = verify_files(directory, files, mode="checksums" if checksums else "sizes")
+    if wrong:
+        cause = "files were deleted, cut short or damaged after the conversion"
+        raise _refused(directory, "; ".join(map(str, wrong[:5])), cause)
+    return Universal(path=directory, save_id=save_id, made_by=made_by, size=sum(entry.size for entry in files))
+
+
+def _refused(directory: Path, found: str, cause: str) -> CheckpointError:
+    source = directory.name.removesuffix(SUFFIX)
+    return CheckpointError(
+        f"{directory.name} is in the way of a universal checkpoint",
+        found=f"{directory}: {found}",
+        expected=f"none, or a whole one that megaresume made of {source}",
+        cause=cause,
+        action=f"rm -r {quote(str(directory))}    (or, to load it as it is, set load_universal)",
+    )
+
+
+def remove_converted(root: Path) -> None:
+    """Remove what jobs have converted for themselves: a newer checkpoint was committed. Behind a commit, on rank 0.
+
+    The files go in a thread of their own: there may be ten thousand of them.
+    """
+    gone: list[Path] = []
+    for path in list_universal(root):
+        if path.name.endswith(SUFFIX) and _made_by_job(path):
+            away = path.with_name(leftover_name(path.name))
+            with contextlib.suppress(OSError):  # what cannot be removed is in nobody's way
+                path.rename(away)
+                gone.append(away)
+    delete_soon(gone)
+
+
+def _made_by_job(directory: Path) -> bool:
+    try:
+        return _read_seal(directory)[1] == "job"
+    except Exception:  # noqa: BLE001  whatever it is, it is not known to be ours, and stays
+        return False
+
+
+def _read_seal(directory: Path) -> tuple[str, Maker, tuple[FileEntry, ...]]:
+    """(the save that it was made of, who asked for it, its files). Raises CheckpointError."""
+
+    def make(fields: Mapping[str, Any]) -> tuple[str, Maker, tuple[FileEntry, ...]]:
+        made_by: Maker = "job" if text(fields["made_by"]) == "job" else "command"
+        return text(fields["save_id"]), made_by, tuple(file_entry(row) for row in rows(fields["files"]))
+
+    what = "the seal of the universal checkpoint"
+    return read_record(directory / SEAL, make, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+
+
+def list_universal(root: Path) -> list[Path]:
+    """What lies in a directory and is a universal checkpoint, or was to be one."""
+    try:
+        return [root / name for name in sorted(os.listdir(root)) if SUFFIX in name]
+    except OSError:
+        return []

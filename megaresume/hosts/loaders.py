@@ -1,4 +1,14 @@
-"""What a kind of loader says of itself, and how its state is taken and put back. One class a kind.
+"""Other people's loaders, attached to DeepSpeed and Megatron: their states become part of the checkpoint.
+
+    data = megaresume.attach(engine, loader)                DeepSpeed
+    provider = megaresume.provider(base_provider)            Megatron, --dataloader-type external
+
+Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's `SavableDataLoader`) or ``state_dict`` /
+``load_state_dict`` (torchdata's `StatefulDataLoader` and its kin) will do. The order of the samples stays the loader's;
+what is ours is that the state belongs to the *trained* batches, that every data-parallel rank's state is committed with
+the checkpoint or not at all, and that it is restored on every replica or refused: `megaresume.hosts.loader_states`.
+
+Here is what a kind of loader says of itself, and how its state is taken and put back. One class a kind.
 
     loader  --adapter_of-->  Adapter:  facts()   workers and batch size: the state fits nothing else
                                        save()    the state after the last batch that was handed out
