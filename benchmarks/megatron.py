@@ -19,8 +19,8 @@ from benchmarks.corpora import END_OF_DOCUMENT, SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
-from megaresume.hosts.megatron.data.form import form_of
-from megaresume.hosts.megatron.data.samples import SampleDataset
+from megaresume.hosts.megatron.provider import form_of
+from megaresume.hosts.megatron.samples import SampleDataset
 from megaresume.stream.stream import Stream
 
 MICRO_BATCH = 4

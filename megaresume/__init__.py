@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
     from megaresume.checkpoint.session.stopping import StopConditions, Stopped
     from megaresume.hosts.attach import attach
-    from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
+    from megaresume.hosts.megatron.hooks import extra_args_provider, provider
     from megaresume.hosts.prompts import Prompts
     from megaresume.stream.batches import Balance, BatchSchedule
     from megaresume.stream.config import StreamConfig
@@ -91,9 +91,9 @@ _HOMES = {
     "StreamLoader": "megaresume.batches.loader",
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.hosts.attach",
-    "extra_args_provider": "megaresume.hosts.megatron.hooks.install",
+    "extra_args_provider": "megaresume.hosts.megatron.hooks",
     "open_stream": "megaresume.batches.open",
-    "provider": "megaresume.hosts.megatron.hooks.install",
+    "provider": "megaresume.hosts.megatron.hooks",
 }
 
 #: what needs more than torch -> the extra that installs all of it.

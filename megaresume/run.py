@@ -26,7 +26,7 @@ from typing import Any
 
 from megaresume.checkpoint.session.refusals import end, run_program, say
 from megaresume.hosts import hugging_face_launch as hugging_face
-from megaresume.hosts.megatron.hooks import install as megatron
+from megaresume.hosts.megatron import hooks as megatron
 from megaresume.hosts.megatron.project import find_project, package_name
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 

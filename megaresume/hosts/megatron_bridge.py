@@ -85,7 +85,7 @@ def attach(
     config.dataset = importlib.import_module(_MANAGER).Provider.of(host)
     allowed = importlib.import_module("megatron.bridge.utils.instantiate_utils")
     if hasattr(allowed, "register_allowed_target_prefix"):
-        allowed.register_allowed_target_prefix("megaresume.hosts.megatron_bridge.")
+        allowed.register_allowed_target_prefix(f"{_MANAGER}.")
 
 
 class Carrying(Carried):

@@ -173,8 +173,7 @@ def test_sources_that_are_encoded_in_different_ways_are_refused(image_blend):
 
 def test_a_loop_that_has_no_place_for_images_is_refused(image_blend):
     """Megatron's own pretrain_gpt.py takes tokens alone: it would train on image tokens without a word."""
-    from megaresume.hosts.megatron.data.form import SampleForm
-    from megaresume.hosts.megatron.data.samples import SampleDataset
+    from megaresume.hosts.megatron.samples import SampleDataset, SampleForm
 
     dataset = SampleDataset(image_blend.open(), SampleForm(across=False), num_samples=8)
     with pytest.raises(UsageError, match="takes only tokens") as error:

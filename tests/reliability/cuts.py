@@ -31,7 +31,7 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import TRACKER
 from megaresume.checkpoint.saving.retention import put_back
 from megaresume.checkpoint.start import distrust_tracker
-from megaresume.hosts.megatron.tracker import check_tracker
+from megaresume.hosts.megatron.load_rules import check_tracker
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.harness import Harness, Lost, newest_complete
 from tests.reliability.job import MEGATRON, Kind, Task

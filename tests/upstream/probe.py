@@ -46,8 +46,8 @@ def detection(kind: str) -> str:
 
 def seams() -> str:
     """Every name that we wrap is defined in its module: from the source, nothing is imported."""
-    from megaresume.hosts.megatron.hooks.seams import seams_of
     from megaresume.hosts.megatron.project import current_project, locate
+    from megaresume.hosts.megatron.seams import seams_of
 
     project, missing, wanted = current_project(), [], [s for s in seams_of(current_project()) if s.role != "engine"]
     for seam in wanted:
@@ -71,9 +71,9 @@ def _binds(node: ast.AST, name: str) -> bool:
 
 def hooks() -> str:
     """The modules import with the hooks in, and every name is wrapped."""
-    from megaresume.hosts.megatron.hooks.install import install
-    from megaresume.hosts.megatron.hooks.seams import check_installed
+    from megaresume.hosts.megatron.hooks import install
     from megaresume.hosts.megatron.project import current_project
+    from megaresume.hosts.megatron.seams import check_installed
 
     install()
     project = current_project()

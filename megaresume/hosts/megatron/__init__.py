@@ -1,18 +1,30 @@
 """Exact data resume inside Megatron-LM and Megatron-DeepSpeed: what is wrapped, and what the wrappers do.
 
+Getting into a Megatron program:
+
     project.py         which Megatron is this, by content
-    hooks/             the functions that are wrapped, `install`
-    data/              the stream as its data
-    guard/             or its own datasets: recorded and pinned
+    seams.py           the names that are wrapped, and why; are they still? Which ones training calls instead
+    hooks.py           `install`; `provider` and `extra_args_provider`, for scripts that are edited
+    calls.py           proof that training calls what is wrapped
     patching/          or a script edited instead, by a recipe of ``patches/``
-    arguments.py       our flags
-    host.py            `MegatronHost`: one training process as the host of a session; stopping in time
+
+One training process, as the host of a session:
+
+    arguments.py       our flags; the global batch size of every step, as Megatron will have it
+    host.py            `MegatronHost`; stopping in time; under Megatron-DeepSpeed, around the methods of its engine
     checkpointing.py   around save_checkpoint and load_checkpoint
-    engine.py          around those of DeepSpeed's engine, under Megatron-DeepSpeed
-    tracker.py         is what Megatron will load complete?
-    load_rules.py      rules on records and configs alone; `megaresume plan` asks them too
-    schedule.py        the global batch size of every step, as Megatron will have it
+    load_rules.py      is what Megatron will load complete, and may it be loaded? `megaresume plan` asks too
     checks.py          loud where stock Megatron is silent
+
+The stream as its data:
+
+    streams.py         flags -> streams; the stream as what a checkpoint saves
+    iterators.py       around build_train_valid_test_data_iterators: a stream, the guard, or other people's loaders;
+                       a log of what every process was handed
+    provider.py        streams -> datasets; which form of a sample get_batch expects
+    samples.py         samples of that form; `RankDeal`: balanced ranks, which sample lies at a place of the sampler
+
+or its own datasets, recorded and pinned: guard/.
 
 Importing this package imports neither torch nor Megatron.
 """
@@ -23,8 +35,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaresume.hosts.megatron.hooks.install import install
-    from megaresume.hosts.megatron.hooks.seams import check_installed
+    from megaresume.hosts.megatron.hooks import install
+    from megaresume.hosts.megatron.seams import check_installed
 
 __all__ = ["check_installed", "install"]
 
@@ -32,4 +44,4 @@ __all__ = ["check_installed", "install"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.hooks.install"), name)
+    return getattr(importlib.import_module(f"{__name__}.hooks"), name)

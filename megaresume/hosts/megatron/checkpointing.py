@@ -31,7 +31,7 @@ from megaresume.checkpoint.session.host import Reading, Save
 from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.hosts.loader_states import LoaderRecord
 from megaresume.hosts.megatron import checks
-from megaresume.hosts.megatron.hooks.calls import check_save
+from megaresume.hosts.megatron.calls import check_save
 from megaresume.hosts.megatron.host import (
     KEY,
     MegatronHost,

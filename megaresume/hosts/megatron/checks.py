@@ -1,7 +1,7 @@
 """Loud where stock Megatron is silent: flags and checkpoints that would quietly change what is trained.
 
 arguments       `around_validate_args`, `check_flags`: what no run of ours can have
-before a load   `before_load`: a tracker that is missing (`megaresume.hosts.megatron.tracker`)
+before a load   `before_load`: a tracker that is missing (`megaresume.hosts.megatron.load_rules`)
 after it        `after_load`: against the arguments in the checkpoint; `after_restore`: against its data state
 """
 
@@ -18,12 +18,10 @@ from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.step_file import StepFile
-from megaresume.hosts.megatron.arguments import Settings
+from megaresume.hosts.megatron.arguments import Settings, ignores_rampup
 from megaresume.hosts.megatron.host import MegatronHost, can_be_written, switch_on
-from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
+from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_tracker, mend_tracker
 from megaresume.hosts.megatron.project import Project, current_project, parse_version
-from megaresume.hosts.megatron.schedule import ignores_rampup
-from megaresume.hosts.megatron.tracker import check_tracker, mend_tracker
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: name on args -> (flag, why a stream cannot give it, the way out).

@@ -8,6 +8,7 @@ gpt-neox (``megatron.training`` is a module there), Energon (``megatron.energon`
 
 from __future__ import annotations
 
+import importlib
 import os
 import pkgutil
 import re
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from megaresume.hosts.importing import ask, find_spec
 from megaresume.stream.errors import SetupError
@@ -247,3 +248,28 @@ def _refusal(package: str) -> SetupError:
     else:
         headline = f"the package called {package} is not a Megatron that we know"
     return SetupError(headline, found=places, expected=expected, cause=cause, action=action)
+
+
+def parallel_state(project: Project) -> Any:
+    """Megatron's module of ranks."""
+    return importlib.import_module(project.modules["parallel_state"])
+
+
+def data_parallel(project: Project) -> tuple[int, int]:
+    """Data-parallel rank and size, as Megatron's samplers see them (context-parallel ranks share one)."""
+    mpu = parallel_state(project)
+    return mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+
+
+def coordinates(project: Project) -> str:
+    """Where this process stands, for messages: ``tp 0, pp 1, dp 3, cp 0``."""
+    mpu = parallel_state(project)
+    names = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "dp": "data_parallel"}
+    names["cp"] = "context_parallel"
+    ranks = {short: getattr(mpu, f"get_{long}_rank", None) for short, long in names.items()}
+    return ", ".join(f"{short} {rank()}" for short, rank in ranks.items() if rank is not None)
+
+
+def end_of_document(project: Project) -> int:
+    """The tokenizer's end-of-document token."""
+    return int(importlib.import_module(project.modules["global_vars"]).get_tokenizer().eod)

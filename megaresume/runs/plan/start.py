@@ -21,8 +21,8 @@ from megaresume.checkpoint.session.host import without_state
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.deepspeed.load_rules import BEGIN_ANEW, Partitions, check_zero, choose_to_load
 from megaresume.hosts.megatron import load_rules
+from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.hosts.megatron.guard.record import OrderRecord
-from megaresume.hosts.megatron.schedule import schedule_from_args
 from megaresume.runs.run import Run
 from megaresume.stream.batches import TOKEN_COST, Balance, BatchSchedule, Objective, check_sizes
 from megaresume.stream.config import OnChange
@@ -221,7 +221,7 @@ def _deepspeed(run: Run, flags: Flags) -> Choice | None:
 
 
 def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None, Kind | None, OrderRecord | None]:
-    from megaresume.hosts.megatron.tracker import check_content, check_tracker
+    from megaresume.hosts.megatron.load_rules import check_content, check_tracker
 
     root, iteration = run.root, flags.ckpt_step
     chosen: list[Choice] = []

@@ -172,7 +172,7 @@ def script(path: Path, text: str) -> Path:
 #: Replaces the wrapper factories: each wrapper says its name, then does what was there. Run where a process starts.
 DOUBLES = """
 import functools, os
-from megaresume.hosts.megatron.hooks import seams
+from megaresume.hosts.megatron import seams
 
 def around(self, original):
     @functools.wraps(original)

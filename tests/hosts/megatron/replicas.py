@@ -19,12 +19,11 @@ import stream_kit as kit
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.session.host import Loaded
+from megaresume.hosts.megatron import iterators
 from megaresume.hosts.megatron.arguments import Settings
-from megaresume.hosts.megatron.data import iterators
-from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.streams import open_streams
 from megaresume.hosts.megatron.host import MegatronHost
 from megaresume.hosts.megatron.project import Project
+from megaresume.hosts.megatron.streams import StreamOrder, open_streams
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError
 

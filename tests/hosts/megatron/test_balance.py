@@ -15,11 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.batches.loader import StreamLoader
-from megaresume.hosts.megatron.data.form import SampleForm
-from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.provider import MicroBatches
-from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY, RankDeal, SampleDataset
-from megaresume.hosts.megatron.data.streams import open_streams
+from megaresume.hosts.megatron.provider import MicroBatches
+from megaresume.hosts.megatron.samples import HASH_KEY, SAMPLE_KEY, RankDeal, SampleDataset, SampleForm
+from megaresume.hosts.megatron.streams import StreamOrder, open_streams
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.skips import SkipConfig

@@ -20,8 +20,8 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.host import MegatronHost
+from megaresume.hosts.megatron.load_rules import around_read_metadata, check_tracker, mend_tracker
 from megaresume.hosts.megatron.project import Project
-from megaresume.hosts.megatron.tracker import around_read_metadata, check_tracker, mend_tracker
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.stream.stream import Stream
 from tests.hosts.megatron.guard.loads import order_state

@@ -25,10 +25,9 @@ import stream_kit as kit
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.data.layout import bin_path, has_spans
-from megaresume.hosts.megatron.data.form import IDENTITY_VARIABLE, form_of
-from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.samples import SAMPLE_KEY, SampleDataset
-from megaresume.hosts.megatron.data.streams import open_streams
+from megaresume.hosts.megatron.provider import form_of
+from megaresume.hosts.megatron.samples import IDENTITY_VARIABLE, SAMPLE_KEY, SampleDataset
+from megaresume.hosts.megatron.streams import StreamOrder, open_streams
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError

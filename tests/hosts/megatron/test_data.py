@@ -15,7 +15,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
-from megaresume.hosts.megatron.data.streams import Streams, open_streams
+from megaresume.hosts.megatron.streams import Streams, open_streams
 from megaresume.stream.errors import ConfigError, MegaresumeError, UsageError
 from megaresume.stream.stream import Stream
 

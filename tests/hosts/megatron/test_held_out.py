@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaresume.hosts.megatron.data.streams import open_streams
+from megaresume.hosts.megatron.streams import open_streams
 from megaresume.stream.errors import ConfigError, UsageError
 from tests.hosts.megatron.stream_kit import arguments, documents, write_corpus
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.hosts.megatron.data.form import form_of
+from megaresume.hosts.megatron.provider import form_of
 from megaresume.program import main
 from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.hosts.megatron.hooks.seams import SEAMS, seams_of
 from megaresume.hosts.megatron.project import Project
+from megaresume.hosts.megatron.seams import SEAMS, seams_of
 from megaresume.stream.errors import SetupError
 from tests.hosts.megatron.layouts import DOUBLES, HOOKED_RUN, run_python, script, write_flat, write_lm
 

@@ -22,12 +22,10 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
-from megaresume.hosts.megatron.data.form import form_of
-from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.provider import stream_provider
-from megaresume.hosts.megatron.data.streams import open_streams
+from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.hosts.megatron.project import Project
-from megaresume.hosts.megatron.schedule import schedule_from_args
+from megaresume.hosts.megatron.provider import form_of, stream_provider
+from megaresume.hosts.megatron.streams import StreamOrder, open_streams
 from megaresume.stream.state import StreamState
 
 #: a step: the tokens of its samples, in the order of the global batch.

@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.batches.open import open_stream
-from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.streams import Streams
+from megaresume.hosts.megatron.streams import StreamOrder, Streams
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState

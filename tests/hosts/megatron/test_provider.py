@@ -15,12 +15,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
-from megaresume.hosts.megatron.data.form import SampleForm
-from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.provider import MicroBatches, stream_provider
-from megaresume.hosts.megatron.data.samples import SAMPLE_KEY, SampleDataset
-from megaresume.hosts.megatron.data.streams import Streams, open_streams
 from megaresume.hosts.megatron.project import Project
+from megaresume.hosts.megatron.provider import MicroBatches, stream_provider
+from megaresume.hosts.megatron.samples import SAMPLE_KEY, SampleDataset, SampleForm
+from megaresume.hosts.megatron.streams import StreamOrder, Streams, open_streams
 from megaresume.stream.batches import BatchSchedule
 
 FORM = SampleForm(identity=True)

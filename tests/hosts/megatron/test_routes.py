@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import megaresume
-from megaresume.hosts.megatron.hooks import install
+from megaresume.hosts.megatron import hooks
 from megaresume.stream.errors import SetupError, UsageError
 from tests.hosts.megatron.conftest import MINI, SCRIPTS
 from tests.hosts.megatron.layouts import DOUBLES, run_python, script, write_lm
@@ -24,10 +24,10 @@ from tests.warm import WarmJob
 def calls(monkeypatch):
     """No Megatron is needed to look at the functions."""
     seen = []
-    monkeypatch.setattr(install, "show_refusals", lambda: None)
-    monkeypatch.setattr(install, "install", lambda: seen.append("install"))
-    monkeypatch.setattr(install, "check_installed", lambda: seen.append("check"))
-    monkeypatch.setattr(install.calls, "check_provider", lambda: None)
+    monkeypatch.setattr(hooks, "show_refusals", lambda: None)
+    monkeypatch.setattr(hooks, "install", lambda: seen.append("install"))
+    monkeypatch.setattr(hooks, "check_installed", lambda: seen.append("check"))
+    monkeypatch.setattr(hooks.calls, "check_provider", lambda: None)
     return seen
 
 
@@ -55,9 +55,9 @@ def test_a_partial_as_provider(calls):
 def test_a_provider_that_a_copy_calls(calls, monkeypatch):
     """Without the launcher too: a fork's own build_train_valid_test_data_iterators calls it, past ours."""
     monkeypatch.undo()
-    monkeypatch.setattr(install.calls, "process", install.calls._Process())  # or this process would end with status 1
-    monkeypatch.setattr(install, "install", lambda: None)
-    monkeypatch.setattr(install, "check_installed", lambda: None)
+    monkeypatch.setattr(hooks.calls, "process", hooks.calls._Process())  # or this process would end with status 1
+    monkeypatch.setattr(hooks, "install", lambda: None)
+    monkeypatch.setattr(hooks, "check_installed", lambda: None)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
     wrapped = megaresume.provider(base_provider)
     with pytest.raises(SetupError, match="training begins") as error:

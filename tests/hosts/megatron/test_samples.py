@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.batches.open import open_stream
-from megaresume.hosts.megatron.data.form import IDENTITY_VARIABLE, SampleForm, form_of, warnings_of
-from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY, SampleDataset
+from megaresume.hosts.megatron.provider import form_of, warnings_of
+from megaresume.hosts.megatron.samples import HASH_KEY, IDENTITY_VARIABLE, SAMPLE_KEY, SampleDataset, SampleForm
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError

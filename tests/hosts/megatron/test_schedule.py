@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.hosts.megatron.schedule import schedule_from_args
+from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 

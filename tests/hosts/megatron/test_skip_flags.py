@@ -12,9 +12,8 @@ import pytest
 
 from megaresume.hosts.megatron.arguments import Settings, add_arguments, skip_of
 from megaresume.hosts.megatron.checks import check_flags
-from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.streams import Streams
 from megaresume.hosts.megatron.project import Project
+from megaresume.hosts.megatron.streams import StreamOrder, Streams
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, UsageError

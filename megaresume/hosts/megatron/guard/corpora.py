@@ -29,8 +29,8 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.data.layout import HEADER_BYTES, IndexHeader, spans_path
+from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.hosts.megatron.guard.record import SPLITS, Request
-from megaresume.hosts.megatron.schedule import schedule_from_args
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.progress import progress
 

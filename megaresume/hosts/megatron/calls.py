@@ -34,7 +34,12 @@ from megaresume.files import read_file
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.importing import wrap
 from megaresume.hosts.megatron.arguments import Settings
-from megaresume.hosts.megatron.hooks.call_errors import (
+from megaresume.hosts.megatron.project import current_project, package_name
+from megaresume.hosts.megatron.seams import (
+    ITERATORS,
+    SIGNALS,
+    Factory,
+    called,
     not_asked,
     not_built,
     not_loaded,
@@ -44,12 +49,11 @@ from megaresume.hosts.megatron.hooks.call_errors import (
     seam_name,
     without_state,
 )
-from megaresume.hosts.megatron.hooks.seams import ITERATORS, SIGNALS, Factory, called
-from megaresume.hosts.megatron.project import current_project, package_name
 from megaresume.stream.errors import MegaresumeError, SetupError, StateError
 
 if TYPE_CHECKING:
     from megaresume.hosts.megatron.host import MegatronHost
+
 
 #: Functions of these libraries that step an optimizer to allocate its state: nothing is trained there.
 _SETUP = ("__init__", "dummy_step", "initialize_optimizer_states", "_init_optimizer_states_with_dummy_values")

@@ -1,8 +1,21 @@
 """Samples of a stream as items with the keys that Megatron's ``get_batch`` takes.
 
-`megaresume.hosts.megatron.data.form` says which keys, and what the two kinds of samples are. The loss mask is that of
-the label: of a corpus with spans, 1 where the label is a token that is trained. Labels are there also where they do not
-count.
+    Megatron-LM           tokens, labels, loss_mask, position_ids
+      + attention_mask           unless --no-create-attention-mask-in-dataloader
+      + cu_seqlens, max_seqlen   with --dataloader-inter-document-masking (from 0.19) or --sft (from 0.16)
+    Megatron-DeepSpeed    text: the tokens of the sample and the one after them
+    a blend with images   a whole `megaresume.batches.batch.Batch`, with --dataloader-type external: no two have the
+                          same number of images, and get_batch of a multimodal script is its own
+
+Two kinds of samples:
+
+    split              as GPTDataset's: a token's label is the token after it, also where that begins another document;
+                       --reset-position-ids, --reset-attention-mask and --eod-mask-loss mean what they mean there
+    every other        documents are kept apart: the last token of a document has no label, position ids begin again
+                       in every document, and if there is an attention mask it is the document's own
+
+The loss mask is that of the label: of a corpus with spans, 1 where the label is a token that is trained. Labels are
+there also where they do not count.
 
 An item is a pure function of its number: neither workers nor ranks enter. Compiled loops make a batch at a time.
 """
@@ -10,7 +23,8 @@ An item is a pure function of its number: neither workers nor ranks enter. Compi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +36,6 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.workers import outlive_signals
 from megaresume.data.layout import spans_of
 from megaresume.data.source import Source
-from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.stream.batches import Balance
 from megaresume.stream.compiled import compiled
 from megaresume.stream.dealing import Int64Array, dealt_order
@@ -30,6 +43,50 @@ from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan, concatenate
 from megaresume.stream.stream import Stream
+
+#: the number of each sample in the stream: int64.
+SAMPLE_KEY = "megaresume_sample"
+#: what each sample is: the bits of its identity hash, int64.
+HASH_KEY = "megaresume_hash"
+#: Environment variable: 1 adds both to every item, for the audit of a training loop.
+IDENTITY_VARIABLE = "MEGARESUME_SAMPLE_IDS"
+
+Item = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleForm:
+    """What an item holds."""
+
+    #: whole micro-batches with images instead of items (Megatron-LM with --dataloader-type external).
+    images: bool = False
+    #: one ``text`` of S + 1 tokens instead of everything else.
+    text: bool = False
+    #: labels continue into the next document, as GPTDataset's do; documents are ended by the token ``eod`` alone.
+    across: bool = True
+    #: begin position ids again after every ``eod`` (``across``).
+    reset_position_ids: bool = False
+    #: attention does not look back over an ``eod`` (``across``).
+    reset_attention_mask: bool = False
+    #: no loss at ``eod``.
+    eod_mask_loss: bool = False
+    #: add bool[1, S, S].
+    attention_mask: bool = False
+    #: int32[S + 1], filled up with S (``padded``); as long as it is (``exact``: micro-batches of one sample).
+    cu_seqlens: Literal["padded", "exact"] | None = None
+    #: segments start and end at multiples of this, in ``cu_seqlens``.
+    align: int = 1
+    #: the end-of-document token; None if nothing asks for it.
+    eod: int | None = None
+    #: add `SAMPLE_KEY` and `HASH_KEY`. Small tensors too are costly to hand over from worker processes.
+    identity: bool = False
+    #: add them in any case: they are taken out again before ``get_batch``.
+    logged: bool = False
+
+    @property
+    def masks_of_the_plan(self) -> bool:
+        """Whether loss masks are those that the documents alone say, which `megaresume verify` makes again."""
+        return not (self.text or self.across or self.eod_mask_loss)
 
 
 @compiled
@@ -56,14 +113,6 @@ def count_from(tokens, eod, position_ids):  # type: ignore[no-untyped-def]
         for i in range(tokens.shape[1]):
             position_ids[row, i] = position
             position = 0 if tokens[row, i] == eod else position + 1
-
-
-#: the number of each sample in the stream: int64.
-SAMPLE_KEY = "megaresume_sample"
-#: what each sample is: the bits of its identity hash, int64.
-HASH_KEY = "megaresume_hash"
-
-Item = dict[str, torch.Tensor]
 
 
 class SampleDataset(torch.utils.data.Dataset[Item]):

@@ -23,11 +23,11 @@ from typing import Any
 from megaresume.checkpoint.session.refusals import show_refusals
 from megaresume.hosts import importing
 from megaresume.hosts.importing import when_imported, wrap
+from megaresume.hosts.megatron import calls
 from megaresume.hosts.megatron.arguments import add_arguments
-from megaresume.hosts.megatron.hooks import calls
-from megaresume.hosts.megatron.hooks.seams import check_installed as check_installed
-from megaresume.hosts.megatron.hooks.seams import seams_of
 from megaresume.hosts.megatron.project import current_project, modules_to_watch
+from megaresume.hosts.megatron.seams import check_installed as check_installed
+from megaresume.hosts.megatron.seams import seams_of
 from megaresume.stream.errors import SetupError, UsageError
 
 #: role -> the function before whose work `check_installed` runs: the first ones that are called after every patcher.
