@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
-from megaresume.hosts.megatron.guard.corpora import array_digest
+from megaresume.hosts.megatron.guard.record import array_digest
 
 
 def rows(setup: Setup) -> Iterator[Row]:

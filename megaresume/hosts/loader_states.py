@@ -11,7 +11,8 @@ Tensor-, pipeline- and context-parallel ranks of one data-parallel rank are its 
 must have read the same number of them, and the first writes the state. A replica may have no loader (it is sent the
 batches by another) or have one that it never asks (a pipeline stage in the middle).
 
-Everything that `megaresume.checkpoint` promises for a stream holds for such a state too.
+Everything that `megaresume.checkpoint` promises for a stream holds for such a state too, and ``megaresume inspect``
+unpickles nothing.
 """
 
 from __future__ import annotations

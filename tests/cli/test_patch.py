@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from megaresume.hosts.megatron.patching.errors import PatchError
-from megaresume.hosts.megatron.patching.files import replace_script
+from megaresume.hosts.megatron.patching import PatchError
+from megaresume.hosts.megatron.patching.command import replace_script
 from tests.cli.conftest import megaresume
 from tests.hosts.megatron.patching.scripts import MINDSPEED, UP_TO_0_17, V0_19
 from tests.hosts.megatron.patching.test_revert import edit

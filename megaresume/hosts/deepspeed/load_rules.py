@@ -2,7 +2,8 @@
 
 `megaresume plan` asks them before any rank is started, `megaresume.hosts.deepspeed.host` on the ranks.
 
-ZeRO state of 2 ranks is loaded by 3 if DeepSpeed's universal checkpoint, made once and sealed, lies beside it:
+ZeRO state of 2 ranks is loaded by 3 if DeepSpeed's universal checkpoint, made once and sealed, lies beside it. (The
+data needs no conversion at all.)
 
     global_step4/                     ZeRO state of 2 ranks; the run now has 3
       |  conversion.py                one process, under a lock: room? -> worker, in a process of its own

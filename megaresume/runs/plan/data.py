@@ -25,9 +25,8 @@ from megaresume.data.catalog import open_sources
 from megaresume.data.data_config import DataConfig
 from megaresume.data.source import Source
 from megaresume.hosts.megatron.guard.compare import compare, grown_too_far
-from megaresume.hosts.megatron.guard.corpora import Corpus
 from megaresume.hosts.megatron.guard.pinned import extendable
-from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord, Request
+from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, Corpus, OrderRecord, Request
 from megaresume.hosts.megatron.load_rules import check_stages
 from megaresume.runs.answer import told
 from megaresume.runs.plan.start import Finding, Findings, Flags, PlannedLaunch

@@ -3,7 +3,7 @@
 `PlannedLaunch`: where the launch would continue: which checkpoint it loads, on which ranks, with which batches.
 
 Under DeepSpeed we choose the checkpoint (`Run.choose`). Megatron-LM loads what its tracker names, and we check
-beforehand that this is whole (`integrations.megatron.tracker`).
+beforehand that this is whole (`hosts.megatron.load_rules`).
 """
 
 from __future__ import annotations

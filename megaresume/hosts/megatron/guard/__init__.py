@@ -7,12 +7,12 @@ out, in the checkpoint, and sees to it that a resume gets the same again, or is 
     resume        compare flags and corpora with the record (refuse by name)  →  build with the recorded sizes,
                   weights and documents  →  compare the hashes  →  append whole epochs where more is needed now
 
-    record.py     what is recorded: plain JSON, a few hundred bytes per corpus; `Request`: what is asked for now
-    corpora.py    hashes of index arrays, what identifies the documents of a corpus, splits without a token
+    record.py     what is recorded: plain JSON, a few hundred bytes per corpus; `Request`: what is asked for now; what
+                  identifies index arrays, and the documents of a corpus
     compare.py    record against request: what changed, in words, and the flag that restores it
-    build.py      around ``BlendedMegatronDatasetBuilder``
-    pinned.py     let Megatron's builder build what is recorded; `mismatches`: what was built, against the record
-    extend.py     further samples after the recorded ones
-    foreign.py    datasets built without that builder (Megatron-DeepSpeed): compared, not pinned
-    order.py      `guarded` and `GuardOrder`; who looks at the indexes, and how the others hear of it
+    build.py      around ``BlendedMegatronDatasetBuilder``; further samples after the recorded ones
+    pinned.py     let Megatron's builder build what is recorded, and as much as is needed; `mismatches`: what was built,
+                  against the record
+    order.py      `guarded` and `GuardOrder`; who looks at the indexes, and how the others hear of it; datasets built
+                  without that builder (Megatron-DeepSpeed): compared, not pinned
 """

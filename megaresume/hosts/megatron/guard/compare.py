@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaresume.checkpoint.data_state import DataState
-from megaresume.hosts.megatron.guard.corpora import Corpus
 from megaresume.hosts.megatron.guard.pinned import extendable
 from megaresume.hosts.megatron.guard.record import (
     FLAGS,
@@ -21,6 +20,7 @@ from megaresume.hosts.megatron.guard.record import (
     Blend,
     BuilderRecord,
     ComponentRecord,
+    Corpus,
     OrderRecord,
     Request,
 )

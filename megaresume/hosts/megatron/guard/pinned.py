@@ -3,6 +3,15 @@
 The builder makes every dataset over one corpus by calling the class that it was given, with the corpus, its
 documents, the samples needed and the split. So a stand-in for that class sees every one of them, in every version
 from 0.8 on, whatever way the builder goes, and replaces what must be as recorded.
+
+Before it builds, `needed_sizes` says how many samples a resumed run needs, where Megatron asks for too few. It asks for
+what a whole run of today's flags takes (``train_iters * global_batch_size``), and begins at ``consumed_train_samples``.
+A run that took larger global batches so far, or evaluated more often, would come to the end of its datasets before the
+end of its steps, and die there with a bare ``StopIteration``. What is asked for is raised by what was consumed beyond
+these flags, so nothing is added if nothing changed.
+
+`refuse_empty_splits`: for splits without a token, Megatron adds up epochs of nothing forever, and the job hangs at its
+start.
 """
 
 from __future__ import annotations
@@ -10,20 +19,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaresume.hosts.megatron.guard.corpora import Array, Corpus, array_digest, index_arrays
+from megaresume.data.layout import spans_path
+from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.hosts.megatron.guard.record import (
     SPLITS,
+    Array,
     ArrayHashes,
     Blend,
     BuilderRecord,
     ComponentRecord,
+    Corpus,
     Request,
     SplitRecord,
+    array_digest,
+    index_arrays,
 )
+from megaresume.stream.errors import ConfigError
 
 
 def is_blend(dataset: Any) -> bool:
@@ -300,3 +316,113 @@ def _differing(old: ArrayHashes, new: ArrayHashes, what: str) -> list[str]:
         for array, digest in old.arrays.items()
         if new.arrays.get(array) != digest
     ]
+
+
+def refuse_spans(request: Request) -> None:
+    """Raise a ConfigError for corpora that say which of their tokens are trained: Megatron's datasets do not ask."""
+    blends = [blend for split in range(len(SPLITS)) if (blend := request.blend_of(split)) is not None]
+    spans = [path for paths, _ in blends for path in paths if spans_path(Path(path)).is_file()]
+    if spans:
+        raise ConfigError(
+            "Megatron's own datasets would train every token of conversations",
+            found=f"{spans_path(Path(spans[0]))}, which says which tokens are trained",
+            expected="corpora without spans, or the stream in the place of Megatron's datasets",
+            action="pass --megaresume-data data.yaml with these corpora; or, if every token is meant to be trained, "
+            "leave the .spans file out",
+        )
+
+
+def refuse_empty_splits(request: Request) -> None:
+    """Raise a ConfigError that names the corpus and its split. Reads the indexes, so: on one rank."""
+    if not hasattr(request.cls, "_build_document_sample_shuffle_indices"):
+        return
+    for split, (name, share, size) in enumerate(zip(SPLITS, request.shares, request.sizes, strict=True)):
+        blend = request.blend_of(split)
+        if share is None or size is None or blend is None:
+            continue
+        paths, weights = blend
+        if weights is None and len(paths) > 1:
+            continue  # one epoch of each: nothing is added up
+        corpora = [corpus for path in paths if (corpus := Corpus.at(path, request.cls)) is not None]
+        for corpus in corpora:
+            if corpus.is_empty(corpus.bounds(share)):
+                raise _empty(request, corpora, corpus, name, split, corpus.bounds(share))
+
+
+def _empty(
+    request: Request, corpora: Sequence[Corpus], corpus: Corpus, name: str, split: int, documents: tuple[int, int]
+) -> ConfigError:
+    cause, actions = "an empty corpus", [f"leave {corpus.path} out of the {name} set"]
+    if request.blend_per_split is None:
+        cause = f"--split {request.settings.get('split')} of a small corpus"
+        wanted = [share is not None for share in request.shares]
+        enough = _enough(corpora, wanted)
+        if enough is not None:
+            actions.insert(0, f"--split {enough} gives every set of every corpus some documents")
+        if split > 0:
+            shares = [f"{share[1] - share[0]:g}" if share is not None else "0" for share in request.shares]
+            shares[split] = "0"
+            actions.insert(-1, f"--split {','.join(shares)} does without a {name} set")
+    return ConfigError(
+        f"the {name} set of {corpus.path} has no tokens, and Megatron would loop for ever looking for some",
+        found=f"documents {documents[0]}:{documents[1]} of {corpus.documents}",
+        expected="at least one token in every set that is sampled",
+        cause=cause,
+        action="; or ".join(actions),
+    )
+
+
+def _enough(corpora: Sequence[Corpus], wanted: Sequence[bool]) -> str | None:
+    """The value of --split with the smallest sets beside the first that leaves no set empty; None if there is none."""
+    fewest = min(corpus.documents for corpus in corpora)
+    for documents in range(1, min(fewest, 64)):
+        parts = [fewest - documents * sum(wanted[1:]), documents * wanted[1], documents * wanted[2]]
+        if parts[0] <= 0:
+            return None
+        ends = [sum(parts[: i + 1]) / fewest for i in range(3)]
+        shares = [(end - part / fewest, end) for part, end in zip(parts, ends, strict=True) if part]
+        if not any(corpus.is_empty(corpus.bounds(share)) for corpus in corpora for share in shares):
+            return ",".join(map(str, parts))
+    return None
+
+
+def needed_sizes(args: Any, project: Any, asked: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Samples of the train, validation and test set that last until the end of the run.
+
+    Args:
+        args: Megatron's arguments, after a checkpoint was loaded.
+        project: which Megatron; None: what is known from the arguments alone.
+        asked: what a builder is asked for; None (one epoch) and 0 (no such set) stay.
+
+    Raises:
+        UsageError: a schedule of batch sizes that Megatron would refuse too.
+    """
+    # --skip-train evaluates from sample 0 on; the cyclic sampler goes round, and shuffles by the size.
+    if getattr(args, "skip_train", False) or getattr(args, "dataloader_type", None) == "cyclic":
+        return tuple(asked)
+    extra = (_train(args, project), _valid(args), 0)
+    return tuple(size + more if size else size for size, more in zip(asked, extra, strict=True))
+
+
+def _train(args: Any, project: Any) -> int:
+    # With --train-samples, Megatron-LM derives the number of iterations before the data is built, and counts them.
+    iterations = getattr(args, "train_iters", None)
+    if not iterations:
+        return 0
+    consumed, left = _number(args, "consumed_train_samples"), max(int(iterations) - _number(args, "iteration"), 0)
+    planned = _number(args, "train_samples") or int(iterations) * int(args.global_batch_size)
+    return max(schedule_from_args(args, project, consumed).after(consumed, left) - planned, 0)
+
+
+def _valid(args: Any) -> int:
+    interval, iterations = _number(args, "eval_interval"), _number(args, "train_iters")
+    if not interval or not iterations:
+        return 0
+    passed = min(_number(args, "iteration"), iterations) // interval
+    passed = max(passed - _number(args, "start_eval_at_iter") // interval, 0)
+    size = _number(args, "eval_global_batch_size") or int(args.global_batch_size)
+    return max(_number(args, "consumed_valid_samples") - passed * _number(args, "eval_iters") * size, 0)
+
+
+def _number(args: Any, name: str) -> int:
+    return int(getattr(args, name, None) or 0)

@@ -4,20 +4,31 @@ OrderRecord      what a checkpoint carries
   BuilderRecord    one ``BlendedMegatronDatasetBuilder``: what it was asked for
     SplitRecord      its train, valid or test set: how its corpora are blended
       ComponentRecord  one corpus in it: which documents, in which order
+
+Index arrays are hashed by value, so that neither the dtype nor the version of Megatron that chose it matters. The
+documents of a corpus are identified by their lengths, and tokens drawn here and there; never by its path.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 from pydantic import Field
 
 from megaresume.checkpoint.data_state import DataState, OpaqueState
+from megaresume.data.layout import HEADER_BYTES, IndexHeader
 from megaresume.stream.errors import ConfigError, StateError
+from megaresume.stream.progress import progress
 from megaresume.stream.schema import read
 
 T = TypeVar("T")
@@ -249,3 +260,164 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 _ABSENT = object()
+
+
+Array = npt.NDArray[Any]
+
+
+#: entries hashed at once: 8 MB after the conversion.
+_CHUNK = 1 << 20
+
+
+#: what a dataset may hold that is not an index: what it was given, and what it keeps for speed.
+_NO_INDEX = frozenset({"indices", "cached_attention_mask", "cached_loss_mask", "cached_position_ids"})
+
+
+#: digests of files, and of arrays in memory (nobody writes to a built index).
+_memo: dict[tuple[object, ...], str] = {}
+
+
+_held: dict[int, tuple[weakref.ref[Array], str]] = {}
+
+
+def array_digest(array: Array, what: str) -> str:
+    """16 hex digits over the shape and the values, each as a little-endian int64.
+
+    Hashes 10^8 entries in less than a second, if they are in memory; shows progress where it takes longer. An array,
+    or a file that did not change, is not hashed twice.
+
+    Args:
+        array: integers, any shape; may be memory-mapped.
+        what: named in the progress.
+    """
+    key = _file_key(array)
+    if key is not None and key in _memo:
+        return _memo[key]
+    held = _held.get(id(array))
+    if held is not None and held[0]() is array:
+        return held[1]
+    hasher = xxhash.xxh3_64(repr(array.shape).encode())
+    with progress(f"hash {what}", array.size, "entries") as shown:
+        for chunk in _chunks(array):
+            hasher.update(np.ascontiguousarray(chunk, "<i8").data)
+            shown.update(chunk.size)
+    digest = hasher.hexdigest()
+    if key is not None:
+        _memo[key] = digest
+    else:
+        _held[id(array)] = weakref.ref(array), digest
+    return digest
+
+
+def _chunks(array: Array) -> Iterator[Array]:
+    rows = max(1, _CHUNK // max(1, int(np.prod(array.shape[1:]))))
+    for start in range(0, len(array), rows):
+        yield array[start : start + rows]
+
+
+def _file_key(array: Array) -> tuple[object, ...] | None:
+    filename = getattr(array, "filename", None)
+    if filename is None or not Path(filename).is_file():
+        return None
+    stat = Path(filename).stat()
+    return str(filename), stat.st_ino, stat.st_size, stat.st_mtime_ns, array.shape
+
+
+def index_arrays(dataset: Any) -> dict[str, Array]:
+    """The index arrays that a dataset built or loaded, by the names of its attributes.
+
+    ``GPTDataset`` has document_index, sample_index and shuffle_index; ``BlendedDataset`` dataset_index and
+    dataset_sample_index; others have others, or none.
+    """
+    found: dict[str, Array] = {}
+    held = getattr(dataset, "__dict__", {})
+    for name, value in held.items():
+        if isinstance(value, np.ndarray) and name not in _NO_INDEX and value.dtype.kind in "iub":
+            found[name] = value
+        elif value is None and isinstance(path := held.get(f"path_to_{name}"), str):
+            # --dataloader-defer-npy-index-mmap: opened at the first access
+            found[name] = np.load(path, mmap_mode="r")
+    return found
+
+
+#: parts of the .bin that are read, and the size of each, in bytes: 1 MB in all, at any size of the corpus.
+_PARTS = 64
+
+
+_PART_BYTES = 16384
+
+
+class Corpus:
+    """The ``.idx`` of a corpus on a local filesystem, as a dataset class of Megatron counts it.
+
+    ``GPTDataset`` takes every sequence for a document, ``BERTMaskedWordPieceDataset`` what the document boundaries
+    enclose.
+    """
+
+    def __init__(self, path: str, dataset: Any) -> None:
+        """Raises CorpusError: the .idx is damaged."""
+        self.path = path
+        idx = Path(path + ".idx")
+        with idx.open("rb") as file:
+            self.header = IndexHeader.unpack(file.read(HEADER_BYTES), idx, os.path.getsize(idx))
+        header = self.header
+        sequences = (header.sequences,)
+        self.lengths = _map(idx, "<i4", header.lengths_at, sequences)
+        self._pointers = _map(idx, "<i8", header.pointers_at, sequences)
+        self._boundaries = _map(idx, "<i8", header.boundaries_at, (header.documents + 1,))
+        try:
+            stand_in = SimpleNamespace(sequence_lengths=self.lengths, document_indices=self._boundaries)
+            self.documents = int(dataset.numel_low_level_dataset(stand_in))
+        except Exception:  # noqa: BLE001  a class that wants more than the index is taken to count sequences
+            self.documents = header.sequences
+
+    @classmethod
+    def at(cls, path: str | None, dataset: Any) -> Corpus | None:
+        """The corpus of this path; None: generated data, or data that is not in a local .idx."""
+        return cls(path, dataset) if path is not None and os.path.isfile(path + ".idx") else None
+
+    def bounds(self, share: tuple[float, float]) -> tuple[int, int]:
+        """The documents of a split, as Megatron rounds them."""
+        return round(share[0] * float(self.documents)), round(share[1] * float(self.documents))
+
+    def _sequences(self, documents: tuple[int, int]) -> tuple[int, int]:
+        if self.documents == self.header.sequences:
+            return documents
+        first, end = documents
+        return int(self._boundaries[first]), int(self._boundaries[end])
+
+    def tokens(self, documents: tuple[int, int]) -> int:
+        """Tokens of the documents [first, end)."""
+        first, end = self._sequences(documents)
+        return int(self.lengths[first:end].sum(dtype=np.int64))
+
+    def is_empty(self, documents: tuple[int, int]) -> bool:
+        """Whether the documents [first, end) hold no token. Looks at no more of them than it must."""
+        first, end = self._sequences(documents)
+        return not any(self.lengths[at : min(at + 4096, end)].any() for at in range(first, end, 4096))
+
+    def identity(self, documents: tuple[int, int]) -> tuple[str, str | None]:
+        """Hashes of lengths, and of tokens (None: no local .bin), of the documents [first, end), all there."""
+        first, end = self._sequences(documents)
+        lengths = array_digest(self.lengths[first:end], f"lengths of {self.path}")
+        return lengths, self._token_digest(first, end)
+
+    def _token_digest(self, first: int, end: int) -> str | None:
+        if not os.path.isfile(self.path + ".bin") or first >= end:
+            return None
+        start = int(self._pointers[first])
+        stop = int(self._pointers[end - 1]) + int(self.lengths[end - 1]) * self.header.dtype.itemsize
+        hasher = xxhash.xxh3_64(f"{self.header.dtype.str} {stop - start}".encode())
+        with open(self.path + ".bin", "rb") as file:
+            # int: evenly spread, the first at the start, the last at the end
+            for at in np.linspace(start, max(start, stop - _PART_BYTES), _PARTS).astype(np.int64):
+                file.seek(int(at))
+                hasher.update(file.read(min(_PART_BYTES, stop - int(at))))
+                if stop - start <= _PART_BYTES:
+                    break
+        return hasher.hexdigest()
+
+
+def _map(idx: Path, dtype: str, offset: int, shape: tuple[int]) -> Any:
+    # An empty range cannot be mapped.
+    return np.memmap(idx, dtype, "r", offset, shape) if shape[0] else np.zeros(0, dtype)

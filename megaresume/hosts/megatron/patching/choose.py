@@ -16,7 +16,7 @@ import libcst as cst
 from libcst import matchers as m
 from packaging.specifiers import SpecifierSet
 
-from megaresume.hosts.megatron.patching.errors import PatchError
+from megaresume.hosts.megatron.patching import PatchError
 from megaresume.hosts.megatron.patching.recipe import FLAGS, PROVIDER, Called, Recipe
 from megaresume.hosts.megatron.patching.script import Script, Uses
 
@@ -100,9 +100,6 @@ def _imported_by(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
-
-
-# -- choosing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

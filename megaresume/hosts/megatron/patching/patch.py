@@ -1,19 +1,33 @@
-"""Apply, check and revert: from bytes to bytes, every result verified before anything is written."""
+"""Apply, check and revert: from bytes to bytes, every result verified before anything is written.
+
+`Codemod` makes the changes of a recipe in the tree: an import, two arguments wrapped or one of them added. Nothing is
+deleted or reformatted; comments and whitespace stay where they are.
+"""
 
 from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaresume.hosts.megatron.patching.choose import Beside, choose
-from megaresume.hosts.megatron.patching.codemod import Codemod
-from megaresume.hosts.megatron.patching.errors import PatchError
-from megaresume.hosts.megatron.patching.marker import PatchMarker, diff, read_marker, undo, with_marker
-from megaresume.hosts.megatron.patching.recipe import Recipe
-from megaresume.hosts.megatron.patching.script import Script
+import libcst as cst
+from libcst import matchers as m
+
+from megaresume.hosts.megatron.patching import PatchError
+from megaresume.hosts.megatron.patching.choose import Beside, Fit, choose, refusal
+from megaresume.hosts.megatron.patching.recipe import (
+    FLAGS,
+    PROVIDER,
+    PatchMarker,
+    Recipe,
+    diff,
+    read_marker,
+    undo,
+    with_marker,
+)
+from megaresume.hosts.megatron.patching.script import Judge, Script, imports_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,3 +190,166 @@ def _judge(
     if now.hunks != marker.hunks:
         return "stale", "the script was edited, and the recipe would now patch it differently", again
     return "patched", None, None
+
+
+class Codemod(cst.CSTTransformer):
+    """What a recipe changes in a script.
+
+    Raises:
+        PatchError: the provider is missing, or cannot be told to be one.
+    """
+
+    def __init__(self, script: Script, fit: Fit) -> None:
+        super().__init__()
+        self.script, self.fit = script, fit
+        self._refuse_shadow()
+        self._before = self._place_of_import()
+        recipe = fit.recipe
+        #: argument -> what it is wrapped in.
+        self._wrapped = {self._provider(): PROVIDER}
+        flags = fit.arguments[recipe.flags.of].get(recipe.flags.parameter)
+        #: the call that the flags are added to; None if it has an argument to wrap.
+        self._without_flags = fit.calls[recipe.flags.of] if flags is None else None
+        if flags is not None:
+            self._wrapped[flags] = FLAGS
+
+    @property
+    def line(self) -> int:
+        """The line, from 1, of the statement that the import goes before, or of the import that is there."""
+        return self.script.line(self._before)
+
+    def _provider(self) -> cst.Arg:
+        wanted = self.fit.recipe.provider
+        argument = self.fit.arguments[wanted.of].get(wanted.parameter)
+        if argument is None:
+            raise refusal(
+                self.script,
+                self.fit.recipe,
+                f"{wanted.of} is called without {wanted.parameter}",
+                found=self.script.quote(self.fit.calls[wanted.of]),
+                expected=f"an argument {wanted.parameter}",
+                cause="a script that gives it in another way",
+            )
+        if reason := Judge(self.script, wanted.named).why_not(argument.value):
+            raise refusal(
+                self.script,
+                self.fit.recipe,
+                f"{wanted.parameter} of {wanted.of} cannot be told",
+                found=f"{self.script.quote(argument)}: {reason}",
+                expected=f"a function with 1 required parameter, or a name like {wanted.named}",
+                cause="a script that the recipe was not written for, or a provider that is made elsewhere",
+            )
+        return argument
+
+    # -- the import
+
+    def _place_of_import(self) -> cst.CSTNode:
+        """The import of our own that is there; or the top-level statement that the import goes before."""
+        body, recipe = self.script.module.body, self.fit.recipe
+        if own := [statement for statement in body if m.matches(statement, _OWN_IMPORT)]:
+            return own[0]
+        first = 1 if m.matches(body[0], _DOCSTRING) else 0
+        for index, statement in enumerate(body):
+            if _imports_any(statement, ("__future__", *recipe.import_after)):
+                first = index + 1
+        rest = (statement for statement in body[first:] if _imports_any(statement, recipe.import_before))
+        return next(rest, body[min(first, len(body) - 1)])
+
+    def _refuse_shadow(self) -> None:
+        """Our name must not stand for something else where it is used."""
+        for call in self.fit.calls.values():
+            for node in self.script.bindings(call.func, "megaresume"):
+                if not isinstance(node, cst.Import) or any(alias.asname is not None for alias in node.names):
+                    raise refusal(
+                        self.script,
+                        self.fit.recipe,
+                        "the name megaresume is taken",
+                        found=self.script.quote(node),
+                        expected="megaresume to be free for `import megaresume`",
+                        cause="a variable, function or import of the same name",
+                    )
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        """Insert the import, below the comments that belong to the statement after it."""
+        if m.matches(self._before, _OWN_IMPORT):
+            return updated_node
+        index = original_node.body.index(self._before)
+        after = updated_node.body[index]
+        statement = cst.parse_statement("import megaresume", original_node.config_for_parsing).with_changes(
+            leading_lines=after.leading_lines
+        )
+        rest = (after.with_changes(leading_lines=()), *updated_node.body[index + 1 :])
+        return updated_node.with_changes(body=(*updated_node.body[:index], statement, *rest))
+
+    # -- arguments
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        """``argument`` becomes ``function(argument)``."""
+        function = self._wrapped.get(original_node)
+        if function is None:
+            return updated_node
+        return updated_node.with_changes(
+            value=cst.Call(func=cst.parse_expression(function), args=[cst.Arg(updated_node.value)])
+        )
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        """Add the keyword that is missing."""
+        if original_node is not self._without_flags:
+            return updated_node
+        return _with_flags(updated_node, self.fit.recipe.flags.parameter)
+
+
+_DOCSTRING = m.SimpleStatementLine(body=[m.Expr(m.SimpleString() | m.ConcatenatedString()), m.ZeroOrMore()])
+_OWN_NAME = m.ImportAlias(name=m.Name("megaresume"), asname=None)
+_OWN_IMPORT = m.SimpleStatementLine(
+    body=[m.ZeroOrMore(), m.Import(names=[m.ZeroOrMore(), _OWN_NAME, m.ZeroOrMore()]), m.ZeroOrMore()]
+)
+
+
+def _imports_any(statement: cst.CSTNode, modules: tuple[str, ...]) -> bool:
+    """Whether a top-level statement imports one of some modules, or below them, when the file is executed."""
+    names = [name for node in _executed(statement) for name in imports_of(node)]
+    return any(name == module or name.startswith(module + ".") for name in names for module in modules)
+
+
+def _executed(statement: cst.CSTNode) -> Iterator[cst.Import | cst.ImportFrom]:
+    """The imports that run when the module is imported: not those in the bodies of functions."""
+    if isinstance(statement, cst.Import | cst.ImportFrom):
+        yield statement
+    elif not isinstance(statement, cst.FunctionDef | cst.Lambda):
+        for child in statement.children:
+            yield from _executed(child)
+
+
+def _with_flags(call: cst.Call, parameter: str) -> cst.Call:
+    """``P=megaresume.extra_args_provider()`` after the last argument, on a line of its own where that has one."""
+    no_space = cst.SimpleWhitespace("")
+    new = cst.Arg(
+        keyword=cst.Name(parameter),
+        value=cst.Call(cst.parse_expression(FLAGS)),
+        equal=cst.AssignEqual(no_space, no_space),
+    )
+    if not call.args:
+        new = new.with_changes(whitespace_after_arg=call.whitespace_before_args)
+        return call.with_changes(args=[new], whitespace_before_args=no_space)
+    *others, last = call.args
+    before = others[-1].comma.whitespace_after if others else call.whitespace_before_args  # type: ignore[union-attr]
+    on_own_line = isinstance(before, cst.ParenthesizedWhitespace)
+    if isinstance(last.comma, cst.Comma):
+        # A comment after the comma belongs to the last argument, and stays there.
+        after = last.comma.whitespace_after
+        between: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
+        if on_own_line and isinstance(after, cst.ParenthesizedWhitespace):
+            between = before.with_changes(first_line=after.first_line, empty_lines=())
+            after = after.with_changes(first_line=cst.TrailingWhitespace())
+        elif isinstance(after, cst.ParenthesizedWhitespace) and after.first_line.comment is not None:
+            between, after = after, no_space
+        new = new.with_changes(comma=last.comma.with_changes(whitespace_after=after))
+        last = last.with_changes(comma=last.comma.with_changes(whitespace_after=between))
+    else:
+        # Here it stands before the closing parenthesis: the new argument takes it along.
+        space = before.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=()) if on_own_line else None
+        new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
+        comma = cst.Comma(whitespace_after=space or cst.SimpleWhitespace(" "))
+        last = last.with_changes(comma=comma, whitespace_after_arg=no_space)
+    return call.with_changes(args=[*others, last, new])

@@ -1,8 +1,25 @@
-"""What a recipe is, how its YAML is read, and where the shipped ones are. ``docs/launcher.md`` explains every key."""
+"""What a recipe is, how its YAML is read, and where the shipped ones are. ``docs/launcher.md`` explains every key.
+
+A patch leaves a comment: which recipe, and the changed lines, as they were and as they are.
+
+    # megaresume-patch {"format": 1, "recipe": "megatron-lm-0.19", "version": 1, "undo": "megaresume patch ..."}
+    # megaresume-patch [0, [], ["import megaresume"]]
+    # megaresume-patch [462, ["        provider,"], ["        megaresume.provider(provider),"]]
+    # megaresume-patch {"original": "6b3c...", "check": "1d2c3b4a59687766"}
+    import megaresume
+
+A line for each `Hunk`: its line, counted from the first after the comment. ``original`` is the SHA-256 of the file
+before the patch, ``check`` a hash of the comment. Lines are compared without their ends, so that a checkout that
+converts them changes nothing; bytes above 127 stand as in Latin-1, whatever the encoding of the file.
+"""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +28,7 @@ import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, ValidationError
 
+from megaresume.hosts.megatron.patching import PatchError
 from megaresume.shipped import shipped_dir
 from megaresume.stream.errors import ConfigError, UsageError
 from megaresume.stream.schema import Options, Within, read, read_mapping, refused
@@ -180,9 +198,6 @@ def _line(path: Path, error: BaseException | None) -> int:
     return line + 1
 
 
-# -- where they are
-
-
 def recipe_dir() -> Path:
     """The folder of the shipped recipes. Raises SetupError if the installation has lost it."""
     return shipped_dir("hosts/megatron/patching/recipes", holds="*.yaml", what="recipes", install="'megaresume[patch]'")
@@ -207,4 +222,170 @@ def find_recipe(name_or_file: str) -> Recipe:
         return read_recipe(Path(name_or_file))
     raise UsageError(
         "no such recipe", found=f"--recipe {name_or_file}", expected="a file, or one of " + ", ".join(shipped)
+    )
+
+
+#: raised when the comment's form changes.
+FORMAT = 1
+
+_PREFIX = b"# megaresume-patch "
+_LINE_END = re.compile(rb"[\r\n]*\Z")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hunk:
+    """Lines that a patch changed."""
+
+    #: the first, counted from the place of the comment, in the file without it. The same change is one at any line.
+    line: int = field(compare=False)
+    old: list[str]
+    new: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchMarker:
+    """What the comment says."""
+
+    recipe: str
+    version: int
+    #: SHA-256 of the file before the patch.
+    original: str
+    hunks: tuple[Hunk, ...]
+    #: the line of the file, from 0, that it begins at now.
+    place: int
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the comment."""
+        return len(self.hunks) + 2
+
+
+def _texts(lines: Sequence[bytes]) -> list[str]:
+    """Lines without their ends."""
+    return [_LINE_END.sub(b"", line).decode("latin-1") for line in lines]
+
+
+def _end(line: bytes) -> bytes:
+    return (_LINE_END.search(line) or [b""])[0]
+
+
+def diff(data: bytes, patched: bytes, place: int) -> tuple[Hunk, ...]:
+    """The changed lines; ``place`` is the line, from 0, that the comment will go before."""
+    old, new = _texts(data.splitlines()), _texts(patched.splitlines())
+    return tuple(
+        Hunk(line=first - place, old=old[begin:end], new=new[first:last])
+        for tag, begin, end, first, last in difflib.SequenceMatcher(None, old, new).get_opcodes()
+        if tag != "equal"
+    )
+
+
+def with_marker(patched: bytes, marker: PatchMarker) -> bytes:
+    """Put the comment into a patched file."""
+    lines = patched.splitlines(keepends=True)
+    undo = "megaresume patch --revert SCRIPT"
+    head = {"format": FORMAT, "recipe": marker.recipe, "version": marker.version, "undo": undo}
+    values = [head, *([hunk.line, hunk.old, hunk.new] for hunk in marker.hunks)]
+    texts = _sealed([json.dumps(value) for value in values], marker.original)
+    end = _end(lines[marker.place]) or b"\n"
+    lines[marker.place : marker.place] = [_PREFIX + text.encode("ascii") + end for text in texts]
+    return b"".join(lines)
+
+
+def _sealed(texts: list[str], original: object) -> list[str]:
+    """The lines of the comment, with the last one."""
+    check = hashlib.sha256("\n".join([*texts, str(original)]).encode()).hexdigest()[:16]
+    return [*texts, json.dumps({"original": original, "check": check})]
+
+
+def read_marker(data: bytes, name: str) -> tuple[PatchMarker, bytes] | None:
+    """Read the comment of a patched file.
+
+    Returns:
+        what it says, and the file without it; None if there is none.
+
+    Raises:
+        PatchError: the comment was edited, or is of a newer megaresume.
+    """
+    lines = data.splitlines(keepends=True)
+    indices = [i for i, line in enumerate(lines) if line.startswith(_PREFIX)]
+    if not indices:
+        return None
+    first, stop = indices[0], indices[-1] + 1
+    texts = [text[len(_PREFIX) :] for text in _texts([lines[i] for i in indices])]
+    try:
+        head, *hunks, end = (json.loads(text) for text in texts)
+        if head["format"] > FORMAT:
+            raise PatchError(
+                f"{name} was patched by a newer megaresume",
+                found=f"line {first + 1}: a marker of format {head['format']}",
+                expected=f"a marker of format {FORMAT}",
+                action="use that version, or a newer one",
+            )
+        if texts == _sealed(texts[:-1], end["original"]) and stop - first == len(indices):
+            changed = tuple(Hunk(line=line, old=old, new=new) for line, old, new in hunks)
+            marker = PatchMarker(
+                recipe=head["recipe"], version=head["version"], original=end["original"], hunks=changed, place=first
+            )
+            return marker, b"".join(lines[:first] + lines[stop:])
+    except (ValueError, TypeError, LookupError):
+        pass
+    raise PatchError(
+        f"{name}: the marker of the patch was edited",
+        found=f"lines {', '.join(str(i + 1) for i in indices)}: begin with {_PREFIX.decode().strip()}, "
+        "but are not as they were written",
+        expected="the comment as megaresume wrote it",
+        cause="a formatter, a merge, or an edit by hand",
+        action="restore these lines or the file from version control; or take out by hand the comment, "
+        "`import megaresume`, and every megaresume.SOMETHING(...) around an argument",
+    )
+
+
+def undo(data: bytes, marker: PatchMarker, name: str) -> bytes:
+    """Put the old lines in place of the new ones, with the ends that those have.
+
+    Args:
+        data: the patched file without the comment, perhaps edited since.
+        marker: what to undo; where a hunk fits several places, the one as far from the comment as it was is it.
+        name: what to call the file in messages.
+
+    Raises:
+        PatchError: a hunk's lines were edited, or copied so that they cannot be told apart.
+    """
+    lines = data.splitlines(keepends=True)
+    texts = _texts(lines)
+    places: list[int] = []
+    for hunk in marker.hunks:
+        count, expected = len(hunk.new), marker.place + hunk.line
+        found = [i for i in range(len(texts) - count + 1) if texts[i : i + count] == hunk.new]
+        found = [expected] if expected in found else found
+        if len(found) != 1 or (places and found[0] <= places[-1]):
+            raise _edited(texts, marker, hunk, found, name)
+        places += found
+    for place, hunk in reversed(list(zip(places, marker.hunks, strict=True))):
+        ends = [_end(line) for line in lines[place : place + len(hunk.new)]]
+        ends = ends[: len(hunk.old) - 1] + ends[-1:]
+        old = [text.encode("latin-1") + end for text, end in zip(hunk.old, ends, strict=False)]
+        lines[place : place + len(hunk.new)] = old
+    return b"".join(lines)
+
+
+def _edited(texts: list[str], marker: PatchMarker, hunk: Hunk, places: list[int], name: str) -> PatchError:
+    """The error that shows a line of the patch as it is now, and as it was written."""
+    added = next(line for line in hunk.new if line not in hunk.old)
+    ours = next((word for word in ("megaresume.provider", "import megaresume") if word in added), "megaresume.")
+    numbers = [i + 1 + (marker.num_lines if i >= marker.place else 0) for i in range(len(texts))]
+    if places:
+        found = f"these lines several times: {', '.join(str(numbers[place]) for place in places)}"
+    else:
+        hits = [
+            f"line {number}: {text.strip()[:160]}" for number, text in zip(numbers, texts, strict=True) if ours in text
+        ]
+        found = "; ".join(hits) or f"no line with {ours}"
+    return PatchError(
+        f"{name}: lines of the patch were edited since",
+        found=found,
+        expected=f"the line as recipe {marker.recipe} version {marker.version} wrote it: {added.strip()}",
+        cause="a formatter, a merge, or an edit by hand",
+        action="take out by hand `import megaresume`, every megaresume.SOMETHING(...) around an argument, and the "
+        "lines that begin with # megaresume-patch; or restore the lines from version control and revert then",
     )

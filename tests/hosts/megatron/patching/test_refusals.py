@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megaresume.hosts.megatron.patching import PatchError
 from megaresume.hosts.megatron.patching.choose import Beside
-from megaresume.hosts.megatron.patching.errors import PatchError
 from megaresume.hosts.megatron.patching.recipe import find_recipe
 from megaresume.stream.errors import UsageError
 from tests.hosts.megatron.patching.conftest import patch

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.hosts.megatron.patching.errors import PatchError
+from megaresume.hosts.megatron.patching import PatchError
 from megaresume.hosts.megatron.patching.patch import check, revert
 from tests.hosts.megatron.patching.conftest import RECIPES, patch
 from tests.hosts.megatron.patching.scripts import SHAPES, UP_TO_0_17, V0_19
