@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo check test test-all docs upstream trainers peers mutations lint types bench clean
+.PHONY: demo check test test-all release docs upstream trainers peers mutations lint types bench clean
 
 # The constraints file pins what CI runs; a GPU machine gets the CUDA build of the same torch.
 $(STAMP): pyproject.toml constraints.txt
@@ -31,6 +31,11 @@ test: $(STAMP) lint types
 
 test-all: $(STAMP) lint types
 	$(PYTEST) --durations 25
+
+# Everything up to the upload, which it leaves to you: hours, as `make test-all` is one part of it.
+release: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(BIN)/python -m tests.packaging.release $(if $(ONLY),--only $(ONLY))
 
 # docs/tried.md, from real upstream code: hours. CLONES is a folder of git clones, CLONES/OWNER/NAME; what is
 # missing is said. ONLY="main runs" repeats a part; other results are kept in SCRATCH.

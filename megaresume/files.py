@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -114,11 +115,15 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def fsync_file(descriptor: int) -> None:
     """Force a file's content to the disk, where the filesystem can."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FSYNC:
-            raise
+    whole = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, whose fsync leaves it in the memory of the disk
+    ways = [lambda: fcntl.fcntl(descriptor, whole)] if whole is not None else []
+    for force in (*ways, lambda: os.fsync(descriptor)):
+        try:
+            force()
+            return
+        except OSError as error:
+            if error.errno not in _NO_FSYNC:
+                raise
 
 
 def fsync_dir(directory: Path) -> None:

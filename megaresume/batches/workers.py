@@ -55,10 +55,11 @@ _listening = False
 def outlive_signals(_worker: int = 0) -> None:
     """In a worker process: only the parent's own SIGTERM, by which torch clears workers away, ends it.
 
-    May be given to a ``DataLoader`` as ``worker_init_fn``. A second call in one process changes nothing.
+    May be given to a ``DataLoader`` as ``worker_init_fn``. A second call in one process changes nothing; nor does the
+    first on macOS, which does not tell who sent a signal.
     """
     global _listening
-    if _listening:
+    if _listening or not hasattr(signal, "sigwaitinfo"):
         return
     _listening = True
     parent = os.getppid()

@@ -11,11 +11,13 @@ process has the file open meanwhile; after a SIGKILL nobody has, and it stays.
 
 from __future__ import annotations
 
+import functools
 import glob
 import multiprocessing
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -43,16 +45,29 @@ def process_age() -> float | None:
         return None
 
 
+#: seconds that ``sysctl`` may take.
+_SYSCTL_PATIENCE = 10.0
 #: boots of other machines that are known to be up.
 _up: set[str] = set()
 
 
 def boot_id() -> str:
-    """This boot of this machine, as Linux names it: what its memory held at another one is gone. Empty: not known."""
+    """This boot of this machine, as its system names it: what memory held at another one is gone. Empty: not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
+        return _boot_session()
+
+
+@functools.cache
+def _boot_session() -> str:
+    """The name that macOS has for it, sysctl(8); "" on other systems."""
+    try:
+        words = ["sysctl", "-n", "kern.bootsessionuuid"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SYSCTL_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
         return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def note_boots(boots: Iterable[str]) -> None:

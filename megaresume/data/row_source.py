@@ -12,6 +12,7 @@ import contextlib
 import functools
 import mmap
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,8 +48,8 @@ KEPT = 64 << 20
 OPEN = 64
 #: bytes fetched at once of a table, at least.
 BLOCK = 64 << 10
-#: for memory of which little is used; Python has no name for it before 3.13.
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+#: for memory of which little is used; Python has no name for it before 3.13. Other systems reserve nothing.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class RowSource(IndexedDocuments):

@@ -203,7 +203,11 @@ def filesystem_checks(directory: Path, newest: int | None, num_files: int | None
         newest: bytes of the newest checkpoint; None if there is none.
         num_files: of it.
     """
-    mount = mount_of(directory, Path("/proc/self/mountinfo").read_text())
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text()
+    except OSError:  # not Linux
+        mounts = ""
+    mount = mount_of(directory, mounts)
     durable = sync_check(mount.kind, mount.options, directory)
     return [kind_check(mount.kind, mount.options), _locks(directory), durable, *_space(directory, newest, num_files)]
 
@@ -235,6 +239,8 @@ def kind_check(kind: str, options: str) -> Check:
         )
     if is_shared(kind):
         return _filesystem(name, "ok", f"{kind}, may be shared between nodes")
+    if kind == "unknown":
+        return _filesystem(name, "note", "unknown: this system does not say what is mounted where")
     return _filesystem(
         name,
         "note",

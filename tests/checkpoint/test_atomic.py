@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
-from megaresume.files import is_leftover, remove_leftovers, write_all, write_atomic
+from megaresume.files import fsync_file, is_leftover, remove_leftovers, write_all, write_atomic
 from megaresume.stream.errors import CheckpointError
 
 
@@ -83,3 +84,28 @@ def test_leftovers_are_recognised_and_removed_and_nothing_else(tmp_path: Path) -
     assert remove_leftovers(tmp_path) == 1
     assert sorted(os.listdir(tmp_path)) == [".hidden", "latest", "x.tmp"]
     assert remove_leftovers(tmp_path / "missing") == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "asked"), [(0, ["whole"]), (errno.ENOTSUP, ["whole", "fsync"]), (errno.EIO, ["whole"])]
+)
+def test_on_macos_the_disk_is_asked_to_empty_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, asked: list[str]
+) -> None:
+    def whole(_descriptor: int, command: int) -> None:
+        calls.append("whole")
+        assert command == 51
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    calls: list[str] = []
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", whole)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
+    with open(tmp_path / "file", "xb") as file:
+        if code == errno.EIO:
+            with pytest.raises(OSError, match="Input/output"):
+                fsync_file(file.fileno())
+        else:
+            fsync_file(file.fileno())
+    assert calls == asked

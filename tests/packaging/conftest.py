@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUILD = "import setuptools.build_meta as b, sys; out = sys.argv[1]; print(b.build_sdist(out), b.build_wheel(out))"
+BUILD = "import setuptools.build_meta as b, sys; print(getattr(b, f'build_{sys.argv[1]}')(sys.argv[2]))"
 DATA = "seed: 1\nseq_length: 8\npacking: best_fit\nsources:\n  web: {path: web}\n"
 #: A run of one step in save/.
 SAVE = """
@@ -33,6 +35,21 @@ commit_save(pending, expected_files=["mp_rank_00_model_states.pt"])
 Run = Callable[..., tuple[int, str]]
 
 
+def build(source: Path, directory: Path) -> tuple[Path, Path]:
+    """The archive of a checkout, and the wheel that is built from what the archive holds; in a directory."""
+
+    def name_of(kind: str, at: Path) -> str:
+        done = subprocess.run([sys.executable, "-c", BUILD, kind, directory], cwd=at, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.split()[-1]
+
+    archive = name_of("sdist", source)
+    with tempfile.TemporaryDirectory() as scratch, tarfile.open(directory / archive) as file:
+        file.extractall(scratch, filter="data")
+        wheel = name_of("wheel", Path(scratch, archive.removesuffix(".tar.gz")))
+    return directory / archive, directory / wheel
+
+
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The archive, and the wheel that is built from what the archive holds."""
@@ -46,45 +63,57 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         elif (ROOT / name).is_file():
             (source / name).write_bytes((ROOT / name).read_bytes())
 
-    def build(at: Path) -> list[str]:
-        done = subprocess.run([sys.executable, "-c", BUILD, directory], cwd=at, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.split()[-2:]
-
-    archive, _ = build(source)
-    with tarfile.open(directory / archive) as file:
-        file.extractall(directory, filter="data")
-    _, wheel = build(directory / archive.removesuffix(".tar.gz"))
-    return directory / archive, directory / wheel
+    return build(source, directory)
 
 
 @pytest.fixture(scope="session")
-def environment(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """``environment("text")("prepare", "--help")``: the program in an environment that has the wheel, and what the
-    extra installs.
-    """
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The packages of an environment of that Python that has torch alone, which is gigabytes: made once."""
 
-    def make(extra: str) -> Run:
-        directory = tmp_path_factory.mktemp("venv")
-        subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
-        wheel = f"{built[1]}[{extra}]" if extra else built[1]
-        pip = [directory / "venv/bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel]
-        done = subprocess.run(pip, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        env["NUMBA_CACHE_DIR"] = str(directory)
-
-        def run(*words: object, program: str = "megaresume") -> tuple[int, str]:
-            command = [directory / "venv/bin" / program, *words]
-            done = subprocess.run([*map(str, command)], cwd=directory, env=env, capture_output=True, text=True)
-            return done.returncode, done.stdout + done.stderr
-
-        (directory / "text.txt").write_text("one\n\ntwo\n\nthree\n")
-        (directory / "data.yaml").write_text(
-            "seed: 1\nseq_length: 8\npacking: best_fit\nsources:\n  web: {path: web}\n"
-        )
-        status, text = run("prepare", "text.txt", "--output", "web")
-        assert status == 0 and "tokenizer bytes" in text, text
-        return run
+    @cache
+    def make(python: str) -> Path:
+        directory = tmp_path_factory.mktemp("torch")
+        subprocess.run([python, "-m", "venv", directory], check=True)
+        install(directory, "torch")
+        return next(directory.glob("lib/python*/site-packages"))
 
     return make
+
+
+def install(environment: Path, *packages: str | Path) -> None:
+    """With pip, in the versions that CI has."""
+    pip = [environment / "bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *packages]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def make_environment(
+    directory: Path, wheel: Path, extra: str = "", *, python: str = sys.executable, layer: Path | None = None
+) -> Run:
+    """The programs of an environment that has the wheel and what the extra installs, run in a directory with a corpus.
+
+    Args:
+        directory: for all of it.
+        wheel: see `built`.
+        extra: of the wheel.
+        python: the interpreter.
+        layer: packages that are there already, see `with_torch`.
+    """
+    subprocess.run([python, "-m", "venv", directory / "venv"], check=True)
+    if layer is not None:
+        own = next(directory.glob("venv/lib/python*/site-packages"))
+        (own / "layer.pth").write_text(f"{layer}\n")
+    install(directory / "venv", f"{wheel}[{extra}]" if extra else wheel)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= {"NUMBA_CACHE_DIR": str(directory), "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*words: object, program: str = "megaresume") -> tuple[int, str]:
+        command = [directory / "venv/bin" / program, *words]
+        done = subprocess.run([*map(str, command)], cwd=directory, env=env, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    (directory / "text.txt").write_text("one\n\ntwo\n\nthree\n")
+    (directory / "data.yaml").write_text("seed: 1\nseq_length: 8\npacking: best_fit\nsources:\n  web: {path: web}\n")
+    status, text = run("prepare", "text.txt", "--output", "web")
+    assert status == 0 and "tokenizer bytes" in text, text
+    return run

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import megaresume
 from tests.hosts.megatron.patching.scripts import V0_18
-from tests.packaging.conftest import SAVE, Run
+from tests.packaging.conftest import ROOT, SAVE, make_environment
 
 pytestmark = pytest.mark.process
 
@@ -94,10 +102,16 @@ with tarfile.open("shard.tar", "w") as tar:
         member.size = len(content)
         tar.addfile(member, io.BytesIO(content))
 """
+S3 = """
+from megaresume.data.remote import is_url
+import fsspec
+assert is_url("s3://bucket/web.bin") and fsspec.get_filesystem_class("s3").__module__ == "s3fs.core"
+"""
 LOADERS = """
 import megatron.energon, torch, megaresume
 from torchdata.stateful_dataloader import StatefulDataLoader
-data = megaresume.provider(lambda *_: None)
+from megaresume.hosts.loaders.adapters import adapter_of
+print(adapter_of(StatefulDataLoader(range(8), batch_size=2)))
 """
 #: extra -> programs: `megaresume ...`, or Python.
 CASES = {
@@ -109,15 +123,70 @@ CASES = {
     "hugging-face": [TRAINER, LOADER, "verify run"],
     "lightning": [LIGHTNING, LOADER, "verify run"],
     "vlm": [SHARD, "prepare shard.tar --output shards --processor patches"],
+    "s3": [S3],
+    "loaders": [LOADERS],
     "patch": [PATCH, "patch pretrain.py"],
     "report": [SAVE, "report save"],
+    "demo": ["demo --out run"],
+    "docs": [f"-m sphinx -q --fail-on-warning {ROOT / 'docs'} site"],
 }
+#: those that install torch.
+WITH_TORCH = {"torch", "deepspeed", "megatron", "hugging-face", "lightning", "loaders", "demo"}
+#: those that are not for users of the wheel.
+OF_A_CHECKOUT = {"release", "test"}
+
+
+def pythons() -> dict[str, str]:
+    """Version, as 3.12 -> interpreter: those that pyproject.toml names and that are here, on PATH or pyenv's."""
+    found = {}
+    versions = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    for version in versions:
+        pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python")
+        this = sys.version_info[:2] == tuple(map(int, version.split(".")))
+        for place in (sys.executable if this else None, shutil.which(f"python{version}"), *map(str, pyenv)):
+            # pyenv has a program of every name, which fails for versions that are not chosen
+            if place and subprocess.run([place, "-c", "import venv"], capture_output=True).returncode == 0:
+                found[version] = place
+                break
+    return found
+
+
+def test_every_extra_has_a_case() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(CASES) | OF_A_CHECKOUT == set(extras)
+
+
+@pytest.fixture(scope="module", params=["3.11", "3.12", "3.13"])
+def python(request: pytest.FixtureRequest) -> str:
+    """An interpreter."""
+    if request.param not in (found := pythons()):
+        pytest.skip(f"no Python {request.param} here, only {', '.join(found)}")
+    return found[request.param]
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("extra", CASES)
-def test_what_an_extra_is_for(environment: Callable[[str], Run], extra: str) -> None:
-    run = environment(extra)
+def test_what_an_extra_is_for(
+    built: tuple[Path, Path], with_torch: Callable[[str], Path], tmp_path: Path, python: str, extra: str
+) -> None:
+    layer = with_torch(python) if extra in WITH_TORCH else None
+    run = make_environment(tmp_path, built[1], extra, python=python, layer=layer)
     for words in CASES[extra]:
-        status, text = run("-c", words, program="python") if "\n" in words else run(*words.split())
+        if "\n" in words:
+            status, text = run("-c", words, program="python")
+        else:
+            status, text = run(*words.split(), program="python" if words.startswith("-m ") else "megaresume")
         assert status == 0 and "Traceback" not in text, text
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.release
+def test_the_archive_is_installed_like_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    run = make_environment(tmp_path, built[0])
+    status, text = run(
+        "-c", "import importlib.metadata as m, megaresume; print(m.version('megaresume'))", program="python"
+    )
+    assert (status, text.strip()) == (0, megaresume.__version__)
+    assert run("-c", SAVE, program="python") == (0, "")
+    status, text = run("verify", "save", "--data", "data.yaml")
+    assert status == 0 and "proved" in text, text

@@ -7,13 +7,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaresume.program import COMMANDS
-from tests.packaging.conftest import ROOT, SAVE, Run
+from tests.packaging.conftest import ROOT, SAVE, Run, make_environment
 
 pytestmark = pytest.mark.process
 
@@ -48,9 +47,9 @@ def test_the_wheel(built: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(environment: Callable[[str], Run]) -> Run:
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The program in an environment that has the base dependencies alone, with a save of one step."""
-    run = environment("")
+    run = make_environment(tmp_path_factory.mktemp("base"), built[1])
     assert run("-c", SAVE, program="python") == (0, "")
     return run
 
