@@ -23,6 +23,20 @@ class Loader(Protocol):
         """Called once, before the first `batches`, with what `state_dict` gave."""
 
 
+class OwnState:
+    """A loader that saves and loads itself. What its state is of, its subclass says."""
+
+    loader: Any
+
+    def state_dict(self) -> Any:
+        """The loader's."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Into the loader, before its first batch."""
+        self.loader.load_state_dict(state)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """A row of the table."""

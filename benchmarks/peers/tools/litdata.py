@@ -8,13 +8,13 @@ from typing import Any
 
 from benchmarks.peers.launch import Plan
 from benchmarks.peers.scenario import SEED
-from benchmarks.peers.tools.base import Tool
+from benchmarks.peers.tools.base import OwnState, Tool
 
 #: samples of a chunk, the file that litData deals to ranks and workers.
 CHUNK = 20
 
 
-class Streaming:
+class Streaming(OwnState):
     """Each rank saves and loads its own state."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -31,14 +31,6 @@ class Streaming:
         del epoch
         for batch in self.loader:
             yield [int(number) for number in batch["number"]]
-
-    def state_dict(self) -> Any:
-        """Of this rank."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Before the first batch."""
-        self.loader.load_state_dict(state)
 
 
 def sample(number: int) -> dict[str, int]:

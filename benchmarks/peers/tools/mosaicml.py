@@ -12,20 +12,19 @@ from typing import Any
 
 from benchmarks.peers.launch import Plan
 from benchmarks.peers.scenario import SEED
-from benchmarks.peers.tools.base import Tool
+from benchmarks.peers.tools.base import OwnState, Tool
 
 
-class Streaming:
+class Streaming(OwnState):
     """The state is the same for all ranks."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         import streaming
         import streaming.base.util
-        import torch.distributed as dist
 
-        if rank == 0:  # as its page on shared memory says, after a run that was killed
-            streaming.base.util.clean_stale_shared_memory()
-        dist.barrier()
+        del rank  # it asks torch.distributed
+        # As its page on shared memory says, after a run that was killed; on every rank, as there is a barrier in it.
+        streaming.base.util.clean_stale_shared_memory()
         dataset = streaming.StreamingDataset(
             local=str(plan.data / "shards"),
             shuffle=True,
@@ -42,14 +41,6 @@ class Streaming:
         del epoch
         for batch in self.loader:
             yield [int(number) for number in batch["number"]]
-
-    def state_dict(self) -> Any:
-        """None before the first batch."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Before the first batch."""
-        self.loader.load_state_dict(state)
 
 
 def prepare(directory: Path, items: int) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from benchmarks.peers.launch import Plan
 from benchmarks.peers.scenario import BEFORE, SEED
-from benchmarks.peers.tools.base import Numbers, Tool, numbers
+from benchmarks.peers.tools.base import Numbers, OwnState, Tool, numbers
 
 
-class Exact:
+class Exact(OwnState):
     """The state is the same for all ranks."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -31,14 +30,6 @@ class Exact:
         """What is left of it."""
         del epoch  # it counts by itself
         return map(numbers, self.loader)
-
-    def state_dict(self) -> Any:
-        """As its page says."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Before the first batch."""
-        self.loader.load_state_dict(state)
 
 
 TOOL = Tool(

@@ -7,10 +7,10 @@ from typing import Any
 
 from benchmarks.peers.launch import Plan
 from benchmarks.peers.scenario import SEED
-from benchmarks.peers.tools.base import Numbers, Tool, numbers
+from benchmarks.peers.tools.base import Numbers, OwnState, Tool, numbers
 
 
-class Stateful:
+class Stateful(OwnState):
     """Each rank saves and loads its own state."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -27,14 +27,6 @@ class Stateful:
         """As of torch's."""
         self.sampler.set_epoch(epoch)
         return map(numbers, self.loader)
-
-    def state_dict(self) -> Any:
-        """Of this rank."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Before the first iterator is made."""
-        self.loader.load_state_dict(state)
 
 
 TOOL = Tool(
