@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import struct
+import tarfile
+import zlib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 from megaresume.stream.errors import UsageError
 
@@ -18,6 +24,18 @@ packing: best_fit
 sources:
   sums: {path: sums}  # sums.bin and sums.idx, made of sums.jsonl: megaresume prepare sums.jsonl --output sums
 """
+
+
+PICTURES = """\
+# What is trained on: docs/shards.md describes every setting.
+seed: 1
+seq_length: 128
+packing: best_fit
+sources:
+  # made of colours-0.tar and colours-1.tar: megaresume prepare 'colours-*.tar' --output colours --processor native
+  colours: {kind: webdataset, index: colours.shards.idx}
+"""
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (240, 220, 40)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +50,8 @@ class Start:
     command: str
     #: of megaresume, which installs what the program imports.
     extra: str
-    #: whether it reads a data.yaml.
-    has_stream: bool = False
+    #: what its data.yaml names; None: it has none.
+    data: Literal["sums", "colours"] | None = None
 
 
 STARTS = {
@@ -46,14 +64,15 @@ STARTS = {
         program="train.py",
         command="torchrun --nproc-per-node 1 train.py",
         extra="deepspeed",
-        has_stream=True,
+        data="sums",
     ),
+    "vlm": Start(source="vlm.py", program="train.py", command="python train.py", extra="torch,vlm", data="colours"),
     "megatron": Start(
         source="megatron.sh",
         program="train.sh",
         command="MEGATRON=/path/to/Megatron-LM bash train.sh",
         extra="megatron",
-        has_stream=True,
+        data="sums",
     ),
 }
 
@@ -72,9 +91,11 @@ def run(args: argparse.Namespace) -> int:
     """
     start = STARTS[args.trainer]
     directory = args.dir or Path(f"megaresume-{args.trainer}")
-    texts = {start.program: resources.files("megaresume.cluster.starts").joinpath(start.source).read_text("utf-8")}
-    if start.has_stream:
-        texts |= {"data.yaml": DATA, "sums.jsonl": _sums()}
+    texts = {start.program: resources.files("megaresume.cluster.starts").joinpath(start.source).read_bytes()}
+    if start.data == "sums":
+        texts |= {"data.yaml": DATA.encode(), "sums.jsonl": _sums().encode()}
+    if start.data == "colours":
+        texts |= {"data.yaml": PICTURES.encode(), **{f"colours-{part}.tar": _shard(part) for part in range(2)}}
     if directory.exists() and not directory.is_dir():
         raise UsageError(
             "a starting point needs a directory",
@@ -92,17 +113,53 @@ def run(args: argparse.Namespace) -> int:
         )
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (directory / name).write_text(text, encoding="utf-8")
-    if start.has_stream:
-        from megaresume.data.prepare.corpus import PrepareOptions, prepare
-
-        prepare([str(directory / "sums.jsonl")], str(directory / "sums"), PrepareOptions(workers=1))
+        (directory / name).write_bytes(text)
+    if start.data is not None:
+        _prepare(start.data, directory)
     print(f"{directory}: {', '.join(texts)}\n")
     print(f"  pip install 'megaresume[{start.extra}]'")
     print(f"  cd {directory}")
     print(f"  {start.command}\n")
     print("Kill it at any time, even with kill -9, and run the same command again: it continues exactly.")
     return 0
+
+
+def _prepare(data: str, directory: Path) -> None:
+    if data == "sums":
+        from megaresume.data.prepare.corpus import PrepareOptions, prepare
+
+        prepare([str(directory / "sums.jsonl")], str(directory / "sums"), PrepareOptions(workers=1))
+    else:
+        from megaresume.program import main
+
+        words = ["--output", str(directory / "colours"), "--processor", "native", "--workers", "1"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            main(["prepare", str(directory / "colours-*.tar"), *words])
+
+
+def _shard(part: int) -> bytes:
+    """Half of 240 records: a picture of one colour, and its name."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for number in range(120 * part, 120 * (part + 1)):
+            name, colour = list(COLOURS.items())[number * number % 7 % len(COLOURS)]
+            shade = tuple(min(value + number % 16, 255) for value in colour)
+            for kind, data in (("png", _png(shade, 28 * (2 + number % 3))), ("txt", name.encode())):
+                member = tarfile.TarInfo(f"{number:03}.{kind}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def _png(colour: tuple[int, ...], side: int) -> bytes:
+    """A square of it, of ``side`` pixels; https://www.w3.org/TR/png-3/."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + bytes(colour) * side) * side)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def _sums() -> str:

@@ -19,11 +19,22 @@ from tests.packaging.conftest import ROOT
 
 #: trainer -> the package that it is a starting point for.
 PACKAGES = {"torch": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
-PACKAGES |= {"deepspeed": "deepspeed"}
-
-
+PACKAGES |= {"deepspeed": "deepspeed", "vlm": "PIL", "megatron": "megatron.core"}
+MINI = ROOT / "tests" / "hosts" / "megatron" / "mini"
 #: not for the reader: without a GPU, DeepSpeed would compile a collective first, for minutes.
 PRELUDE = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
+#: Megatron's pretrain_gpt.py, played by the stand-in of these tests, which has no flags of a model.
+PRETRAIN = f"""
+import runpy, sys
+sys.path.insert(0, {str(MINI)!r})
+start = sys.argv.index("--num-layers")
+end = sys.argv.index("--micro-batch-size")
+del sys.argv[start:end]
+interval = sys.argv.index("--log-interval")
+del sys.argv[interval:interval + 2]
+sys.argv += ["--vocab-size", "257", "--mini-log", "log"]
+runpy.run_path({str(MINI / "pretrain_until_0_17.py")!r}, run_name="__main__")
+"""
 
 
 def lines_of(directory: Path, command: list[str], kill_at: int | None = None) -> list[str]:
@@ -53,11 +64,13 @@ def lines_of(directory: Path, command: list[str], kill_at: int | None = None) ->
 
 @pytest.mark.parametrize("name", STARTS)
 def test_it_is_short_and_not_written_over_anything(tmp_path: Path, name: str) -> None:
+    if find_spec(PACKAGES[name]) is None:
+        pytest.skip(f"{PACKAGES[name]} is not installed")
     done = megaresume("new", name, tmp_path / "here")
     program = tmp_path / "here" / STARTS[name].program
     assert done.returncode == 0 and STARTS[name].command in done.stdout
     assert len(program.read_text().splitlines()) <= 40
-    assert (tmp_path / "here" / "data.yaml").exists() == STARTS[name].has_stream
+    assert (tmp_path / "here" / "data.yaml").exists() == (STARTS[name].data is not None)
     program.write_text("mine")
     again = megaresume("new", name, tmp_path / "here")
     assert again.returncode == 2 and STARTS[name].program in again.stderr and program.read_text() == "mine"
@@ -82,6 +95,24 @@ def test_it_runs_and_goes_on_exactly_after_a_kill(tmp_path: Path, name: str) -> 
     # From the last checkpoint on, each step again with the loss that it has in the undisturbed run.
     assert 100 <= len(resumed) <= 120 and resumed == whole[-len(resumed) :]
     assert megaresume("latest", tmp_path / "cut" / _saves(name), "--iteration").stdout.strip() == "160"
+
+
+@pytest.mark.process
+def test_megatrons_script_starts_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    megaresume("new", "megatron", tmp_path)
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "pretrain_gpt.py").write_text(PRETRAIN)
+    env = {"MEGATRON": str(tmp_path / "clone"), "PYTHONPATH": str(ROOT), "MINI_KILL": "step:70"}
+    env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TORCHDYNAMO_DISABLE": "1"}
+    command = ["bash", "train.sh"]
+    killed = subprocess.run(command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
+    assert killed.returncode != 0
+    del env["MINI_KILL"]
+    resumed = subprocess.run(command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
+    text = resumed.stdout + resumed.stderr
+    assert resumed.returncode == 0 and "megaresume: resumed at sample 480 " in text, text[-3000:]
+    assert megaresume("latest", tmp_path / "checkpoints", "--iteration").stdout.strip() == "160"
 
 
 def _saves(name: str) -> str:
