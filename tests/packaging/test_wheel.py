@@ -97,6 +97,7 @@ def test_what_is_missing_is_named(installed: Run, words: str, extra: str) -> Non
     [
         ("megaresume", "--help", 0, "prepare"),
         ("megaresume", "plan --help", 0, "--save-time"),
+        ("megaresume", "verify --help", 0, "--log-samples"),
         ("megaresume", "run --help", 0, "usage: megaresume run"),
         ("megaresume.cluster.training", "--help", 0, "--num-layers"),
         (

@@ -18,15 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.batches.assemble import Assembler
-from megaresume.batches.batch import BatchArrays
-from megaresume.batches.image_text import BatchImages
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.session.rank_log import hash_rows, hash_samples
 from megaresume.data.layout import spans_of
@@ -40,6 +37,9 @@ from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import CorpusError, MegaresumeError, StateError, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan, concatenate
+
+if TYPE_CHECKING:
+    from megaresume.batches.assemble import Assembler
 
 #: Samples read at a time: a step of a large run does not have to fit into memory.
 CHUNK = 256
@@ -91,6 +91,9 @@ class Contents:
         Raises:
             CorpusError: a document is damaged, or not as long as the index says.
         """
+        from megaresume.batches.batch import BatchArrays
+        from megaresume.batches.image_text import BatchImages
+
         hashes = []
         for part in parts:
             for first in range(part.plan.first, part.plan.stop, CHUNK):
@@ -104,6 +107,8 @@ class Contents:
         return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
 
     def _assembler(self, part: Planned, pad_id: int) -> Assembler:
+        from megaresume.batches.assemble import Assembler  # needs torch, which a directory can be proved without
+
         config = part.config
         augment = {source.name: list(source.augment) for source in config.sources}
         key = repr((config.seq_length, config.packing.align, pad_id, augment))
