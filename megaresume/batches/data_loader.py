@@ -327,6 +327,12 @@ class DataLoader(RankLoader):
         """The state after the batches handed out so far: plain JSON, a few kilobytes, the same on every rank."""
         return self.state_at(self._position).to_dict()
 
+    def _repr_html_(self) -> str:
+        """For Jupyter: how far it is."""
+        from megaresume.stream.pictures import picture_of_state
+
+        return picture_of_state(self.stream.state_at(self._position))
+
     def state_at(self, sample: int) -> StreamState:
         """The state before a sample that lies at or after the one loaded.
 

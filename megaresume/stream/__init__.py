@@ -29,7 +29,8 @@
         in_flight.py        samples that are trained in another order: prompts, out and back
     for everybody
         errors.py           errors, by who must act; text of others, shown to people and read as JSON
-        progress.py         a bar on a terminal, plain lines in a log
+        progress.py         a bar on a terminal or in a notebook, plain lines in a log
+        pictures.py         what Jupyter shows of a state and of a plan
 
 Numbers only: no torch, no tokens, no files. Importing a name from this package imports no more than it needs.
 """

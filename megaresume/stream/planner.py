@@ -109,6 +109,12 @@ class Plan:
             for source, position, document, offset, length in self.table[begin:end].tolist()
         ]
 
+    def _repr_html_(self) -> str:
+        """For Jupyter."""
+        from megaresume.stream.pictures import picture_of_plan
+
+        return picture_of_plan(self)
+
     def __iter__(self) -> Iterator[list[PlannedSegment]]:
         """The segments of each sample."""
         return (self.segments(sample) for sample in range(self.first, self.stop))

@@ -1,7 +1,9 @@
-"""Progress of long work: a bar on a terminal, a plain line now and then in a log."""
+"""Progress of long work: a bar on a terminal, a widget in a notebook, a plain line now and then in a log."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator
@@ -55,6 +57,14 @@ def _short(amount: float, unit: str) -> str:
     return f"{amount:.1f} {prefix}{unit}" if unit == "B" else f"{amount:.1f} {prefix} {unit}"
 
 
+def in_notebook() -> bool:
+    """Whether this is a cell of Jupyter that can show widgets."""
+    if "ipykernel" not in sys.modules or importlib.util.find_spec("ipywidgets") is None:
+        return False
+    shell = sys.modules["IPython"].get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Progress]:
     """Show progress on standard error while the block runs.
@@ -64,10 +74,9 @@ def progress(what: str, total: int, unit: str) -> Iterator[Progress]:
         total: all the work, in ``unit``.
         unit: "documents" or "B" (shown with k, M, G).
     """
-    if not sys.stderr.isatty():
+    if not in_notebook() and not sys.stderr.isatty():
         yield _Lines(what, total, unit)
         return
-    from tqdm import tqdm
-
+    tqdm = importlib.import_module("tqdm.notebook" if in_notebook() else "tqdm").tqdm
     with tqdm(desc=what, total=total, unit=unit, unit_scale=True, delay=QUIET_SECONDS) as bar:
         yield bar

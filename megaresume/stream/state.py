@@ -185,6 +185,12 @@ class StreamState:
         """`to_dict` as compact text."""
         return to_json(self, {"format": FORMAT, "version": VERSION})
 
+    def _repr_html_(self) -> str:
+        """For Jupyter."""
+        from megaresume.stream.pictures import picture_of_state
+
+        return picture_of_state(self)
+
     def replace(self, **changes: Any) -> StreamState:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
