@@ -130,11 +130,13 @@ def _prepare(data: str, directory: Path) -> None:
 
         prepare([str(directory / "sums.jsonl")], str(directory / "sums"), PrepareOptions(workers=1))
     else:
-        from megaresume.program import main
+        from megaresume.data.prepare import command
 
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
         words = ["--output", str(directory / "colours"), "--processor", "native", "--workers", "1"]
         with contextlib.redirect_stdout(io.StringIO()):
-            main(["prepare", str(directory / "colours-*.tar"), *words])
+            command.run(parser.parse_args([str(directory / "colours-*.tar"), *words]))
 
 
 def _shard(part: int) -> bytes:
