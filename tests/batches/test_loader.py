@@ -23,6 +23,7 @@ from megaresume.batches.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError, CorpusError, StateError, StreamExhausted, UsageError
 from megaresume.testing import assert_same_samples
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -114,9 +115,15 @@ def test_no_such_field(config, notes, fields):
         StreamLoader(stream, BatchSchedule.constant(4), micro_batch_size=4, fields=fields)
 
 
+RELEASE = release(
+    "`[2-forkserver]`: another way to start workers",
+    "the same, `[2-spawn]` and `[3-fork]`",
+)
+
+
 @pytest.mark.parametrize(
     "num_workers, start_method",
-    [(1, "fork"), (3, "fork"), (2, "spawn"), pytest.param(2, "forkserver", marks=pytest.mark.release)],
+    [(1, "fork"), (3, "fork"), (2, "spawn"), pytest.param(2, "forkserver", marks=RELEASE)],
 )
 def test_any_workers_however_started(open_it, expected, num_workers, start_method):
     how = {"num_workers": num_workers, "start_method": start_method}
@@ -153,13 +160,19 @@ def test_a_ramp_up_moves_only_the_boundaries(open_it, expected):
         assert torch.equal(ramped[key][:num], whole[key][:num])
 
 
+RELEASE_2 = release(
+    "`[spawn]`: another way to start a worker",
+    "the same, `[fork]`, and `::test_any_workers_however_started`: `[2-spawn]`",
+)
+
+
 @pytest.mark.parametrize(
     "how",
     [
         pytest.param({}, id="thread"),
         pytest.param({"prefetch": 0}, id="in-process"),
         pytest.param({"num_workers": 1, "start_method": "fork"}, id="fork"),
-        pytest.param({"num_workers": 1, "start_method": "spawn"}, id="spawn", marks=pytest.mark.release),
+        pytest.param({"num_workers": 1, "start_method": "spawn"}, id="spawn", marks=RELEASE_2),
     ],
 )
 def test_a_stream_restored_after_the_loader_was_built(open_it, how):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.release import release
+
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +48,10 @@ REQUIRED = (
 )
 
 
-@pytest.mark.release
+@release(
+    "every benchmark, short",
+    "`::test_one_benchmark_alone`; what they measure has tests of its own",
+)
 def test_every_row_is_printed(tmp_path: Path) -> None:
     """``make bench`` with ``--quick``: the rows, in the table and as JSON, and nothing left behind."""
     result = tmp_path / "result.json"

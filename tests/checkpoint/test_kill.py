@@ -24,6 +24,7 @@ from megaresume.checkpoint.saving.retention import put_back
 from megaresume.checkpoint.start import record_start
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -124,7 +125,11 @@ def assert_all_of(choice: Choice, digest: str, names: set[str]) -> None:
     assert choice.manifest.verify(choice.tag_dir) == []
 
 
-@pytest.mark.release
+@release(
+    "a save killed at every operation, and every start after it",
+    "`::test_a_new_checkpoint`, "
+    "`tests/reliability/test_cuts.py::test_what_is_announced_outlasts_power_cuts`: the same step again",
+)
 def test_the_same_step_again(root: Path, tmp_path: Path, save: Save, state: MakeState) -> None:
     """A start finds the new save of step 30 or the old one, each with its own files alone: nothing is lost between."""
     save_by_two_ranks(root, state(240))
@@ -155,8 +160,14 @@ def test_the_same_step_again(root: Path, tmp_path: Path, save: Save, state: Make
         assert_all_of(chosen(attempt), old, files[old])
 
 
+RELEASE = release(
+    "`[latest]`, `[ledger]`: every operation after other kills",
+    "the same, `[manifest]` and `[tracker]`",
+)
+
+
 @pytest.mark.parametrize(
-    "killed_at", ["manifest", "tracker", *(pytest.param(at, marks=pytest.mark.release) for at in ("latest", "ledger"))]
+    "killed_at", ["manifest", "tracker", *(pytest.param(at, marks=RELEASE) for at in ("latest", "ledger"))]
 )
 def test_a_start_that_finishes_a_killed_commit(
     root: Path, tmp_path: Path, save: Save, state: MakeState, killed_at: str

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.megatron.layouts import run_python, write_lm
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -171,12 +172,18 @@ def torchrun(*words, root, cwd):
     return run_python(*command, path=[root], cwd=cwd, OMP_NUM_THREADS="1")
 
 
+RELEASE = release(
+    "`[all-torch]`, `[all]`: two more launches",
+    "the same, `[shared-torch]`",
+)
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ("shared", "torch"),
-        pytest.param(("all", "torch"), marks=pytest.mark.release),
-        pytest.param(("all",), marks=pytest.mark.release),
+        pytest.param(("all", "torch"), marks=RELEASE),
+        pytest.param(("all",), marks=RELEASE),
     ],
     ids="-".join,
 )
@@ -192,9 +199,13 @@ def test_our_errors_are_said_once_a_job(root, tmp_path, words):
     assert "StateError" not in done.stderr  # as it would stand in a traceback
 
 
-@pytest.mark.parametrize(
-    "words", [("alone", "torch"), pytest.param(("alone",), marks=pytest.mark.release)], ids="-".join
+RELEASE_2 = release(
+    "`[alone]`: one more launch",
+    "the same, `[alone-torch]`",
 )
+
+
+@pytest.mark.parametrize("words", [("alone", "torch"), pytest.param(("alone",), marks=RELEASE_2)], ids="-".join)
 def test_an_error_of_one_rank_ends_the_job(root, tmp_path, words):
     (tmp_path / "fails.py").write_text(FAILS)
     done = torchrun(*RUN, "fails.py", *words, root=root, cwd=tmp_path)

@@ -22,6 +22,7 @@ from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 from tests.data.far import serve
 from tests.data.kit import captions, encoder, write_shard, write_shards
+from tests.release import release
 
 pytest.importorskip("aiohttp")
 
@@ -234,8 +235,14 @@ def test_bad_numbers_are_refused(shards):
             loader(shards, **options)
 
 
+RELEASE = release(
+    "`[spawn]`: another way to start workers",
+    "the same, `[fork]`",
+)
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.release)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=RELEASE)])
 def test_workers_read_ahead_for_themselves(shards, method):
     with serve(shards, latency=0.01) as far:
         assert batches(shards, far.url, num_workers=2, start_method=method) == batches(shards)
@@ -271,7 +278,10 @@ for batch in made:
 
 
 @pytest.mark.process
-@pytest.mark.release
+@release(
+    "four processes, three of them killed",
+    "`::test_it_reads_what_this_rank_needs_from_where_it_goes_on`",
+)
 def test_killed_while_it_reads_ahead_and_gone_on(shards):
     expected = [
         [batch["samples"].tolist(), batch["tokens"].tolist(), float(batch["pixel_values"].sum())]

@@ -32,6 +32,7 @@ from tests.data.far import serve
 from tests.data.kit import OPTIONS, encoder, key, killed_and_run_again, same, write_shard
 from tests.data.test_ahead import FAULTS
 from tests.encoding.images.kit import file, picture
+from tests.release import release
 
 CHAT = {"kind": "chat", "style": "plain"}
 
@@ -634,7 +635,10 @@ for batch in loader(Path(directory), "lines", start=int(start), stop=80, num_wor
 
 
 @pytest.mark.process
-@pytest.mark.release
+@release(
+    "three starts of a reader",
+    "`::test_batches_are_those_of_tar_shards`, `::test_in_workers_too`",
+)
 def test_killed_in_training_and_gone_on(both, tmp_path):
     expected = [
         [batch["samples"].tolist(), batch["tokens"].tolist(), float(batch["pixel_values"].sum())]

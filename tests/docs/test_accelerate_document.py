@@ -9,6 +9,7 @@ import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
 from tests.docs.test_torch_document import run
+from tests.release import release
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.process
@@ -16,7 +17,10 @@ pytestmark = pytest.mark.process
 DOCUMENT = Path(__file__).parents[2] / "docs" / "accelerate.md"
 
 
-@pytest.mark.release
+@release(
+    "three launches",
+    "`tests/hosts/hugging_face/test_accelerator.py::test_two_ranks_to_one`",
+)
 def test_the_program_of_the_document_resumes_bit_for_bit(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

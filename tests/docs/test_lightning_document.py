@@ -9,13 +9,17 @@ import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
 from tests.docs.test_torch_document import run
+from tests.release import release
 
 pytest.importorskip("lightning")
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
-@pytest.mark.release
+@release(
+    "three starts, each of which imports Lightning",
+    "`tests/hosts/lightning/test_lightning.py::test_losses_and_counters_are_those_of_a_run_that_nobody_stopped`",
+)
 def test_the_program_of_the_document_resumes_bit_for_bit(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

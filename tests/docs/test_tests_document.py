@@ -1,41 +1,30 @@
-"""tests/README.md: it has every test that is marked `release`, and names tests of `make test` that exist."""
+"""tests/README.md: its table is that of the marks, which name tests of `make test` that exist."""
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-ROWS = re.findall(r"^\| `([^`]+)` \| (.+) \| (.+) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
+from tests.release import README, ROOT, definitions, table
 
 
-def functions() -> dict[str, str]:
-    """path::name of every test and fixture -> its decorators."""
-    found = {}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef):
-                found[f"{path.relative_to(ROOT)}::{node.name}"] = " ".join(map(ast.unparse, node.decorator_list))
-    return found
+def test_the_table_is_made_of_the_marks() -> None:
+    """`python -m tests.release --write` makes it again."""
+    assert table() in README.read_text(encoding="utf-8")
 
 
-def test_every_release_test_is_there() -> None:
-    marked = [name for name, decorators in functions().items() if "pytest.mark.release" in decorators]
-    assert [name for name, _, _ in ROWS] == marked
+def test_every_mark_says_why_and_what_covers_it() -> None:
+    mark = re.compile(r"pytest\.mark\.release\b")
+    files = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py") if mark.search(path.read_text())]
+    assert sorted(files) == ["tests/release.py"]
 
 
 def test_what_covers_them_is_there() -> None:
-    known = functions()
-    for name, _, others in ROWS:
-        if others.startswith(("as above", "the same")):
+    known = definitions()
+    for definition in known:
+        if definition.covered_by is None or definition.covered_by.startswith("the same"):
             continue
-        covers = re.findall(r"`(tests/[^`]+)`", others)
-        assert covers, name
+        covers = re.findall(r"`(tests/[^`]+)`", definition.row.rpartition(" | ")[2])
+        assert covers, definition
         for other in covers:  # a test, a file or a folder
-            under = {
-                decorators
-                for test, decorators in known.items()
-                if test == other or test.startswith((f"{other}::", f"{other}/"))
-            }
-            assert any("pytest.mark.release" not in decorators for decorators in under), other
+            under = [one for one in known if str(one) == other or str(one).startswith((f"{other}::", f"{other}/"))]
+            assert any(one.covered_by is None or one.covered_by.startswith("the same") for one in under), other

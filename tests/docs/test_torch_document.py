@@ -13,6 +13,7 @@ import pytest
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
+from tests.release import release
 
 pytest.importorskip("torch")
 
@@ -43,7 +44,11 @@ def run(program: Path, directory: str, *, kill_at: int | None = None) -> list[st
 
 
 @pytest.mark.process
-@pytest.mark.release
+@release(
+    "three launches of two ranks",
+    "`tests/hosts/torch/test_loop.py::test_the_losses_are_those_of_a_run_that_nobody_stopped`, "
+    "`::test_the_stream_of_the_document`",
+)
 def test_the_program_of_the_document_resumes_bit_for_bit(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(blocks()[0])

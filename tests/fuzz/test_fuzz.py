@@ -10,6 +10,7 @@ import pytest
 
 from tests.fuzz.__main__ import ROOT, fuzz
 from tests.fuzz.targets import PLANTED, TARGETS
+from tests.release import release
 
 FINDINGS = Path(__file__).with_name("findings")
 #: processor time of one target, without its start.
@@ -18,7 +19,10 @@ NAMES = [name for name in TARGETS if name not in PLANTED]
 KEPT = sorted(path for path in FINDINGS.glob("*/*"))
 
 
-@pytest.mark.release
+@release(
+    "half a minute of every parser",
+    "`::test_what_was_found_once`, `::test_seeds`",
+)
 @pytest.mark.process
 def test_nothing_is_found(tmp_path: Path) -> None:
     """No crash, no hang, no damaged file that passes for another one."""

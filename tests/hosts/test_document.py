@@ -10,6 +10,7 @@ import pytest
 
 from megaresume.cluster.local import LocalJob
 from megaresume.program import main
+from tests.release import release
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 
@@ -52,7 +53,11 @@ def write_corpora(directory: Path) -> None:
         assert main(["prepare", f"{directory / name}.jsonl", "--output", str(directory / name), "--workers", "1"]) == 0
 
 
-@pytest.mark.release
+@release(
+    "two launches and a kill each",
+    "`tests/hosts/test_deepspeed.py::test_a_resume_continues_bit_for_bit`, "
+    "`tests/hosts/test_deepspeed.py::test_two_ranks_to_one`",
+)
 @pytest.mark.process
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_documents_program_killed_and_resumed(

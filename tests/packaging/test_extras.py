@@ -16,6 +16,7 @@ import pytest
 import megaresume
 from tests.hosts.megatron.patching.scripts import V0_18
 from tests.packaging.conftest import ROOT, SAVE, make_environment
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -164,7 +165,10 @@ def python(request: pytest.FixtureRequest) -> str:
     return found[request.param]
 
 
-@pytest.mark.release
+@release(
+    "an environment, and the downloads of it, for each extra on each Python",
+    "`tests/packaging/test_wheel.py::test_the_wheel`, `tests/packaging/test_wheel.py::test_without_torch`",
+)
 @pytest.mark.parametrize("extra", CASES)
 def test_what_an_extra_is_for(
     built: tuple[Path, Path], with_torch: Callable[[str], Path], tmp_path: Path, python: str, extra: str
@@ -180,7 +184,11 @@ def test_what_an_extra_is_for(
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-@pytest.mark.release
+@release(
+    "downloads the base dependencies",
+    "`tests/packaging/test_wheel.py::test_the_archive_holds_what_a_developer_needs`, "
+    "`tests/packaging/test_wheel.py::test_the_wheel`",
+)
 def test_the_archive_is_installed_like_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     run = make_environment(tmp_path, built[0])
     status, text = run(

@@ -12,6 +12,7 @@ import pytest
 import megaresume
 from tests.packaging.conftest import ROOT, install
 from tests.packaging.release import NotReady, build_files, check_tree, git, version_of
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -86,7 +87,10 @@ def test_only_what_is_committed_is_built(checkout: Path) -> None:
     assert "megaresume/__init__.py" in listed.stdout and "scratch.py" not in listed.stdout
 
 
-@pytest.mark.release
+@release(
+    "downloads twine",
+    "`tests/packaging/test_wheel.py::test_the_wheel`",
+)
 def test_the_index_can_show_the_description(built: tuple[Path, Path], tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
     install(tmp_path, "twine")

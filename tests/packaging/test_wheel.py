@@ -13,6 +13,7 @@ import pytest
 
 from megaresume.program import COMMANDS
 from tests.packaging.conftest import ROOT, SAVE, Run, make_environment
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -54,7 +55,10 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return run
 
 
-@pytest.mark.release
+@release(
+    "downloads the base dependencies",
+    "`::test_the_wheel`, `tests/cli/test_main.py::test_the_cheap_commands_import_nothing_heavy`",
+)
 def test_the_base_installation(installed: Run) -> None:
     for command in ("", *COMMANDS):
         assert installed(*command.split(), "--help")[0] == 0, command
@@ -71,7 +75,11 @@ def test_the_base_installation(installed: Run) -> None:
         assert status == 0 and found in text, text
 
 
-@pytest.mark.release
+@release(
+    "the same downloads",
+    "`::test_the_wheel`, `tests/cli/test_main.py::test_the_cheap_commands_import_nothing_heavy`; nothing "
+    "else runs without torch",
+)
 @pytest.mark.parametrize(
     ("words", "extra"),
     [

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
 from tests.reliability import shim
 from tests.reliability.cuts import CHOICE, START, Cuts
 from tests.reliability.recording import Entry, Node, Recording, Step, read
@@ -269,7 +270,10 @@ def test_a_save_that_forgets_to_sync_is_noticed(memory: Path) -> None:
         assert sum(line.startswith("lost") for line in lines) > 20
 
 
-@pytest.mark.release
+@release(
+    "4,000 power cuts on every file system, in real jobs too",
+    "`::test_what_is_announced_outlasts_power_cuts`: 300, in saves without a job",
+)
 @pytest.mark.timeout(1800)
 def test_thousands_of_power_cuts(tmp_path: Path) -> None:
     path = tmp_path / "results.json"

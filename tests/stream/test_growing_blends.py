@@ -10,7 +10,6 @@ import copy
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from megaresume.stream.errors import StateError, StreamExhausted
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
+from tests.release import release
 
 EPOCHS = 2
 PACKINGS = ["best_fit", "none", {"mode": "best_fit", "open_bins": 2, "max_age": 3}]
@@ -215,7 +215,10 @@ def test_every_document_as_often_as_its_epochs_say(data: st.DataObject) -> None:
     _go_through(data, 5)
 
 
-@pytest.mark.release
+@release(
+    "3,000 examples of 12 changes",
+    "`::test_every_document_as_often_as_its_epochs_say`",
+)
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_more(data: st.DataObject) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import Segment, StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
+from tests.release import release
 from tests.stream.model import Model
 
 LENGTHS = {
@@ -283,7 +283,10 @@ def test_any_sequence_of_changes(data: st.DataObject) -> None:
     _go_through(data, 6)
 
 
-@pytest.mark.release
+@release(
+    "600 examples of 14 changes",
+    "`::test_any_sequence_of_changes`",
+)
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_long_sequences_of_changes(data: st.DataObject) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.release import release
 from tests.upstream import document, trainers
 from tests.upstream.__main__ import Record
 from tests.upstream.compare import difference, read_steps
@@ -19,7 +20,10 @@ from tests.upstream.results import Result
 from tests.upstream.trees import UPSTREAMS
 
 
-@pytest.mark.release
+@release(
+    "docs/tried.md is made before a release, not at every change",
+    "`tests/hosts/megatron`, on a stand-in that keeps upstream's protocol",
+)
 def test_the_document_is_as_new_as_the_integration():
     found = fingerprints_of(PAGE.read_text())
     assert found == {fingerprint()}, (
@@ -53,7 +57,10 @@ def test_the_fingerprint_covers_what_decides(tmp_path):
     assert fingerprint(tmp_path) != fingerprint()
 
 
-@pytest.mark.release
+@release(
+    "the same document",
+    "`tests/hosts/megatron`, on a stand-in that keeps upstream's protocol",
+)
 def test_every_upstream_that_was_asked_for_has_a_row():
     text = PAGE.read_text()
     assert [one.title for one in UPSTREAMS if f"| {one.title} |" not in text] == []

@@ -29,6 +29,7 @@ from megaresume.cluster.demo.sft import (
 from megaresume.cluster.records import read_records
 from megaresume.program import main
 from tests.cli.conftest import megaresume_process
+from tests.release import release
 
 CHAT = [IM_START, *b"user\nHi", IM_END, ord("\n"), IM_START, *b"assistant\nYo", IM_END, ord("\n")]
 TEXT = [*b"A text", END_OF_TEXT]
@@ -121,7 +122,11 @@ def test_the_program_trains_what_its_code_expects(tmp_path: Path) -> None:
     assert sum(int(one.trained.sum()) for one in found) == sum(record["tokens"] for record in steps.values())
 
 
-@pytest.mark.release
+@release(
+    "a minute of training",
+    "`::test_the_program_trains_what_its_code_expects`, "
+    "`tests/cluster/demo/test_demo.py::test_it_proves_a_run_that_was_killed_twice`",
+)
 @pytest.mark.process
 def test_all_of_it_short(tmp_path: Path) -> None:
     out = tmp_path / "out"

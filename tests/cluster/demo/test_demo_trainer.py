@@ -13,6 +13,7 @@ from megaresume.cluster.demo.command import run_demo
 from megaresume.cluster.demo.hugging_face import LENGTH, PADDING, TRAINER, Texts, collate
 from megaresume.cluster.records import read_records
 from tests.cluster.training.compare import compare
+from tests.release import release
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,11 @@ def test_a_batch_is_padded_and_its_padding_is_no_label(data: Path) -> None:
     assert batch["labels"][0].tolist() == [*b"manual 0 ", *[-100] * (LENGTH - 9)]
 
 
-@pytest.mark.release
+@release(
+    "a minute of training",
+    "`::test_the_program_notes_what_the_model_was_given`, "
+    "`tests/cluster/demo/test_demo.py::test_it_proves_a_run_that_was_killed_twice`",
+)
 @pytest.mark.process
 def test_all_of_it_short(tmp_path: Path) -> None:
     result = run_demo(TRAINER, tmp_path / "out", steps=24, overwrite=False, quiet=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import yaml
 
 from megaresume.cluster.demo.vlm import ENCODER, VLM, Pictures, write_pictures
@@ -13,6 +12,7 @@ from megaresume.cluster.records import read_records
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.encoding.images.encoder import ImageTextEncoder
 from tests.cli.conftest import megaresume_process
+from tests.release import release
 
 
 def answer(document: int, expected: str, predicted: str) -> dict[str, object]:
@@ -47,7 +47,11 @@ def test_it_tells_the_share_of_digits_and_shows_pictures(tmp_path: Path) -> None
     assert "<code>3 1</code> <small>right</small>" in page and "<code>1</code> <small>expected 7</small>" in page
 
 
-@pytest.mark.release
+@release(
+    "a minute of training",
+    "`tests/cluster/demo/test_demo.py::test_it_proves_a_run_that_was_killed_twice`, "
+    "`tests/cluster/training/test_vlm.py::test_killed_and_resumed_on_another_topology`",
+)
 def test_all_of_it_short(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = megaresume_process("demo", "--vlm", "--steps", "30", "--out", out, "--json")

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.launch.conftest import running_cluster
 from tests.docs.pages import section
+from tests.release import release
 
 if TYPE_CHECKING:
     from tests.cluster.launch.conftest import Cluster
@@ -115,7 +116,13 @@ def test_a_power_cut_requeues_the_job(slurm: Cluster, tmp_path: Path) -> None:
     wait_for(lambda: "1: n[1,3]" in log.read_text())
 
 
-@pytest.mark.parametrize("mode", ["auto", pytest.param("flat", marks=pytest.mark.release)])
+RELEASE = release(
+    "`[flat]`: another kind of cluster",
+    "the same, `[auto]`",
+)
+
+
+@pytest.mark.parametrize("mode", ["auto", pytest.param("flat", marks=RELEASE)])
 def test_nothing_is_left_when_its_pytest_is_killed(mode: str) -> None:
     program = HOLDER.format(here=str(HERE), settings={"CLUSTER_MODE": mode})
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:

@@ -22,6 +22,7 @@ from megaresume.cluster.local import free_port
 from megaresume.cluster.records import read_records
 from megaresume.shipped import launch_script
 from tests.cluster.launch.conftest import ENDLESS, FLAGS
+from tests.release import release
 
 PATIENCE = 300
 #: in the place of PYTHON: notes how it was started, saves the second time, and fails.
@@ -253,7 +254,10 @@ def test_a_restart_goes_on_from_what_was_saved_since(start: Start, directory: Pa
     ]
 
 
-@pytest.mark.release
+@release(
+    "30 s until the agents notice",
+    "`tests/cluster/training/test_restart_in_place.py::test_nodes_are_lost_and_won`",
+)
 def test_torchrun_goes_on_in_place_without_a_lost_node(start: Start, directory: Path) -> None:
     place = {"NNODES": "1:2", "MASTER_PORT": free_port(), "PROCS_PER_NODE": 1, "MAX_RESTARTS": 2}
     place["RENDEZVOUS"] = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from megaresume.shipped import launch_script
+from tests.release import release
 
 if TYPE_CHECKING:
     from tests.cluster.launch.conftest import Cluster
@@ -308,7 +309,11 @@ if node == "n4":
     assert (tmp_path / RUN_DIR / "logs" / f"{job}.0.2").is_dir()
 
 
-@pytest.mark.release  # two minutes; tests/cluster/launching proves of `decide` that no end without progress loops
+@release(
+    "two minutes of real attempts",
+    "`tests/cluster/launching/test_decide.py` (no end without progress loops), "
+    "`::test_a_bad_node_is_left_out_and_only_a_run_that_says_so_is_over`",
+)
 def test_without_progress_it_comes_to_an_end_whatever_ends_it(slurm: Cluster, tmp_path: Path) -> None:
     """A time limit, and then status 0: neither was counted once."""
     play = "time.sleep(0 if attempt else 600)"

@@ -28,6 +28,7 @@ import pytest
 from megaresume.shipped import launch_script
 from tests.cluster.launch.conftest import Cluster, hurried, running_cluster
 from tests.cluster.training.conftest import write_corpus
+from tests.release import release
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "slurm.md"
 LOOP = Path(__file__).parent / "loop.py"
@@ -534,7 +535,12 @@ def is_as_expected(scenario: Scenario, seen: str, equal: str) -> bool:
     return seen == scenario.expected and (trained if scenario.trains else equal == "none trained")
 
 
-@pytest.mark.release
+@release(
+    "20 minutes: all that goes wrong on a cluster, with the samples",
+    "`tests/cluster/launching/test_decide.py`, "
+    "`tests/cluster/launch/test_slurm_coming_back.py::test_a_bad_node_is_left_out_and_only_a_run_that_says_so_is_over`,"
+    " `tests/cluster/launch/test_slurm_scripts.py::test_a_signal_a_requeue_a_cancel_and_the_end`",
+)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[s.what.split(":")[0].replace(" ", "-") for s in SCENARIOS])
 def test_scenario(scenario: Scenario, slurm: Cluster, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import pytest
 from megaresume.cluster.records import read_records
 from megaresume.shipped import launch_script
 from tests.cluster.launch.conftest import ENDLESS, FLAGS
+from tests.release import release
 
 if TYPE_CHECKING:
     from tests.cluster.launch.conftest import Cluster
@@ -144,7 +145,11 @@ def test_a_signal_a_requeue_a_cancel_and_the_end(slurm: Cluster, directory: Path
     assert run.is_whole(last)
 
 
-@pytest.mark.release
+@release(
+    "a minute until the limit, the least that Slurm knows",
+    "`::test_a_signal_a_requeue_a_cancel_and_the_end`, "
+    "`tests/cluster/launch/test_slurm_coming_back.py::test_a_chain_whose_length_stands_in_the_script_comes_to_an_end`",
+)
 def test_the_time_limit_where_requeue_is_not_allowed(slurm: Cluster, directory: Path) -> None:
     run = Run("chain", directory, slurm)
     options = ("--nodes=1", "--no-requeue", "--time=30", "--signal=B:USR1@40")
@@ -173,7 +178,10 @@ def test_the_time_limit_where_requeue_is_not_allowed(slurm: Cluster, directory: 
     assert run.is_whole(run.steps()[-1])
 
 
-@pytest.mark.release
+@release(
+    "the same script with another stop",
+    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`",
+)
 def test_a_killed_rank_under_deepspeed(slurm: Cluster, directory: Path) -> None:
     run = Run("killed", directory, slurm)
     flags = f"{ENDLESS} --save-interval 5 --megaresume-keep-last 2"
@@ -240,7 +248,10 @@ def test_refusals(slurm: Cluster, directory: Path) -> None:
     assert not run.steps()
 
 
-@pytest.mark.release
+@release(
+    "two minutes of waiting for limits",
+    "`::test_a_signal_a_requeue_a_cancel_and_the_end`",
+)
 def test_a_time_limit_without_a_signal_before_it(slurm: Cluster, directory: Path) -> None:
     run = Run("limit", directory, slurm)
     # 28 is WINCH, which means nothing to a batch script.

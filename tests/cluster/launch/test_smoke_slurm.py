@@ -25,6 +25,7 @@ from megaresume.cluster.smoke.slurm import SlurmLauncher
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt
 from megaresume.stream.errors import SetupError, UsageError
 from tests.cluster.smoke.conftest import costs_steps
+from tests.release import release
 
 if TYPE_CHECKING:
     from tests.cluster.launch.conftest import Cluster
@@ -72,7 +73,11 @@ def through_every_stop(record: Callable[[str, object], None], out: Path, *words:
     assert costs_steps(result, "sigkill")
 
 
-@pytest.mark.release
+@release(
+    "eight launches, and a wall time of a minute",
+    "`::test_deepspeed_with_zero_1`, "
+    "`tests/cluster/launch/test_slurm_scripts.py::test_a_signal_a_requeue_a_cancel_and_the_end`",
+)
 @pytest.mark.timeout(1800)
 def test_torchrun_through_every_stop(
     slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -90,7 +95,11 @@ def test_torchrun_through_every_stop(
     assert slurm.slurm("squeue", "-h") == ""
 
 
-@pytest.mark.release
+@release(
+    "eight launches each",
+    "`::test_deepspeed_with_zero_1`, "
+    "`tests/cluster/launch/test_slurm_scripts.py::test_a_signal_a_requeue_a_cancel_and_the_end`",
+)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "words",
@@ -111,7 +120,10 @@ def test_deepspeed_with_zero_1(slurm: Cluster, tmp_path: Path, record_property: 
     assert costs_steps(result, "sigkill")
 
 
-@pytest.mark.release
+@release(
+    "four launches",
+    "`::test_deepspeed_with_zero_1`, `tests/cluster/training/test_vlm.py::test_killed_and_resumed_on_another_topology`",
+)
 @pytest.mark.timeout(1800)
 def test_images_and_text(slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     words = ["--model", "vlm", "--zero-stage", "1", "--kill", "node-down,sigterm", "--nodes", "2,3,1"]

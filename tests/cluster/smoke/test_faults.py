@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.smoke.conftest import smoke as command
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -63,8 +64,14 @@ WRONG = {
 QUICK = ("drop", "loss", "dies")
 
 
+RELEASE = release(
+    "five more faults, two launches each",
+    "the same, `[drop]`, `[loss]`, `[dies]`; the comparison of all fields in `tests/cluster/smoke/test_compare.py`",
+)
+
+
 @pytest.mark.parametrize(
-    "fault", [*QUICK, *(pytest.param(fault, marks=pytest.mark.release) for fault in WRONG if fault not in QUICK)]
+    "fault", [*QUICK, *(pytest.param(fault, marks=RELEASE) for fault in WRONG if fault not in QUICK)]
 )
 def test_a_wrong_program_is_found(tmp_path: Path, fault: str) -> None:
     status, result, text = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, FAULT=fault)
@@ -75,7 +82,13 @@ def test_a_wrong_program_is_found(tmp_path: Path, fault: str) -> None:
     assert result["first_difference"]
 
 
-@pytest.mark.parametrize("fault", [pytest.param("drop", marks=pytest.mark.release), "content"])
+RELEASE_2 = release(
+    "`[drop]`: another fault",
+    "the same, `[content]`",
+)
+
+
+@pytest.mark.parametrize("fault", [pytest.param("drop", marks=RELEASE_2), "content"])
 def test_a_wrong_program_is_found_in_records_of_ranks(tmp_path: Path, fault: str) -> None:
     status, result, _ = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, FAULT=fault, RECORDS="ranks")
     assert status == 1 and result["first_difference"].startswith("step 5")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.smoke.conftest import ROOT, costs_steps, smoke
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -16,7 +17,10 @@ pytest.importorskip("megatron.core")
 MINI = ROOT / "tests" / "hosts" / "megatron" / "mini"
 
 
-@pytest.mark.release
+@release(
+    "four launches of two ranks",
+    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`",
+)
 def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
     kinds = ["sigkill", "node-down"]  # sigterm: tests/cluster/launch/test_scripts.py
     layouts = ["--nodes", "2,1", "--workers", "0,1", "--micro-batch-size", "2,4"]
@@ -49,7 +53,10 @@ def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
     assert page.count("<svg") == 1 and "http" not in page.replace("http://www.w3.org", "")
 
 
-@pytest.mark.release
+@release(
+    "three launches",
+    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`",
+)
 def test_deepspeed_launcher_with_its_own_data(tmp_path: Path) -> None:
     from tests.cluster.training.conftest import write_corpus
 
@@ -94,7 +101,11 @@ def forward_step(*args, **more):
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 256"
 
 
-@pytest.mark.release
+@release(
+    "two launches of Megatron-LM",
+    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`, "
+    "`tests/cluster/smoke/test_faults.py::test_a_good_program_holds`",
+)
 def test_a_megatron_script(tmp_path: Path) -> None:
     from tests.cluster.training.conftest import write_corpus
 
@@ -125,7 +136,10 @@ def test_a_megatron_script(tmp_path: Path) -> None:
     assert compared["compared"] == 40 and compared["hashed"] == stop["resumed_from"]
 
 
-@pytest.mark.release
+@release(
+    "four launches",
+    "`tests/cluster/training/test_vlm.py::test_killed_and_resumed_on_another_topology`",
+)
 def test_images(tmp_path: Path) -> None:
     status, result, text = smoke(tmp_path, "--model", "vlm", "--kill", "preempt,node-down", "--zero-stage", 1)
     assert status == 0 and result["holds"] and result["verified"], text

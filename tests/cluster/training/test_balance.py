@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from megaresume.program import main
+from tests.release import release
 
 SIZES = "--train-iters 6 --global-batch-size 8 --zero-stage 0 --save {dir}/balanced --load {dir}/balanced"
 
 
-@pytest.mark.release
+@release(
+    "three launches of DeepSpeed",
+    "`tests/hosts/torch/test_balance.py::test_nothing_is_repeated_and_nothing_skipped`, "
+    "`tests/hosts/torch/test_balance.py::test_trace_knows_who_trained_what`: the same deal in a loop of torch",
+)
 def test_killed_and_resumed_on_one_rank(runs: Any, capsys: pytest.CaptureFixture[str]) -> None:
     plain = runs("plain", "--train-iters 6 --global-batch-size 8 --micro-batch-size 2 --zero-stage 0")
     assert plain.status == 0, plain.text[-4000:]

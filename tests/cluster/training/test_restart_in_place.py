@@ -27,6 +27,7 @@ from megaresume.cluster.local import free_port
 from megaresume.cluster.records import RunRecords, read_records
 from tests.cluster.training.compare import compare
 from tests.docs.pages import section
+from tests.release import release
 
 DOCUMENT = section("stopping.md", "Restarts in place")
 #: The commands of the document: several nodes, one node, and a loop around the deepspeed launcher.
@@ -167,7 +168,10 @@ def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
     assert "is in use" not in said
 
 
-@pytest.mark.release
+@release(
+    "two launches",
+    "`::test_nodes_are_lost_and_won`",
+)
 def test_a_rank_is_lost(nodes: Any, uninterrupted: Any) -> None:
     """One node of two ranks without a rendezvous of its own; a rank is killed; the run ends as if nothing had been."""
     job = nodes(ONE_NODE, "--train-iters 20")
@@ -207,7 +211,10 @@ def test_deepspeed_has_no_elastic_launcher() -> None:
     assert done.returncode == 2 and "unrecognized arguments: --elastic_training" in done.stderr
 
 
-@pytest.mark.release
+@release(
+    "three launches",
+    "`tests/cluster/launch/test_scripts.py::test_deepspeed_is_started_again_after_a_failure_and_stopped`",
+)
 def test_the_loop_around_the_deepspeed_launcher(data_yaml: Path, uninterrupted: Any, tmp_path: Path) -> None:
     """The launcher ends when a rank is killed; the next start has one rank less. ZeRO 1."""
     programs = tmp_path / "bin"

@@ -14,6 +14,7 @@ from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.cluster.local import LocalJob
 from tests.cluster.training.compare import compare
+from tests.release import release
 
 BITS = ("samples", "order", "content", "digest", "loss_hex")
 SIZES = "--train-iters 6 --global-batch-size 8 --micro-batch-size 2"
@@ -41,7 +42,11 @@ def twins(runs: Any) -> dict[int, Any]:
     return type("Twins", (dict,), {"__missing__": lambda self, stage: of(stage)})()
 
 
-@pytest.mark.release
+@release(
+    "four launches each",
+    "`::test_killed_and_resumed_on_other_topologies`, "
+    "`tests/hosts/test_deepspeed.py::test_a_resume_continues_bit_for_bit`: all four ZeRO stages",
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_killed_and_resumed_twice_on_the_same_topology(runs: Any, twins: Any, stage: int) -> None:
     twin = twins[stage]

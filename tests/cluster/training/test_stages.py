@@ -10,6 +10,7 @@ import pytest
 from megaresume.program import main
 from tests.cluster.training.compare import compare
 from tests.cluster.training.conftest import write_corpus
+from tests.release import release
 
 SIZES = "--train-iters 8 --global-batch-size 4 --micro-batch-size 2"
 BEGIN = "seed: 1234\nseq_length: 64\npacking: {mode: best_fit, open_bins: 8}\n"
@@ -39,7 +40,10 @@ def configs(data_yaml: Path) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.release
+@release(
+    "five launches",
+    "`tests/cluster/training/test_trace.py::test_the_log_of_a_run`: a stage, killed and gone on",
+)
 def test_a_change_at_a_resume_is_the_declared_one(
     runs: Any, configs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

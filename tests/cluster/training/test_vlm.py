@@ -17,6 +17,7 @@ from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.kernel import SOURCE
 from tests.cluster.training.compare import compare
 from tests.cluster.training.conftest import write_corpus
+from tests.release import release
 
 VISION = "--vision-num-layers 1 --vision-hidden-size 16 --vision-num-attention-heads 2 --vocab-size 258"
 SIZES = f"--train-iters 6 --global-batch-size 8 --save-interval 2 {VISION}"
@@ -67,9 +68,13 @@ def test_killed_and_resumed_on_another_topology(runs: Any, blends: dict[str, str
     assert answers and all(len(answer["predicted"]) == len(answer["expected"]) for answer in answers)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.release), 3]
+RELEASE = release(
+    "`[1]`, `[2]`: further ZeRO stages",
+    "the same, `[3]`",
 )
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=RELEASE), pytest.param(2, marks=RELEASE), 3])
 def test_micro_batches_without_a_picture_hang_no_collective(runs: Any, blends: dict[str, str], stage: int) -> None:
     """Two tokens in a hundred are of pictures: most micro-batches have none, and ranks differ in which."""
     stream = open_stream(blends["rare"].split()[1], split="9,1,0")

@@ -19,6 +19,7 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.state import StreamState
 from tests.data.rows.conftest import texts, write
+from tests.release import release
 
 SEQ, BATCH = 64, 8
 
@@ -101,7 +102,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.process
-@pytest.mark.release
+@release(
+    "two programs with workers",
+    "`::test_one_is_put_in_the_place_of_the_other_in_the_middle_of_a_run`, "
+    "`tests/cli/test_prepare.py::test_killed_twice_and_run_again_gives_the_same_bytes`",
+)
 def test_killed_with_workers_and_gone_on_with_other_ranks(data, tmp_path):
     full, rows = config(data, "full"), config(data, "rows")
     expected = train(full, None, 60, 1, 8)[0][:, 0].tolist()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 FLOAT32, BFLOAT16 = 1e-6, 1e-3
 CASES = ["zero1", "zero2", "zero3", "bf16"]
 
@@ -85,7 +87,10 @@ def test_nobody_waits_in_a_collective(launch: Any, data_yaml: Path, tmp_path: Pa
         assert f"RANK {rank} done after at least 5 s: True | SetupError: the disk is full" in output
 
 
-@pytest.mark.release
+@release(
+    "120 steps each at four pairs of sizes",
+    "`::test_two_ranks_to_one`, `::test_one_rank_to_two`",
+)
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 4), (4, 2)])
 def test_a_hundred_steps(run: Any, data_yaml: Path, tmp_path: Path, first: int, then: int) -> None:
     whole = run(first, data_yaml, tmp_path, "first", 120, 20, 0)

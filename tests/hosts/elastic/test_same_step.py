@@ -13,6 +13,7 @@ import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.program import main
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -45,7 +46,7 @@ def fewer(run: Run, killed: Path) -> dict[str, Any]:
     return run(2, killed, "fewer")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.release)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=release("`[4]`: to four ranks", "the same, `[1]`"))])
 def test_other_ranks_go_on_exactly(run: Run, killed: Path, fewer: dict[str, Any], tmp_path: Path, ranks: int) -> None:
     root = shutil.copytree(killed, tmp_path / "save")
     found = run(ranks, root, "on")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("accelerate")
 
 import torch
@@ -357,7 +359,10 @@ def test_refused_before_anything_is_prepared(tmp_path: Path) -> None:
         megaresume.attach(accelerator, loader)
 
 
-@pytest.mark.release
+@release(
+    "five launches, three of two ranks",
+    "`::test_two_ranks_to_one`",
+)
 def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
     for attempt, (ranks, step, where, batch, workers) in enumerate(
         [(1, 7, "step", 4, 0), (2, 10, "save", 2, 1), (1, 13, "step", 3, 2), (2, 20, "save", 1, 0), (2, 0, "", 3, 1)]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("accelerate")
 
 from megaresume.checkpoint.choosing.choose import choose
@@ -24,13 +26,19 @@ pytestmark = pytest.mark.process
 PROGRAM = Path(__file__).with_name("accelerated.py")
 
 
+RELEASE = release(
+    "`[zero1]`, `[zero3]`, `[fsdp-full]`: three launches each",
+    "the same, `[zero2]` and `[fsdp-sharded]`",
+)
+
+
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("zero1", marks=pytest.mark.release),
+        pytest.param("zero1", marks=RELEASE),
         pytest.param("zero2"),
-        pytest.param("zero3", marks=pytest.mark.release),
-        pytest.param("fsdp-full", marks=pytest.mark.release),
+        pytest.param("zero3", marks=RELEASE),
+        pytest.param("fsdp-full", marks=RELEASE),
         pytest.param("fsdp-sharded"),
     ],
 )

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -57,14 +59,20 @@ def killed(output: Path, **options: Any) -> None:
     assert "repeated 0 skipped 0" in done.stdout
 
 
+RELEASE = release(
+    "`[zero1]`, `[zero3]`, `[fsdp-full]`, `[fsdp-sharded]`: three starts each",
+    "the same, `[zero2]`",
+)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(zero(1), id="zero1", marks=pytest.mark.release),
+        pytest.param(zero(1), id="zero1", marks=RELEASE),
         pytest.param(zero(2), id="zero2"),
-        pytest.param(zero(3), id="zero3", marks=pytest.mark.release),
-        pytest.param(fsdp("SHARDED"), id="fsdp-sharded", marks=pytest.mark.release),
-        pytest.param(fsdp("FULL"), id="fsdp-full", marks=pytest.mark.release),
+        pytest.param(zero(3), id="zero3", marks=RELEASE),
+        pytest.param(fsdp("SHARDED"), id="fsdp-sharded", marks=RELEASE),
+        pytest.param(fsdp("FULL"), id="fsdp-full", marks=RELEASE),
     ],
 )
 def test_killed_in_a_save(tmp_path: Path, order: list[int], options: Any) -> None:

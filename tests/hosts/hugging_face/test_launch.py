@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -66,7 +68,10 @@ sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
 
 
 @pytest.mark.process
-@pytest.mark.release
+@release(
+    "four processes, two of which train",
+    "`::test_killed_in_a_save_and_gone_on`, `tests/hosts/megatron/test_launcher.py::test_children`",
+)
 def test_in_a_process_that_the_script_starts(tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(STARTS_IT)
     options = {"max_steps": 10, "kill": ["interrupt", 7]}
@@ -94,7 +99,10 @@ print("trained", sys.argv[1:])
 
 
 @pytest.mark.process
-@pytest.mark.release
+@release(
+    "a training",
+    "`tests/hosts/hugging_face/test_trainer.py::test_attached_once_and_trained_once`",
+)
 def test_two_trainers_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(PLAIN.read_text().replace('if __name__ == "__main__":', "for _ in range(2):"))
     options = json.dumps({"max_steps": 2})

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -159,7 +161,10 @@ def test_the_program_knows_the_run(whole: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[-1] == str(whole / "checkpoint-38")
 
 
-@pytest.mark.release
+@release(
+    "five launches, three of two ranks",
+    "`::test_one_rank`, `::test_the_same_two_ranks`",
+)
 def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
     output = tmp_path / "run"
     for attempt, (ranks, step, where, size, workers) in enumerate(

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -93,7 +95,10 @@ def test_packed_with_another_batch(whole: Path, order: list[int], tmp_path: Path
     assert not [line for line in lines(output) if line["attempt"] == 3]
 
 
-@pytest.mark.release
+@release(
+    "two launches of two ranks",
+    "`::test_packed_with_another_batch`, `tests/hosts/hugging_face/test_trainer.py::test_the_same_two_ranks`",
+)
 def test_packed_on_two_ranks_killed_in_a_save(order: list[int], tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = {"texts": True, "num_train_epochs": 2, "attach": PACKED, "per_device_train_batch_size": 1}
@@ -111,7 +116,11 @@ def test_the_program_knows_which_items_were_packed(whole: Path, capsys: pytest.C
     assert main(["verify", str(whole)]) == 0
 
 
-@pytest.mark.release
+@release(
+    "three more trainings",
+    "`::test_packed_with_another_batch`, "
+    "`tests/batches/test_packed_items.py::test_other_lengths_packing_or_samples_are_refused`",
+)
 def test_packed_otherwise(order: list[int], tmp_path: Path) -> None:
     output = tmp_path / "run"
     cut(output)
@@ -127,7 +136,11 @@ def test_packed_otherwise(order: list[int], tmp_path: Path) -> None:
     assert sorted(items(trained(output))) == sorted(3 * list(range(ITEMS)))
 
 
-@pytest.mark.release
+@release(
+    "two more trainings",
+    "`tests/hosts/hugging_face/test_trainer.py::test_max_steps_and_a_checkpoint_by_its_path`, "
+    "`::test_packed_with_another_batch`",
+)
 def test_packed_until_a_step(order: list[int], tmp_path: Path) -> None:
     output = tmp_path / "run"
     trainer = run(output, PACKED, max_steps=7)
@@ -149,7 +162,10 @@ def test_skipped_items(tmp_path: Path) -> None:
     assert trainer.state.epoch == 2 and trainer.state.global_step == trainer.state.max_steps
 
 
-@pytest.mark.release
+@release(
+    "two more trainings",
+    "`::test_skipped_items`, and `tests/batches/test_items_changed.py`",
+)
 def test_stages(tmp_path: Path) -> None:
     output = tmp_path / "run"
     attach = {"data": {"a": (Numbers(), 1), "b": (Numbers(ITEMS, first=ITEMS), 1)}}

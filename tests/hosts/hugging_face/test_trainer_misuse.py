@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -95,7 +97,10 @@ class Evaluate(TrainerCallback):
             self.trainer.evaluate()
 
 
-@pytest.mark.release
+@release(
+    "two more trainings",
+    "`tests/hosts/hugging_face/test_trainer.py::test_the_losses_are_those_of_a_run_that_nobody_stopped`",
+)
 def test_a_callback_that_evaluates(tmp_path: Path, order: list[int]) -> None:
     trainer = make(tmp_path / "run", num_train_epochs=1)
     evaluate = Evaluate()

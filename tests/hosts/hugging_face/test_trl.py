@@ -11,6 +11,7 @@ import torch
 
 import megaresume
 from megaresume.stream.errors import StateError, UsageError
+from tests.release import release
 
 pytestmark = [pytest.mark.process]
 trl = pytest.importorskip("trl", reason="TRL is not installed")
@@ -82,12 +83,18 @@ def flat(steps: list[Any]) -> list[Any]:
     return [row for step in steps if step for row in step]
 
 
+RELEASE = release(
+    "`[not-packed]`, `[wrapped]`: three trainings each",
+    "the same, `[bfd]`",
+)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="not-packed", marks=pytest.mark.release),
+        pytest.param({}, id="not-packed", marks=RELEASE),
         pytest.param({"packing": True}, id="bfd"),
-        pytest.param({"packing": True, "packing_strategy": "wrapped"}, id="wrapped", marks=pytest.mark.release),
+        pytest.param({"packing": True, "packing_strategy": "wrapped"}, id="wrapped", marks=RELEASE),
     ],
 )
 def test_its_own_content_exactly_with_half_the_batch(tmp_path: Path, options: Any) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("lightning")
 
 import torch
@@ -189,7 +191,10 @@ def test_with_workers(copy: Path, order: list[int], capfd: pytest.CaptureFixture
     assert (trainer.current_epoch, trainer.global_step) == (3, 38)
 
 
-@pytest.mark.release
+@release(
+    "five launches, three of two ranks",
+    "`tests/hosts/contract/test_lightning.py`",
+)
 def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
     directory = tmp_path / "run"
     for attempt, (ranks, step, where, batch, workers) in enumerate(

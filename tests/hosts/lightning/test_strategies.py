@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("lightning")
 
 from megaresume.checkpoint.choosing.choose import choose
@@ -24,15 +26,22 @@ pytestmark = pytest.mark.process
 PROGRAM = Path(__file__).with_name("program.py")
 
 
+RELEASE = release(
+    "`[fsdp-sharded]`, `[fsdp2-full]`, `[zero1]`, `[zero2]`, `[zero3]`: three launches each",
+    "the same, `[fsdp2-sharded]`, and "
+    "`tests/hosts/hugging_face/test_accelerator_backends.py::test_killed_in_a_save`: `[zero2]`",
+)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param("fsdp-sharded", marks=pytest.mark.release),
-        pytest.param("fsdp2-full", marks=pytest.mark.release),
+        pytest.param("fsdp-sharded", marks=RELEASE),
+        pytest.param("fsdp2-full", marks=RELEASE),
         pytest.param("fsdp2-sharded"),
-        pytest.param("zero1", marks=pytest.mark.release),
-        pytest.param("zero2", marks=pytest.mark.release),
-        pytest.param("zero3", marks=pytest.mark.release),
+        pytest.param("zero1", marks=RELEASE),
+        pytest.param("zero2", marks=RELEASE),
+        pytest.param("zero3", marks=RELEASE),
     ],
 )
 def test_killed_in_a_save(tmp_path: Path, strategy: str) -> None:

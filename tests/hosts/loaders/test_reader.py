@@ -18,6 +18,7 @@ import megaresume
 from megaresume.hosts import loaders as module
 from megaresume.hosts.loaders import EnergonAdapter, LoaderReader, adapter_of
 from megaresume.stream.errors import StateError, UsageError
+from tests.release import release
 
 
 @pytest.mark.process
@@ -51,12 +52,18 @@ def test_torchdata_read_ahead() -> None:
     assert lives(make, [5, 40, 41, 60], ahead=3) == lives(make, [60])
 
 
+RELEASE = release(
+    "`[two]`, `[none]`: 60 lives of an Energon loader each",
+    "the same, `[packing]`",
+)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"workers": 2, "every": 60}, id="two", marks=pytest.mark.release),
+        pytest.param({"workers": 2, "every": 60}, id="two", marks=RELEASE),
         pytest.param({"workers": 2, "packing": 9}, id="packing"),
-        pytest.param({"workers": 0}, id="none", marks=pytest.mark.release),
+        pytest.param({"workers": 0}, id="none", marks=RELEASE),
     ],
 )
 def test_energon(energon_dataset: Path, options: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from megaresume.cluster.local import free_port
 from tests.hosts.conftest import write_corpus
 from tests.hosts.megatron.conftest import MINI, SCRIPTS, Mini, Run
 from tests.hosts.megatron.layouts import run_python, script
+from tests.release import release
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.process
@@ -296,11 +297,17 @@ finally:
 """
 
 
+RELEASE = release(
+    "`[loop1-AdamW]`: without the schedules of megatron-core",
+    "the same, `[loop0-forward_backward_no_pipelining]`",
+)
+
+
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
         (["evaluate", "train"], "forward_backward_no_pipelining"),
-        pytest.param([""], "AdamW", marks=pytest.mark.release),
+        pytest.param([""], "AdamW", marks=RELEASE),
     ],
 )
 def test_a_loop_on_megatron_core_alone(tmp_path: Path, loop: list[str], words: str) -> None:

@@ -26,6 +26,7 @@ from megaresume.hosts.megatron.project import Project
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
+from tests.release import release
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -60,8 +61,14 @@ def formats(python: str, directory: Path, text: str, core: Path | None) -> dict[
     return found
 
 
+RELEASE = release(
+    "older and newer versions, each a download",
+    "the same, `[installed]`",
+)
+
+
 @pytest.mark.parametrize(
-    "version", ["installed", *(pytest.param(v, marks=pytest.mark.release) for v in ("0.12.3", "0.14.0", "0.19.0"))]
+    "version", ["installed", *(pytest.param(v, marks=RELEASE) for v in ("0.12.3", "0.14.0", "0.19.0"))]
 )
 def test_formats(version: str, core_wheel: Callable[[str], Path], stream: Stream, tmp_path: Path) -> None:
     python, core = sys.executable, None

@@ -7,17 +7,24 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.megatron.conftest import Mini
+from tests.release import release
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.process
+
+
+RELEASE = release(
+    "`[torch_dist-.metadata]`, `[torch-*/*.pt]`: another file of the checkpoint, another format",
+    "the same, `[torch_dist-*.distcp]`",
+)
 
 
 @pytest.mark.parametrize(
     ("checkpoint_format", "pattern"),
     [
         ("torch_dist", "*.distcp"),
-        pytest.param("torch_dist", ".metadata", marks=pytest.mark.release),
-        pytest.param("torch", "*/*.pt", marks=pytest.mark.release),
+        pytest.param("torch_dist", ".metadata", marks=RELEASE),
+        pytest.param("torch", "*/*.pt", marks=RELEASE),
     ],
 )
 def test_all_ranks_go_back_together(

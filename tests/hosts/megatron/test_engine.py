@@ -15,6 +15,7 @@ import pytest
 
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
 from megaresume.checkpoint.paths import ledger_path
+from tests.release import release
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("megatron.core")
@@ -117,7 +118,7 @@ def test_a_resume_on_another_number_of_ranks_trains_the_same_samples(train: Trai
     assert ends == [(4, 4 * SIZE), (8, 8 * SIZE), (12, 12 * SIZE)]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.release), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=release("`[1]`: another ZeRO stage", "the same, `[3]`")), 3])
 def test_a_kill_before_the_pointers_move_loses_no_step_and_repeats_none(
     train: Train, tmp_path: Path, stage: int
 ) -> None:

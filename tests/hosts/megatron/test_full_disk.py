@@ -8,14 +8,21 @@ import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
 from tests.hosts.megatron.conftest import Mini
+from tests.release import release
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.process
 
 
+RELEASE = release(
+    "`[asynchronous]`: three more runs",
+    "the same, `[synchronous]`",
+)
+
+
 @pytest.mark.parametrize(
     "asynchronous",
-    [pytest.param(False, id="synchronous"), pytest.param(True, id="asynchronous", marks=pytest.mark.release)],
+    [pytest.param(False, id="synchronous"), pytest.param(True, id="asynchronous", marks=RELEASE)],
 )
 def test_a_disk_that_is_cleaned(mini: Mini, data_yaml: Path, small_disk: Path, asynchronous: bool) -> None:
     """Before Megatron's files, and after its tracker; and a commit that fails to the end takes none of its files."""

@@ -12,6 +12,7 @@ from megaresume.hosts.megatron.project import Project
 from megaresume.hosts.megatron.seams import SEAMS, seams_of
 from megaresume.stream.errors import SetupError
 from tests.hosts.megatron.layouts import DOUBLES, HOOKED_RUN, run_python, script, write_flat, write_lm
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -60,9 +61,13 @@ def launch(root: Path, text: str, *args: str, name: str = "pretrain_gpt.py", **o
     return run_python("-c", HOOKED_RUN, script(root / name, text), *args, **options)
 
 
-@pytest.mark.parametrize(
-    "version", [(0, 8), (0, 99), *(pytest.param((0, v), marks=pytest.mark.release) for v in (12, 16, 19))]
+RELEASE = release(
+    "versions between the oldest and the newest",
+    "the same, the oldest and the newest",
 )
+
+
+@pytest.mark.parametrize("version", [(0, 8), (0, 99), *(pytest.param((0, v), marks=RELEASE) for v in (12, 16, 19))])
 def test_megatron_lm(tmp_path, version):
     done = launch(write_lm(tmp_path, version), LM_SCRIPT)
     assert hooks_of(done.stdout) == LM_HOOKS, done.stderr

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.release import release
+
 pytest.importorskip("megatron.core")
 
 UNTIL_0_17, AT_0_18, FROM_0_19 = "pretrain_until_0_17.py", "pretrain_0_18.py", "pretrain_from_0_19.py"
@@ -138,7 +140,11 @@ def test_killed_between_tracker_and_records(
     assert status == 0, text
 
 
-@pytest.mark.release
+@release(
+    "three launches",
+    "`::test_killed_between_tracker_and_records`, and kills in saves of Megatron in "
+    "`tests/reliability/test_reliability.py::test_saves_of_megatron`",
+)
 def test_killed_inside_a_save(
     mini: Any, tmp_path: Path, stream_flags: list[object], uninterrupted: dict[int, list[str]]
 ) -> None:

@@ -17,6 +17,7 @@ from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.errors import UsageError
+from tests.release import release
 
 pytest.importorskip("megatron.core")
 
@@ -75,7 +76,10 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     assert [entry.iteration for entry in entries if entry.kind == "finished"] == [5]
 
 
-@pytest.mark.release
+@release(
+    "seven runs",
+    "`::test_one_run_through_all_of_it`",
+)
 def test_a_run_says_that_it_is_over_and_only_then(mini: Any, data_yaml: Path, tmp_path: Path) -> None:
     """By what the launch scripts read of its ledger: after a stop, an error, its end, an evaluation, its end again."""
     save = tmp_path / "save"

@@ -18,6 +18,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.program import main
 from tests.hosts.torch.record import copied, ended, items, launch, lines, losses, nearly_three_epochs, trained
+from tests.release import release
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -64,7 +65,11 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     return copied(killed, tmp_path)
 
 
-@pytest.mark.release
+@release(
+    "Megatron-Bridge: five launches",
+    "`tests/hosts/megatron_bridge/test_parts.py`, and "
+    "`tests/hosts/torch/test_loop.py::test_two_ranks_to_one`: the same feed, steps and session",
+)
 @pytest.mark.parametrize(
     ("ranks", "steps", "options"),
     [
@@ -98,7 +103,10 @@ def test_killed_in_a_save_and_gone_on(
         ]
 
 
-@pytest.mark.release
+@release(
+    "Megatron-Bridge, which no extra installs: two launches",
+    "`tests/hosts/megatron_bridge/test_parts.py::test_every_batch_is_read_for_the_step_that_is_counted`",
+)
 def test_a_finished_run_again_and_longer(python: str, whole: Path, tmp_path: Path, order: list[int]) -> None:
     directory = copied(whole, tmp_path)
     run(python, directory, 1, attempt=2, batch=4)
@@ -109,7 +117,10 @@ def test_a_finished_run_again_and_longer(python: str, whole: Path, tmp_path: Pat
     assert handed[:296] == order and len(handed) == 320 and len(set(handed[200:300])) == 100
 
 
-@pytest.mark.release
+@release(
+    "Megatron-Bridge: three launches",
+    "`tests/hosts/megatron_bridge/test_parts.py::test_a_stage_in_the_middle_of_a_pipeline_reads_nothing`",
+)
 def test_a_stream_with_tensor_and_pipeline_parallelism(python: str, data_yaml: Path, tmp_path: Path) -> None:
     stream = tmp_path / "data.yaml"
     text = data_yaml.read_text().replace("seq_length: 32", "seq_length: 16")
@@ -129,7 +140,10 @@ def test_a_stream_with_tensor_and_pipeline_parallelism(python: str, data_yaml: P
     assert main(["verify", str(directory)]) == 0
 
 
-@pytest.mark.release
+@release(
+    "Megatron-Bridge: three launches",
+    "`tests/hosts/megatron_bridge/test_parts.py::test_every_batch_is_read_for_the_step_that_is_counted`",
+)
 def test_finetune_killed_in_its_first_save_and_in_another(
     python: str, whole: Path, tmp_path: Path, order: list[int]
 ) -> None:
@@ -146,7 +160,11 @@ def test_finetune_killed_in_its_first_save_and_in_another(
     assert items(trained(directory)) == order[:96]
 
 
-@pytest.mark.release
+@release(
+    "Megatron-Bridge: three launches",
+    "`tests/hosts/megatron_bridge/test_parts.py::test_settings_that_are_refused`, "
+    "`tests/hosts/megatron_bridge/test_parts.py::test_loaders_that_are_refused`",
+)
 def test_what_is_refused(python: str, killed: Path, copy: Path, tmp_path: Path) -> None:
     (copy / "iter_0000016" / "train_state.pt").unlink()
     said = run(python, copy, 1, attempt=2, batch=4, iters=9)

@@ -15,6 +15,7 @@ import pytest
 from tests.hosts.prompts.counted import count
 from tests.hosts.prompts.simulated import Plan, World, lives
 from tests.hosts.torch.record import ENVIRONMENT, ROOT
+from tests.release import release
 
 
 def check(world: World, plan: Plan) -> int:
@@ -37,7 +38,10 @@ def test_killed_two_hundred_times(tmp_path: Path) -> None:
     assert kills >= 200
 
 
-@pytest.mark.release
+@release(
+    "half an hour: 10,000 kills",
+    "`::test_killed_two_hundred_times`",
+)
 @pytest.mark.timeout(7200)
 def test_killed_ten_thousand_times(tmp_path: Path) -> None:
     kills, seed = 0, 100
@@ -74,7 +78,10 @@ def test_killed_processes(tmp_path: Path) -> None:
     _killed(tmp_path, seed=unblended()[0], kills=2)
 
 
-@pytest.mark.release
+@release(
+    "sixty processes",
+    "`::test_killed_processes`",
+)
 def test_many_killed_processes(tmp_path: Path) -> None:
     for seed in unblended()[1:7]:
         (tmp_path / str(seed)).mkdir()

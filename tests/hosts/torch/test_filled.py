@@ -19,6 +19,7 @@ from megaresume.data.layout import spans_path
 from megaresume.program import main
 from tests.hosts.torch.program import run
 from tests.hosts.torch.record import items, launch_forked, lines, trained
+from tests.release import release
 from tests.stream import test_filled as filled
 
 pytestmark = pytest.mark.process
@@ -55,7 +56,11 @@ def rows_of(directory: Path) -> dict[int, dict[str, np.ndarray]]:
     return found
 
 
-@pytest.mark.release
+@release(
+    "two launches",
+    "`tests/stream/test_filled.py::test_every_token_once_an_epoch_on_any_ranks_while_both_corpora_grow`, "
+    "`tests/runs/trace/test_verify_megatron.py::test_balanced_ranks_of_a_filled_blend`",
+)
 def test_nothing_is_lost_repeated_or_cut_and_the_masks_are_those_of_the_spans(killed: Path) -> None:
     steps = [sorted(step) for step in trained(killed)]
     assert [len(step) for step in steps] == [4] * 3 + [8] * 27 and items(steps) == list(range(228))
@@ -67,7 +72,11 @@ def test_nothing_is_lost_repeated_or_cut_and_the_masks_are_those_of_the_spans(ki
     assert max(counts.values()) == 2 and counts.total() == 228 * filled.SEQ
 
 
-@pytest.mark.release
+@release(
+    "the same launches",
+    "`tests/runs/trace/test_verify_megatron.py::test_balanced_ranks_of_a_filled_blend`, "
+    "`tests/cli/test_conversations.py::test_trace_marks_what_is_trained`",
+)
 def test_the_commands_know_what_was_trained(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(killed)
     assert main(["trace", str(killed), "--samples", "0:228", "--text", "--json"]) == 0

@@ -18,6 +18,7 @@ from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.program import run
 from tests.hosts.torch.record import copied, items, launch, launch_forked, lines, losses, trained
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -125,7 +126,10 @@ def test_packed_text_and_another_batch_size(text: str, tmp_path: Path) -> None:
     assert main(["verify", str(directory)]) == 0
 
 
-@pytest.mark.release
+@release(
+    "twelve launches of two ranks and more",
+    "`::test_two_ranks_to_one`, `::test_the_losses_are_those_of_a_run_that_nobody_stopped`",
+)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("writer", ["dcp", "dcp_async", "torch"])
 def test_every_writer_and_wrapper_on_two_ranks(tmp_path: Path, order: list[int], writer: str, parallel: str) -> None:
@@ -140,7 +144,10 @@ def test_every_writer_and_wrapper_on_two_ranks(tmp_path: Path, order: list[int],
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.release
+@release(
+    "five launches",
+    "`::test_two_ranks_to_one`",
+)
 def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
     for attempt, (ranks, step, where, batch, workers, parallel, writer) in enumerate(
         [
@@ -157,7 +164,10 @@ def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: li
     assert items(trained(tmp_path / "run")) == order
 
 
-@pytest.mark.release
+@release(
+    "two launches of two ranks",
+    "`::test_packed_text_and_another_batch_size`",
+)
 def test_packed_text_on_two_ranks(text: str, tmp_path: Path) -> None:
     options = {"data": text, "steps": 12, "batch": 2, "save_every": 5}
     done = launch(PROGRAM, tmp_path / "run", 2, kill=("save", 10), **options)

@@ -19,6 +19,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.program import main
 from tests.hosts.torch.record import copied, ended, items, launch, lines, losses, nearly_three_epochs, refused, trained
+from tests.release import release
 
 PROGRAM = Path(__file__).with_name("program.py")
 DOCUMENT = Path(__file__).parents[3] / "docs" / "torchtitan.md"
@@ -58,7 +59,11 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     return copied(killed, tmp_path)
 
 
-@pytest.mark.release
+@release(
+    "torchtitan, which no extra installs; seven launches of it",
+    "`tests/hosts/torchtitan/test_parts.py::test_epoch_after_epoch_to_the_end_of_the_data`, "
+    "`tests/hosts/torch/test_loop.py::test_two_ranks_to_one`: the same feed, steps and session",
+)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -88,7 +93,10 @@ def test_killed_in_a_save_and_gone_on(
     assert choice is not None and choice.tag == f"step-{options.get('steps', 37)}"
 
 
-@pytest.mark.release
+@release(
+    "torchtitan: two launches",
+    "`tests/hosts/contract/test_loop.py`",
+)
 def test_more_data(python: str, copy: Path, order: list[int]) -> None:
     said = refusal(python, copy, 2, attempt=2, items=110)
     assert "10 items were added after" in said and "append='next_epoch'" in said
@@ -98,7 +106,10 @@ def test_more_data(python: str, copy: Path, order: list[int]) -> None:
     assert sorted(handed[200:310]) == list(range(110))
 
 
-@pytest.mark.release
+@release(
+    "torchtitan: three launches",
+    "`tests/hosts/torchtitan/test_parts.py::test_epoch_after_epoch_to_the_end_of_the_data`",
+)
 def test_the_end_of_the_data_and_of_the_run(python: str, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     assert "the last step of the data may be short" in refusal(python, directory, max_epochs=1)
@@ -111,7 +122,10 @@ def test_the_end_of_the_data_and_of_the_run(python: str, tmp_path: Path) -> None
     assert len(lines(directory)) == 12 * 4
 
 
-@pytest.mark.release
+@release(
+    "torchtitan: three launches",
+    "`tests/hosts/torch/test_loop.py::test_the_losses_are_those_of_a_run_that_nobody_stopped`",
+)
 def test_what_is_kept_and_the_last_step(python: str, tmp_path: Path, order: list[int]) -> None:
     directory = tmp_path / "run"
     keep = {"checkpoint.keep_latest_k": 2, "checkpoint.interval": 2, "checkpoint.async_mode": "async"}
@@ -126,7 +140,11 @@ def test_what_is_kept_and_the_last_step(python: str, tmp_path: Path, order: list
     assert items(trained(directory)) == order[:112]
 
 
-@pytest.mark.release
+@release(
+    "torchtitan: seven launches",
+    "`tests/hosts/torchtitan/test_parts.py::test_settings_that_are_refused`, "
+    "`tests/hosts/torchtitan/test_parts.py::test_loaders_that_are_refused`",
+)
 def test_what_is_refused(python: str, tmp_path: Path, killed: Path) -> None:
     directory = tmp_path / "run"
     assert "accumulation=4" in refusal(python, directory, accumulation=2)
@@ -144,7 +162,10 @@ def test_what_is_refused(python: str, tmp_path: Path, killed: Path) -> None:
     assert "resumed" not in (tmp_path / "next.record.0").read_text()
 
 
-@pytest.mark.release
+@release(
+    "torchtitan: two launches",
+    "`tests/hosts/torchtitan/test_parts.py::test_the_data_in_a_checkpoint`",
+)
 def test_the_program_of_the_document(python: str, tmp_path: Path) -> None:
     program, *_ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     (settings,) = re.findall(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

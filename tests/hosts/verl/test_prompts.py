@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.hosts.torch.record import ENVIRONMENT
+from tests.release import release
 
 PROGRAM = Path(__file__).with_name("prompts.py")
 TRAINERS = ("new", "old")
@@ -68,7 +69,10 @@ def killed(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return found
 
 
-@pytest.mark.release
+@release(
+    "VeRL: four processes",
+    "`tests/hosts/verl/test_parts.py::test_prompts_go_on`",
+)
 def test_killed_and_gone_on(python: str, killed: dict[str, Path], order: list[int], tmp_path: Path) -> None:
     changes = [{"step": 8}, {"step": 4, "workers": 2}, {"step": 16}, {"step": 8, "gen": 4}]
     runs = [
@@ -84,7 +88,10 @@ def test_killed_and_gone_on(python: str, killed: dict[str, Path], order: list[in
         assert len(found) == 144 + (300 - 144) // one["step"] * one["step"], one
 
 
-@pytest.mark.release
+@release(
+    "VeRL: three processes",
+    "`tests/hosts/verl/test_parts.py::test_prompts_that_are_refused`",
+)
 def test_what_is_refused(python: str, killed: dict[str, Path], tmp_path: Path) -> None:
     foreign = tmp_path / "foreign" / "run"
     foreign.parent.mkdir()

@@ -16,6 +16,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.program import main
 from tests.hosts.torch.record import copied, ended, items, launch, lines, refused, trained
+from tests.release import release
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -51,7 +52,11 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     return copied(killed, tmp_path)
 
 
-@pytest.mark.release
+@release(
+    "VeRL, which no extra installs; five launches of it",
+    "`tests/hosts/verl/test_parts.py::test_its_end_with_another_batch_size`, "
+    "`tests/hosts/torch/test_loop.py::test_two_ranks_to_one`: the same feed, steps and session",
+)
 @pytest.mark.parametrize(
     ("step", "steps", "options"),
     [(8, 37, {}), (4, 59, {"workers": 2}), (16, 26, {"config": ["trainer.max_ckpt_to_keep=1"]})],
@@ -75,7 +80,10 @@ def test_killed_in_a_save_and_gone_on(
         assert [path.name for path in copy.glob("global_step_*")] == [f"global_step_{steps}"]
 
 
-@pytest.mark.release
+@release(
+    "VeRL: two launches",
+    "`tests/hosts/verl/test_parts.py::test_its_end_with_another_batch_size`, `tests/hosts/contract/test_loop.py`",
+)
 def test_more_data_and_epochs(python: str, copy: Path, order: list[int]) -> None:
     assert "10 items were added after" in refusal(python, copy, 2, attempt=2, items=110)
     run(python, copy, 2, attempt=2, items=110, append="next_epoch", epochs=4)
@@ -84,7 +92,10 @@ def test_more_data_and_epochs(python: str, copy: Path, order: list[int]) -> None
     assert sorted(handed[200:310]) == list(range(110)) and len(set(handed[310:])) == 106
 
 
-@pytest.mark.release
+@release(
+    "VeRL: four launches",
+    "`tests/hosts/verl/test_parts.py::test_what_is_refused`",
+)
 def test_what_is_refused(python: str, copy: Path, tmp_path: Path) -> None:
     assert "the weights in global_step_16 are from a different number of ranks" in refusal(python, copy, 1, attempt=2)
     (copy / "global_step_16" / "data_0.pt").unlink()

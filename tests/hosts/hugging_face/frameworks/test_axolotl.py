@@ -10,6 +10,7 @@ import pytest
 
 from tests.hosts.hugging_face.frameworks.programs import ITEMS, Program, tiny, write_config
 from tests.hosts.torch.record import items, lines, trained
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -53,7 +54,11 @@ def train(program: Program, run: str, *flags: str, start: dict[str, Any] | None 
     return program.start("axolotl", "train", path, *flags, run=run, **start)
 
 
-@pytest.mark.release
+@release(
+    "Axolotl, which no extra installs; four launches of it",
+    "`tests/hosts/hugging_face/test_launch.py::test_killed_in_a_save_and_gone_on`, "
+    "`tests/hosts/hugging_face/test_families.py::test_axolotl`",
+)
 def test_killed_in_a_save_and_gone_on(program: Program) -> None:
     status, text = train(program, "whole")
     assert status == 0, text[-3000:]
@@ -69,7 +74,10 @@ def test_killed_in_a_save_and_gone_on(program: Program) -> None:
     assert items(trained(program.directory / "run")) == order
 
 
-@pytest.mark.release
+@release(
+    "Axolotl: two launches",
+    "`tests/hosts/hugging_face/test_families.py::test_axolotl`",
+)
 @pytest.mark.parametrize("setting", ["sample_packing", "curriculum_sampling"])
 def test_refused(program: Program, setting: str) -> None:
     status, text = train(program, setting, **{setting: True})

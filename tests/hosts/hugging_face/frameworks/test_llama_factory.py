@@ -11,6 +11,7 @@ import pytest
 
 from tests.hosts.hugging_face.frameworks.programs import ITEMS, Program, tiny, write_config
 from tests.hosts.torch.record import items, lines, trained
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -56,7 +57,11 @@ def train(program: Program, run: str, *flags: str, start: dict[str, Any] | None 
     return program.start("llamafactory-cli", "train", path, *flags, run=run, **(start or {}))
 
 
-@pytest.mark.release
+@release(
+    "LLaMA-Factory, which no extra installs; eight launches of it",
+    "`tests/hosts/hugging_face/test_launch.py::test_killed_in_a_save_and_gone_on`, "
+    "`tests/hosts/hugging_face/test_families.py::test_llama_factory`",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,7 +92,11 @@ def test_killed_in_a_save_and_gone_on(program: Program, options: Any) -> None:
     assert items(trained(output)) == order
 
 
-@pytest.mark.release
+@release(
+    "LLaMA-Factory: two launches",
+    "`tests/hosts/hugging_face/test_families.py::test_llama_factory`, "
+    "`tests/hosts/hugging_face/test_trainer.py::test_refused`",
+)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -10,6 +10,7 @@ import pytest
 
 from tests.hosts.hugging_face.frameworks.programs import ITEMS, Program, tiny
 from tests.hosts.torch.record import items, lines, trained
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -45,7 +46,11 @@ def train(program: Program, run: str, *flags: str, start: dict[str, Any] | None 
     return program.start("swift", "sft", *words, *flags, run=run, **(start or {}))
 
 
-@pytest.mark.release
+@release(
+    "ms-swift, which no extra installs; four launches of it",
+    "`tests/hosts/hugging_face/test_launch.py::test_killed_in_a_save_and_gone_on`, "
+    "`tests/hosts/hugging_face/test_families.py::test_swift`",
+)
 def test_killed_in_a_save_and_gone_on(program: Program) -> None:
     status, text = train(program, "whole")
     assert status == 0, text[-3000:]
@@ -65,7 +70,11 @@ def test_killed_in_a_save_and_gone_on(program: Program) -> None:
     assert items(trained(program.directory / "run")) == order
 
 
-@pytest.mark.release
+@release(
+    "ms-swift: five launches",
+    "`tests/hosts/hugging_face/test_families.py::test_swift`, "
+    "`tests/hosts/hugging_face/test_families.py::test_swift_saves`",
+)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -84,7 +93,10 @@ def test_refused(program: Program, options: Any, words: str) -> None:
     assert "megaresume: error: " in text and not lines(program.directory / run)
 
 
-@pytest.mark.release
+@release(
+    "ms-swift: a launch",
+    "`tests/hosts/hugging_face/test_families.py::test_swift_saves`",
+)
 def test_lazily_encoded_if_it_is_strict(program: Program) -> None:
     status, text = train(program, "lazy", lazy_tokenize="true", strict="true", max_steps=5)
     assert status == 0, text[-3000:]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.megatron.guard.conftest import Corpora, Run, run_program
+from tests.release import release
 
 pytestmark = pytest.mark.process
 
@@ -55,7 +56,10 @@ def test_ranks_without_data_hold_the_record_too(spec: dict[str, Any], tmp_path: 
     assert ranks[0][1]["train"][:303] == ranks[0][0]["train"]
 
 
-@pytest.mark.release
+@release(
+    "two ranks, three times",
+    "`::test_every_rank_rebuilds_prolongs_and_refuses`",
+)
 def test_nodes_with_other_caches(spec: dict[str, Any], corpora: Corpora, build: Run, tmp_path: Path) -> None:
     """Rank 1's own disk has an index from before the corpus grew. Stock Megatron would train on both."""
     plain = {"paths": spec["paths"], "weights": WEIGHTS}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.megatron.guard.conftest import Corpora, Run, run_program
+from tests.release import release
 
 VERSIONS = ("0.8.0", "0.10.0", "0.12.3", "0.14.0")
 CACHE = Path(os.environ.get("MEGARESUME_TEST_CORES", Path(tempfile.gettempdir()) / "megaresume-test-cores"))
@@ -35,10 +36,15 @@ def fetched(version: str) -> Path:
     return target
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "version", [VERSIONS[0], *(pytest.param(version, marks=pytest.mark.release) for version in VERSIONS[1:])]
+RELEASE = release(
+    "further versions, each a download",
+    "the same, `[0.8.0]`, and the installed one in "
+    "`tests/hosts/megatron/guard/test_pin.py::test_weights_spelled_differently`",
 )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("version", [VERSIONS[0], *(pytest.param(version, marks=RELEASE) for version in VERSIONS[1:])])
 def test_another_version(corpora: Corpora, build: Run, tmp_path: Path, version: str) -> None:
     core = fetched(version)
     spec: dict[str, Any] = {"paths": corpora.paths, "weights": WEIGHTS}
