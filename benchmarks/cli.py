@@ -12,8 +12,8 @@ from benchmarks.lengths import open_lengths, write_lengths
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, wall
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.stream import Stream
 
 NUM_CHECKPOINTS = 5

@@ -22,7 +22,7 @@ from benchmarks.balance import MIXES, Mix
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import median, wall
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.stream.batches import Balance
 from megaresume.stream.dealing import costs, deal

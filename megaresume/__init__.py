@@ -36,11 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaresume.batches.data_loader import DataLoader
-    from megaresume.batches.dataset import StreamDataset
-    from megaresume.batches.loader import StreamLoader
+    from megaresume.batches.loader import StreamDataset, StreamLoader
     from megaresume.batches.open import open_stream
-    from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
-    from megaresume.checkpoint.session.stopping import StopConditions, Stopped
+    from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
+    from megaresume.checkpoint.stopping import StopConditions, Stopped
     from megaresume.hosts.attach import attach
     from megaresume.hosts.megatron.hooks import extra_args_provider, provider
     from megaresume.hosts.prompts import Prompts
@@ -77,17 +76,17 @@ __all__ = [
 _HOMES = {
     "Balance": "megaresume.stream.batches",
     "BatchSchedule": "megaresume.stream.batches",
-    "Checkpoints": "megaresume.checkpoint.session.settings",
+    "Checkpoints": "megaresume.checkpoint.settings",
     "DataLoader": "megaresume.batches.data_loader",
-    "DataOptions": "megaresume.checkpoint.session.settings",
-    "Loader": "megaresume.checkpoint.session.settings",
+    "DataOptions": "megaresume.checkpoint.settings",
+    "Loader": "megaresume.checkpoint.settings",
     "MegaresumeError": "megaresume.stream.errors",
     "Prompts": "megaresume.hosts.prompts",
-    "StopConditions": "megaresume.checkpoint.session.stopping",
-    "Stopped": "megaresume.checkpoint.session.stopping",
+    "StopConditions": "megaresume.checkpoint.stopping",
+    "Stopped": "megaresume.checkpoint.stopping",
     "Stream": "megaresume.stream.stream",
     "StreamConfig": "megaresume.stream.config",
-    "StreamDataset": "megaresume.batches.dataset",
+    "StreamDataset": "megaresume.batches.loader",
     "StreamLoader": "megaresume.batches.loader",
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.hosts.attach",
@@ -105,7 +104,7 @@ _EXTRAS = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
-    from megaresume.checkpoint.session.refusals import show_refusals
+    from megaresume.checkpoint.ranks import show_refusals
 
     show_refusals()
     try:

@@ -3,26 +3,22 @@
 The core of both loaders, `RankLoader`, knows which samples a rank is given next, and who reads them:
 
     open.py         a data.yaml -> Stream; and the validation sets in it, which stay put
-    loader.py       `RankLoader`: steps, this rank's share, who reads; `StreamLoader`: packed samples as tensors
+    loader.py       `RankLoader`: steps, this rank's share, who reads; `StreamLoader`: packed samples as tensors;
+                    `StreamDataset`: the stream as a map-style torch dataset
     workers.py      who reads ahead: worker processes, whose batches come in one piece of shared memory; a thread
-    main_guard.py   whether the script may start workers that are not forked
 
 Samples of a stream as tensors, `StreamLoader`:
 
-    dataset.py      the stream as a map-style torch dataset; small micro-batches, several read at once
     ahead.py        records of shards, and tokens that are not in memory, read or asked for before they are needed
     assemble.py     planned samples -> a batch; preference pairs kept apart
-    image_text.py   image-text documents in a batch; where their pixels lie
-    batch.py        what a batch is: arrays, the compiled loops that write them, tensors, masks
+    batch.py        what a batch is: arrays, the compiled loops that write them, tensors, masks; its images
     models.py       batches as the arguments of other people's models
 
 Items of any map-style dataset, collated, `DataLoader`:
 
     data_loader.py  in place of torch's DataLoader: epochs, states
     item_options.py what it is given, as sources and the data config of a stream; lengths of items
-    item_batches.py planned samples -> the places of the items of each batch; where an epoch ends
-    items.py        items as documents of a stream, and read by their places
-    map_style.py    whether a dataset has items by number; what to write instead of a streaming one
+    items.py        items as documents of a stream, their places in each batch, and read by these
 
 A token's label is the next token of its document, also where the document continues in another sample; the last token
 of a document has none. So labels never cross a document.

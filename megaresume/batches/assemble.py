@@ -22,6 +22,8 @@ from megaresume.batches.batch import (
     PAIRS,
     Batch,
     BatchArrays,
+    BatchImages,
+    DocumentReader,
     Field,
     Int64Array,
     SegmentLayout,
@@ -30,9 +32,10 @@ from megaresume.batches.batch import (
     finish_rows,
     lay_out,
     mask_segments,
+    pixels_of,
+    room_of,
     separated,
 )
-from megaresume.batches.image_text import BatchImages, DocumentReader, pixels_of, room_of
 from megaresume.data.layout import Spans, has_pairs, has_spans, spans_of
 from megaresume.data.source import Source, TokenSource, is_document_source
 from megaresume.encoding.images.pixels import Room

@@ -25,8 +25,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches import item_options
-from megaresume.batches.item_batches import Collated, ItemEpochs, Places
-from megaresume.batches.items import flatten, reader, token_count
+from megaresume.batches.items import Collated, ItemEpochs, Places, flatten, reader, token_count
 from megaresume.batches.loader import RankLoader, available, data_parallel
 from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule

@@ -39,19 +39,34 @@ A save, and the next start::
     step = confirm_choice(load, choice)                                        # the others
     record_start(save, iteration=choice.iteration, state=choice.state, choice=choice)
 
-Files:
+Files, in the order of a save and of a load:
 
-    saving/         a save, from its marker to the disk, and what becomes of older ones
-    choosing/       what a run resumes from
-    start.py        the beginning and the end of a run
-    step_file.py    state and marker of a step           paths.py        names and paths
-    data_state.py   the state of the data, its envelope  topology.py     how a run is laid out
-    formats.py      sealed JSON, the format of records   system.py       time, process, mounts, dead locks of builds
-    manifest.py     every file, its size and checksum
-    ledger.py       one line for every checkpoint, start and end; prompt_ledger.py: what became of every prompt
-    lock.py         one job at a time; claim.py: which job
-    foreign/        checkpoints of other programs
-    session/        one training process and this protocol: all its ranks, whatever trains
+    session.py          `Session`: start, load, begin, save, stop, close; the protocol, written once
+    host.py             `Host` and `Data`: what a session is told by what trains, and by what is trained
+    settings.py         all settings, each declared once; flags.py: the flags that are made of them
+    ranks.py            one rank decides, all ranks know; one fails, all ranks fail; how a process ends then
+    lock.py             one job at a time, in a directory that all ranks see; claim.py: which job
+    commit.py           a save, from the marker to the pointers: the checkpoint is complete
+    durability.py       from complete to durable, in a thread of each machine
+    retention.py        a step that is saved again; which of the old checkpoints make room
+    staging.py          copies to a second storage, in a thread
+    candidates.py       which checkpoints are there, is this one whole, what do the pointers name?
+    search.py           the rules of a choice
+    choose.py           of one root or of two, the same on all ranks; the beginning and the end of a run
+    file_errors.py      files that fail: in words, tried again, compared with what was saved
+    stopping.py         when to save and exit, and how all ranks do it at one step
+    random_state.py     the generators of every rank, in every checkpoint
 
-Outside session/, nothing here imports torch or numpy, unpickles anything, or knows about ranks.
+and what they write and read:
+
+    records.py          names and paths; sealed JSON, the format of records
+    step_file.py        data state and marker of a step
+    manifest.py         every file, its size and checksum; the files of each rank
+    ledger.py           one line for every checkpoint, start and end; prompt_ledger.py: what became of every prompt
+    rank_log.py         what every rank trained, step by step, as it writes it down
+    system.py           time, process, mounts, how a run is laid out; dead locks of builds
+    foreign.py          checkpoints of other programs; foreign_layouts.py: of each of them
+
+Only random_state.py imports torch, and no file of a checkpoint is unpickled here. Importing this package imports
+neither torch nor DeepSpeed nor Megatron.
 """

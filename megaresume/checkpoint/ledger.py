@@ -20,9 +20,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megaresume.checkpoint.formats import SealError, from_members, members, seal, unseal
-from megaresume.checkpoint.paths import recorded_tag
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.records import SealError, from_members, members, recorded_tag, seal, unseal
+from megaresume.checkpoint.system import Topology
 from megaresume.files import (
     check_regular,
     fsync_dir,

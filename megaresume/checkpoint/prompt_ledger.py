@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.formats import SealError, seal, unseal
 from megaresume.checkpoint.ledger import append_lines
+from megaresume.checkpoint.records import SealError, seal, unseal
 from megaresume.files import read_file
 from megaresume.stream.errors import StateError, as_count
 from megaresume.stream.state import is_version

@@ -1,4 +1,4 @@
-"""The training programs of other people, each as the host of a `megaresume.checkpoint.session.session.Session`.
+"""The training programs of other people, each as the host of a `megaresume.checkpoint.session.Session`.
 
     attach.py    `megaresume.attach`: the table of them, and the one call; what it hooks and refuses
     count.py     the promise: each step trains the micro-batches that were taken for it, once

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import refuse, replaced
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.stream.errors import CheckpointError

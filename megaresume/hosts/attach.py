@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megaresume.checkpoint.session.settings import Checkpoints, Loader
-from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.settings import Checkpoints, Loader
+from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.errors import UsageError, missing_package
 from megaresume.stream.schema import near
 

@@ -26,10 +26,10 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.search import Choice
 from megaresume.hosts.driver import ITEMS, STEP, Driver, Job, copied, items, lines, losses, trained
 
 

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 if TYPE_CHECKING:  # both need torch, which a launcher may be without
-    from megaresume.checkpoint.session.session import Session
+    from megaresume.checkpoint.session import Session
     from megaresume.hosts.feeds import Feed
 
 T = TypeVar("T")

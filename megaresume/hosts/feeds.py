@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from megaresume.batches.batch import FaultEntry
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader, available
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState, stream_of
-from megaresume.checkpoint.session.host import Data, change_lines
-from megaresume.checkpoint.session.ranks import gather, known_to_all, on_all_ranks, same_on_all_ranks, world_size
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.host import Data, change_lines
+from megaresume.checkpoint.ranks import gather, known_to_all, on_all_ranks, same_on_all_ranks, world_size
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import DataState, stream_of
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.dealing import in_parts
 from megaresume.stream.errors import StateError, UsageError

@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from megaresume.checkpoint.session.file_errors import writing
-from megaresume.checkpoint.session.host import Save
-from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.file_errors import writing
+from megaresume.checkpoint.host import Save
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 

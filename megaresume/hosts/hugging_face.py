@@ -33,15 +33,15 @@ from typing import Any, Unpack
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.paths import hugging_face_tag
-from megaresume.checkpoint.session.host import Reading, Save
-from megaresume.checkpoint.session.random_state import kept
-from megaresume.checkpoint.session.ranks import on_all_ranks
-from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.random_state import kept
+from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.checkpoint.records import hugging_face_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.step_file import Envelope
+from megaresume.checkpoint.stopping import StopConditions
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.accelerate_backends import (
     Written,
     check_backend,

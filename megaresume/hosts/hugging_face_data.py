@@ -12,7 +12,7 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
 from megaresume.batches.items import flatten
-from megaresume.checkpoint.paths import records_dir
+from megaresume.checkpoint.records import records_dir
 from megaresume.hosts.attach import kind_of, refuse
 from megaresume.stream.errors import UsageError
 from megaresume.stream.schema import near

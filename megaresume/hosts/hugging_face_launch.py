@@ -23,10 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megaresume.checkpoint.session.flags import PREFIX, take_settings
-from megaresume.checkpoint.session.refusals import show_refusals
-from megaresume.checkpoint.session.settings import GROUPS, Checkpoints
-from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.flags import PREFIX, take_settings
+from megaresume.checkpoint.ranks import show_refusals
+from megaresume.checkpoint.settings import GROUPS, Checkpoints
+from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import importing
 from megaresume.hosts.attach import SLOT
 from megaresume.hosts.importing import when_imported, wrap
@@ -102,7 +102,7 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
     def attached_train(
         trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any
     ) -> Any:
-        from megaresume.checkpoint.session.ranks import on_rank_0
+        from megaresume.checkpoint.ranks import on_rank_0
         from megaresume.hosts.hugging_face import TransformersHost  # deferred: torch
 
         host: TransformersHost | None = getattr(trainer, SLOT, None)

@@ -37,15 +37,15 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.checkpoint.session import random_state
-from megaresume.checkpoint.session.host import Reading, Save
-from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
-from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint import random_state
+from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.records import deepspeed_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.stopping import StopConditions
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.count import words_of
 from megaresume.hosts.deepspeed import engine as facts

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.session.file_errors import writing
-from megaresume.checkpoint.session.ranks import on_rank_0
-from megaresume.checkpoint.session.session import Pick, Session
+from megaresume.checkpoint.file_errors import writing
+from megaresume.checkpoint.ranks import on_rank_0
+from megaresume.checkpoint.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.session import Pick, Session
 from megaresume.hosts.attach import check_new, kind_of, refuse
 from megaresume.hosts.count import Steps
 from megaresume.stream.errors import CheckpointError, StateError, UsageError

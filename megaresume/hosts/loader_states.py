@@ -22,12 +22,10 @@ from pathlib import Path
 
 import xxhash
 
-from megaresume.checkpoint.data_state import DataState, OpaqueState
-from megaresume.checkpoint.formats import count, from_members, text
-from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.paths import rank_file
-from megaresume.checkpoint.saving import rank_files
-from megaresume.checkpoint.session.ranks import gather, on_all_ranks, rank
+from megaresume.checkpoint.manifest import FileEntry, read_rank_file, write_rank_file
+from megaresume.checkpoint.ranks import gather, on_all_ranks, rank
+from megaresume.checkpoint.records import count, from_members, rank_file, text
+from megaresume.checkpoint.step_file import DataState, OpaqueState
 from megaresume.hosts.loaders import LoaderFacts, LoaderReader
 from megaresume.stream.errors import StateError, UsageError
 
@@ -180,7 +178,7 @@ class Captured:
         if self.mine is None:
             return ()
         dp_rank, state = self.mine
-        return (rank_files.write(root, rank_file(iteration, tag, "loader", dp_rank), state),)
+        return (write_rank_file(root, rank_file(iteration, tag, "loader", dp_rank), state),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,4 +275,4 @@ def restore_states(
         return
     check_fits(record, reader.adapter.facts(), dp)
     entry = record.entries(iteration, tag)[dp_rank]
-    reader.restore(rank_files.read(root, entry), record.ranks[dp_rank].skip)
+    reader.restore(read_rank_file(root, entry), record.ranks[dp_rank].skip)

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megaresume.checkpoint.session.random_state import kept
+from megaresume.checkpoint.random_state import kept
 from megaresume.stream.errors import StateError, UsageError
 
 

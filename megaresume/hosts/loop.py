@@ -23,12 +23,12 @@ from typing import Any, get_args
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.checkpoint.session.host import Reading, Resume, Save
-from megaresume.checkpoint.session.ranks import all_come, is_rank_0, on_all_ranks
-from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.host import Reading, Resume, Save
+from megaresume.checkpoint.ranks import all_come, is_rank_0, on_all_ranks
+from megaresume.checkpoint.records import deepspeed_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of

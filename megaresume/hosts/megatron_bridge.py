@@ -24,13 +24,13 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.session.host import Reading, Save
-from megaresume.checkpoint.session.random_state import kept
-from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks
-from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.random_state import kept
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.step_file import Envelope
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, check_new, refuse, replaced
 from megaresume.hosts.count import words_of
 from megaresume.hosts.feeds import Feed, Samples, feed_of

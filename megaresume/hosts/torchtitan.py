@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.paths import records_dir, torchtitan_tag
-from megaresume.checkpoint.session.host import Reading, Save
-from megaresume.checkpoint.session.random_state import kept
-from megaresume.checkpoint.session.ranks import is_rank_0
-from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.random_state import kept
+from megaresume.checkpoint.ranks import is_rank_0
+from megaresume.checkpoint.records import records_dir, torchtitan_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.step_file import Envelope
+from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.count import Steps, words_of

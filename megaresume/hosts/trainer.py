@@ -24,17 +24,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.session.file_errors import writing
-from megaresume.checkpoint.session.host import Host, Reading, Save
-from megaresume.checkpoint.session.random_state import RandomState
-from megaresume.checkpoint.session.ranks import on_all_ranks, same_on_all_ranks
-from megaresume.checkpoint.session.session import Session
-from megaresume.checkpoint.session.settings import Checkpoints
-from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.file_errors import writing
+from megaresume.checkpoint.host import Host, Reading, Save
+from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.ranks import on_all_ranks, same_on_all_ranks
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.session import Session
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.step_file import Envelope, StepFile
+from megaresume.checkpoint.stopping import StopConditions
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, hook
 from megaresume.hosts.count import Steps, Words, words_of
 from megaresume.hosts.feeds import Feed, check_shares

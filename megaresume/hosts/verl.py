@@ -36,12 +36,12 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.paths import tag_iteration, verl_tag
-from megaresume.checkpoint.session.host import Reading, Save
-from megaresume.checkpoint.session.ranks import on_all_ranks, world_size
-from megaresume.checkpoint.session.settings import Checkpoints
+from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.ranks import on_all_ranks, world_size
+from megaresume.checkpoint.records import tag_iteration, verl_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.step_file import Envelope
 from megaresume.hosts.attach import SLOT, check_new, hook, refuse, replaced
 from megaresume.hosts.count import Steps, words_of
 from megaresume.hosts.feeds import Feed, ItemFeed

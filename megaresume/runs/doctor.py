@@ -20,16 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from megaresume.checkpoint.foreign import LAYOUTS, Layout
-from megaresume.checkpoint.foreign.base import subdirectories
-from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, VERL, ranks_of
+from megaresume.checkpoint.choose import starts_from
+from megaresume.checkpoint.foreign import Layout, subdirectories
+from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, VERL, ranks_of
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files
-from megaresume.checkpoint.paths import records_dir, step_path
-from megaresume.checkpoint.start import starts_from
+from megaresume.checkpoint.records import records_dir, step_path
 from megaresume.checkpoint.step_file import read_step_file
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.load_rules import Partitions
 from megaresume.render import byte_bar

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
-from megaresume.checkpoint.paths import records_dir, step_path
+from megaresume.checkpoint.records import records_dir, step_path
 from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError, UsageError
 from megaresume.stream.skips import Ranges, common

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.candidates import Examined
-from megaresume.checkpoint.data_state import DataState, OpaqueState
+from megaresume.checkpoint.candidates import Examined
 from megaresume.checkpoint.ledger import LedgerReading
 from megaresume.checkpoint.lock import Holder
-from megaresume.checkpoint.manifest import Manifest
-from megaresume.checkpoint.paths import megatron_tag, split_root
-from megaresume.checkpoint.saving.rank_files import random_digest
-from megaresume.checkpoint.saving.staging import read_staging
-from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.manifest import Manifest, random_digest
+from megaresume.checkpoint.records import megatron_tag, split_root
+from megaresume.checkpoint.staging import read_staging
+from megaresume.checkpoint.step_file import DataState, OpaqueState, StepFile
 from megaresume.command_line import at_least
 from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.runs.answer import Answer, live, plain, told

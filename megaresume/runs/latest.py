@@ -24,12 +24,11 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megaresume.checkpoint.choosing.candidates import Candidate
-from megaresume.checkpoint.choosing.search import Rejected
-from megaresume.checkpoint.foreign import LAYOUTS
-from megaresume.checkpoint.foreign.base import Layout, Look, subdirectories
-from megaresume.checkpoint.foreign.layouts import DEEPSPEED, HUGGING_FACE, MEGATRON, RELEASE
-from megaresume.checkpoint.paths import LATEST, TRACKER, records_dir
+from megaresume.checkpoint.candidates import Candidate
+from megaresume.checkpoint.foreign import Layout, Look, subdirectories
+from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, MEGATRON, RELEASE
+from megaresume.checkpoint.records import LATEST, TRACKER, records_dir
+from megaresume.checkpoint.search import Rejected
 from megaresume.render import write_bytes
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.run import Run

@@ -1,4 +1,4 @@
-"""Reads what the ranks wrote down: files of `megaresume.checkpoint.session.rank_log`, or that of the reference program.
+"""Reads what the ranks wrote down: files of `megaresume.checkpoint.rank_log`, or that of the reference program.
 
 A run that went back to a checkpoint has lines of what it lost; what the next launch does again counts.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.checkpoint.formats import SealError, unseal
-from megaresume.checkpoint.session.rank_log import VERSION, ranges_of
+from megaresume.checkpoint.rank_log import VERSION, ranges_of
+from megaresume.checkpoint.records import SealError, unseal
 from megaresume.files import read_file
 from megaresume.stream.batches import Balance, micro_batches
 from megaresume.stream.errors import UsageError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs.answer import Answer
 from megaresume.runs.history import History

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megaresume.batches.assemble import make_batch
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.session.rank_log import hash_rows
+from megaresume.checkpoint.rank_log import hash_rows
 from megaresume.runs.trace.ranks import Contents
 from megaresume.runs.trace.replan import Planned
 from megaresume.stream.config import StreamConfig

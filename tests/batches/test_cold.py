@@ -16,8 +16,7 @@ import torch
 from benchmarks.corpora import document_lengths, write_corpus
 from megaresume.batches import ahead
 from megaresume.batches.ahead import Guess
-from megaresume.batches.dataset import StreamDataset
-from megaresume.batches.loader import StreamLoader
+from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.data.layout import bin_path
 from megaresume.stream.batches import BatchSchedule

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.data.source import DocumentSource, is_document_source
 from megaresume.data.split import range_of
 from megaresume.encoding.images.document import Key

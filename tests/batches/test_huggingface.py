@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.batches.models import for_hf
 from megaresume.batches.open import open_stream
 from megaresume.encoding.images.document import Key

@@ -17,8 +17,7 @@ import torch
 from numba.core.compiler_lock import global_compiler_lock
 
 from megaresume.batches.assemble import make_batch
-from megaresume.batches.dataset import StreamDataset
-from megaresume.batches.loader import StreamLoader
+from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError, CorpusError, StateError, StreamExhausted, UsageError

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaresume.batches.assemble import make_batch
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.batches.models import for_mcore_gpt, for_mcore_llava, packed_seq_params
 from megaresume.batches.open import open_stream
 from megaresume.cluster.training.model import DocumentAttention

@@ -7,9 +7,8 @@ import gc
 import pytest
 import torch
 
-from megaresume.batches.dataset import StreamDataset
-from megaresume.batches.image_text import left_memory, shown
-from megaresume.batches.loader import StreamLoader
+from megaresume.batches.batch import left_memory, shown
+from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.data.shard_source import ShardSource
 from megaresume.encoding.images.pixels import Room
 from megaresume.stream.batches import BatchSchedule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaresume.batches import assemble
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.encoding.images.pixels import Room
 
 

@@ -7,9 +7,8 @@ from itertools import islice
 import pytest
 import torch
 
-from megaresume.batches import dataset
-from megaresume.batches.dataset import StreamDataset
-from megaresume.batches.loader import StreamLoader
+from megaresume.batches import loader as loader_module
+from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.data.split import IndexedSource
 from megaresume.stream.batches import Balance, BatchSchedule
@@ -65,7 +64,7 @@ def blocks(monkeypatch):
         return read(self, micro_batches)
 
     monkeypatch.setattr(StreamDataset, "read_several", counted)
-    monkeypatch.setattr(dataset, "QUICK", 1e9)
+    monkeypatch.setattr(loader_module, "QUICK", 1e9)
     return sizes
 
 
@@ -88,7 +87,7 @@ def test_the_same_batches(text, blocks, micro, options, prefetch):
     found, _ = taken(iter(loader_of(text, micro=micro, prefetch=prefetch, **options)), 700)
     assert_same(found, taken(one_by_one(loader_of(text, micro=micro, **options)), 700)[0])
     assert [len(sizes) for sizes in blocks[:5]] == [1, 2, 4, 8, 16]
-    assert max(sum(sizes) for sizes in blocks) * text["seq_length"] <= dataset.TOKENS
+    assert max(sum(sizes) for sizes in blocks) * text["seq_length"] <= loader_module.TOKENS
 
 
 def test_no_batch_knows_of_another(text, blocks):
@@ -162,7 +161,7 @@ def test_no_more_is_planned_ahead_than_at_once(text, blocks):
 
 
 def test_what_is_slow_is_read_one_by_one(text, blocks, monkeypatch):
-    monkeypatch.setattr(dataset, "QUICK", 0)
+    monkeypatch.setattr(loader_module, "QUICK", 0)
     list(islice(loader_of(text), 40))
     assert blocks == [[1]] * 40
 

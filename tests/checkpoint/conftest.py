@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, make_room
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.retention import KEEP_ALL, Retention, make_room
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StageRecord, StreamState
 from megaresume.stream.state_text import Era
 from tests.checkpoint.durability import make_durable

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megaresume.checkpoint.manifest import Manifest
-from megaresume.checkpoint.saving.durability import (
+from megaresume.checkpoint.durability import (
     GoneError,
     NotForcedError,
     distrust,
@@ -15,7 +14,8 @@ from megaresume.checkpoint.saving.durability import (
     note_checksums,
     take_checksums,
 )
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.manifest import Manifest
+from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.stream.errors import CheckpointError
 
 

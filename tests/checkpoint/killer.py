@@ -17,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.saving.durability import not_durable
-from megaresume.checkpoint.saving.retention import make_room, put_back
-from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.choose import choose, record_start
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.durability import not_durable
+from megaresume.checkpoint.retention import make_room, put_back
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state
 from tests.checkpoint.durability import make_durable
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.session.host import Reading, check_same
+from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.host import Reading, check_same
 from megaresume.stream.errors import StateError
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose, confirm_choice
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.formats import seal
-from megaresume.checkpoint.paths import step_path
-from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.start import check_fresh_start, record_start
+from megaresume.checkpoint.choose import check_fresh_start, choose, confirm_choice, record_start
+from megaresume.checkpoint.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.records import seal, step_path
+from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import write_step_file
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError

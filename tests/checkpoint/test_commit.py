@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choose import choose, distrust_tracker, record_start
+from megaresume.checkpoint.commit import Commit, abandon_save, begin_save, commit_save
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import FileEntry, checksum_files, read_manifest
-from megaresume.checkpoint.paths import manifest_path
-from megaresume.checkpoint.saving.commit import Commit, abandon_save, begin_save, commit_save
-from megaresume.checkpoint.start import distrust_tracker, record_start
+from megaresume.checkpoint.records import manifest_path
 from megaresume.checkpoint.step_file import read_step_file
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.stream.state import StreamState
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose, confirm_choice
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.saving.commit import Commit
+from megaresume.checkpoint.choose import choose, confirm_choice
+from megaresume.checkpoint.commit import Commit
+from megaresume.checkpoint.search import Choice
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

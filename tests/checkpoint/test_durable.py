@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import system
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.manifest import Manifest, read_manifest
-from megaresume.checkpoint.saving import copying
-from megaresume.checkpoint.saving import durability as durable
-from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.durability import (
+from megaresume.checkpoint import durability, staging, system
+from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.durability import (
+    Durability,
     NodePart,
     finish,
     force,
@@ -25,9 +22,9 @@ from megaresume.checkpoint.saving.durability import (
     take_checksums,
     write_part,
 )
-from megaresume.checkpoint.saving.retention import make_room, put_back
-from megaresume.checkpoint.session import durability
-from megaresume.checkpoint.session.durability import Durability
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.manifest import Manifest, read_manifest
+from megaresume.checkpoint.retention import make_room, put_back
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable
@@ -137,7 +134,7 @@ def test_a_file_that_could_not_be_forced_is_written_again(
     """A checkpoint that is complete is not lost with a moment of the disk's. What was lost is not called durable."""
     name = complete.files[0].path
     disk = Disk(name, times)
-    for module in (durable, copying):
+    for module in (durability, staging):
         monkeypatch.setattr(module, "fsync_file", disk.fsync)
     work = Durability(checksums=True)
     work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
@@ -155,7 +152,7 @@ def test_what_could_not_be_forced_and_is_gone_from_memory_is_not_loaded(
     root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = root / "global_step40" / complete.files[0].path
-    monkeypatch.setattr(durable, "fsync_file", Disk(path.name).fsync)
+    monkeypatch.setattr(durability, "fsync_file", Disk(path.name).fsync)
     with pytest.raises(CheckpointError, match="could not be forced"):
         make_durable(root, complete)
     monkeypatch.undo()
@@ -170,7 +167,7 @@ def test_what_could_not_be_forced_and_is_gone_from_memory_is_not_loaded(
 def test_without_checksums_a_file_that_cannot_be_forced_makes_it_worthless(
     root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "fsync_file", Disk(complete.files[0].path).fsync)
+    monkeypatch.setattr(durability, "fsync_file", Disk(complete.files[0].path).fsync)
     with pytest.raises(CheckpointError, match="could not be forced"):
         make_durable(root, complete, checksums=False)
     assert taken(root) == 30 and not_durable(root) == ()

@@ -8,7 +8,7 @@ from pathlib import Path
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.step_file import read_marker, read_step_file
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.state import StreamState
 
 VERSION_1 = Path(__file__).with_name("formats") / "version1"

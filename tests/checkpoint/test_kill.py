@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.candidates import read_pointers
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.formats import unseal
+from megaresume.checkpoint.candidates import read_pointers
+from megaresume.checkpoint.choose import choose, record_start
+from megaresume.checkpoint.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.durability import not_durable
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import rank_file
-from megaresume.checkpoint.saving import rank_files
-from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.durability import not_durable
-from megaresume.checkpoint.saving.retention import put_back
-from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.manifest import write_rank_file
+from megaresume.checkpoint.records import rank_file, unseal
+from megaresume.checkpoint.retention import put_back
+from megaresume.checkpoint.search import Choice
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable
 from tests.release import release
@@ -112,7 +110,7 @@ def save_by_two_ranks(root: Path, state: StreamState) -> None:
     for name in names:
         (pending.tag_dir / name).write_bytes(state.digest.encode() * 64)
     paths = [rank_file(30, pending.step.tag, "random", rank) for rank in range(2)]
-    beside = [rank_files.write(root, path, b"random") for path in paths]
+    beside = [write_rank_file(root, path, b"random") for path in paths]
     make_durable(root, commit_save(pending, expected_files=names, beside=beside).manifest)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.paths import (
+from megaresume.checkpoint.records import (
     check_tag,
     deepspeed_tag,
     manifest_path,

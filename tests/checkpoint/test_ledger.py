@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import ledger
-from megaresume.checkpoint.formats import seal, unseal
 from megaresume.checkpoint.ledger import (
     LedgerEntry,
     abandoned_checkpoints,
@@ -15,7 +14,8 @@ from megaresume.checkpoint.ledger import (
     read_ledger,
     read_run,
 )
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.records import seal, unseal
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import NewerFormatError, StateError
 
 

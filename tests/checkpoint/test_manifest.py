@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_files, list_files, read_manifest
+from megaresume.checkpoint.records import seal
 from megaresume.stream.errors import CheckpointError, NewerFormatError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.formats import seal, unseal
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import read_manifest
+from megaresume.checkpoint.records import seal, unseal
 from megaresume.checkpoint.step_file import read_marker, read_step_file
 from megaresume.stream.errors import MegaresumeError
 

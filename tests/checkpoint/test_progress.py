@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.saving.commit import Commit
-from megaresume.checkpoint.start import NOTHING_TO_TRAIN, check_progress, record_start
+from megaresume.checkpoint.choose import NOTHING_TO_TRAIN, check_progress, choose, record_start
+from megaresume.checkpoint.commit import Commit
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose, choose_of_two
+from megaresume.checkpoint.choose import choose, choose_of_two, record_start
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.saving.copying import adopt, is_copied, stage
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, prune
-from megaresume.checkpoint.saving.staging import Stager, read_staging
-from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.retention import KEEP_ALL, Retention, is_copied, prune
+from megaresume.checkpoint.staging import Stager, adopt, read_staging, stage
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
@@ -262,8 +260,8 @@ def counted(function):
     return call
 
 from tests.checkpoint.durability import make_durable
-from megaresume.checkpoint.saving.retention import prune
-from megaresume.checkpoint.saving.copying import stage
+from megaresume.checkpoint.retention import prune
+from megaresume.checkpoint.staging import stage
 for name in names:
     setattr(os, name, counted(getattr(os, name)))
 local, shared = Path(sys.argv[1]), Path(sys.argv[2])
@@ -343,7 +341,7 @@ def test_a_shared_storage_that_damages(tmp_path: Path, monkeypatch: pytest.Monke
         os.write(descriptor, bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with monkeypatch.context() as context, pytest.raises(CheckpointError, match="reads back other bytes"):
-        context.setattr("megaresume.checkpoint.saving.copying.write_all", write_all)
+        context.setattr("megaresume.checkpoint.staging.write_all", write_all)
         stage(local, shared, 10, "global_step10")
     assert not is_copied(local, shared, 10, "global_step10")
     assert stage(local, shared, 10, "global_step10") is not None and choose(shared, checksums=True) is not None

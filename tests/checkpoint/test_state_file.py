@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.formats import seal
+from megaresume.checkpoint.records import seal
 from megaresume.checkpoint.step_file import (
     Marker,
     StepFile,
@@ -17,7 +17,7 @@ from megaresume.checkpoint.step_file import (
     write_marker,
     write_step_file,
 )
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError
 from megaresume.stream.state import StreamState
 

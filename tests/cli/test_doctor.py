@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.formats import seal
+from megaresume.checkpoint.choose import choose, record_start
 from megaresume.checkpoint.ledger import append_lines
-from megaresume.checkpoint.paths import step_path
-from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.records import seal, step_path
 from megaresume.checkpoint.step_file import read_step_file, write_step_file
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.stream.state import StreamState
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaresume.checkpoint.formats import seal
-from megaresume.checkpoint.paths import step_path
+from megaresume.checkpoint.records import seal, step_path
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.program import main
 

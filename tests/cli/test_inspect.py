@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.formats import seal
-from megaresume.checkpoint.saving.commit import begin_save
-from megaresume.checkpoint.start import record_start
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.choose import choose, record_start
+from megaresume.checkpoint.commit import begin_save
+from megaresume.checkpoint.records import seal
+from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaresume.checkpoint.saving.commit import begin_save
+from megaresume.checkpoint.commit import begin_save
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.program import main
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture

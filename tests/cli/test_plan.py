@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.runs.plan.start import steps_until
 from megaresume.stream.batches import BatchSchedule, end_of_run

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger
-from megaresume.checkpoint.system import process_age, utc
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology, process_age, utc
 from megaresume.program import main
 from megaresume.runs.plan.interval import advise, daly, duration, losses, measure, spell, young
 from megaresume.runs.run import Run

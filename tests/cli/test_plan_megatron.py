@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from tests.hosts.conftest import data_yaml  # noqa: F401  a fixture
 from tests.hosts.megatron.conftest import mini  # noqa: F401  a fixture

@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.choose import record_start
 from megaresume.checkpoint.step_file import read_step_file
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.render import svg
 from megaresume.runs import report as facts_module

@@ -14,7 +14,7 @@ import yaml
 
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import append_ledger, read_ledger
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.data.catalog import open_sources
 from megaresume.program import main
 from megaresume.runs.run import Run

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from torch.utils.data import DataLoader
 
-from megaresume.batches.dataset import StreamDataset, whole
+from megaresume.batches.loader import StreamDataset, whole
 from megaresume.batches.open import open_stream
 from megaresume.data import remote, shard_files
 from megaresume.data.prepare.shards import prepare_shards

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megaresume.batches.assemble import Assembler
 from megaresume.batches.batch import BatchArrays
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.data.layout import SpansWriter, spans_of, spans_path
 from megaresume.data.sidecar import read_tokenizer, sidecar_path, write_tokenizer

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from megaresume.checkpoint.session.flags import flag_of
-from megaresume.checkpoint.session.settings import GROUPS
+from megaresume.checkpoint.flags import flag_of
+from megaresume.checkpoint.settings import GROUPS
 
 DOCUMENT = Path(__file__).parents[2] / "docs/settings.md"
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"

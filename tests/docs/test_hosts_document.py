@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.process

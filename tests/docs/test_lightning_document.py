@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choose import choose
 from tests.docs.test_torch_document import run
 from tests.release import release
 

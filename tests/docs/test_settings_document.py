@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-from megaresume.checkpoint.session.flags import add_flags, add_settings
-from megaresume.checkpoint.session.settings import GROUPS
+from megaresume.checkpoint.flags import add_flags, add_settings
+from megaresume.checkpoint.settings import GROUPS
 from megaresume.cluster.training.launch import Arguments
 from megaresume.hosts.megatron.arguments import add_arguments
 from tests.docs.settings_table import DOCUMENT, renewed

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 from tests.release import release
 
 pytest.importorskip("torch")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from tests.cli import conftest
 from tests.cli.conftest import SavedRun
 from tests.cli.conftest import run as run

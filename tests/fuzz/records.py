@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint import manifest as manifests
-from megaresume.checkpoint.choosing.candidates import read_pointers
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.formats import unseal
+from megaresume.checkpoint.candidates import read_pointers
+from megaresume.checkpoint.choose import choose, record_start
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger, read_run
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.saving.staging import read_staging
-from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.records import unseal
+from megaresume.checkpoint.staging import read_staging
 from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError

@@ -239,13 +239,16 @@ def damage(rank: int) -> None:
     engine.load_checkpoint(str(save), tag="global_step2")
     assert torch.get_rng_state().sum().item() == twice
     train(engine, data, 3, None, np.random.default_rng(5))
-    from megaresume.checkpoint.saving import rank_files
+    from megaresume.checkpoint import random_state
 
-    write = rank_files.write
+    write = random_state.write_rank_file
     if rank == 1:
-        rank_files.write = lambda root, path, data: (write(root, path, data), (root / "megaresume" / path).unlink())[0]
+        random_state.write_rank_file = lambda root, path, data: (
+            write(root, path, data),
+            (root / "megaresume" / path).unlink(),
+        )[0]
     unsaved = toy.error_of(lambda: engine.save_checkpoint(str(toy.ROOT / "unsaved")))
-    rank_files.write = write
+    random_state.write_rank_file = write
     engine.save_checkpoint(str(toy.ROOT / "unsaved"))
     engine.save_checkpoint(str(toy.ROOT / "unsaved"))  # twice at one step
     data.close()

@@ -17,7 +17,7 @@ import toy
 from tqdm import tqdm
 
 import megaresume
-from megaresume.checkpoint.saving.commit import begin_save
+from megaresume.checkpoint.commit import begin_save
 from megaresume.hosts.deepspeed.engine_data import Witness
 
 toy.start()

@@ -20,9 +20,8 @@ import torch.distributed as dist  # isort: skip
 
 import megaresume
 from megaresume.checkpoint import lock
-from megaresume.checkpoint.session import directory
-from megaresume.checkpoint.session.ranks import on_rank_0
-from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.ranks import on_rank_0
+from megaresume.checkpoint.stopping import StopConditions
 
 #: holds a root, as a process of another job.
 OTHER = """
@@ -100,7 +99,7 @@ def lost_to_another(engine: Any) -> None:
 def not_shared(engine: Any) -> None:
     own = ROOT / f"disk_of_rank_{dist.get_rank()}"
     own.mkdir()
-    directory.PATIENCE_SECONDS = 0.3
+    lock.SEEN_WITHIN_SECONDS = 0.3
     named = error_of(lambda: attach(engine, own))
     data = attach(engine, None)
     train(engine, data, engine.global_steps + 1)
@@ -112,7 +111,7 @@ def not_shared(engine: Any) -> None:
 
 def lagging(engine: Any) -> None:
     """What rank 0 writes comes to rank 1 a second later, as through the cache of a shared filesystem."""
-    directory.PATIENCE_SECONDS = 30.0
+    lock.SEEN_WITHIN_SECONDS = 30.0
     own = ROOT / f"cache_of_rank_{dist.get_rank()}"
     over = threading.Event()
 

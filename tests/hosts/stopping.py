@@ -13,7 +13,7 @@ import torch.distributed as dist
 import toy
 
 import megaresume
-from megaresume.checkpoint.session.stopping import StopConditions, Stopped
+from megaresume.checkpoint.stopping import StopConditions, Stopped
 
 toy.start()
 rank = dist.get_rank()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.file_errors import reading, writing
 from megaresume.checkpoint.manifest import FileEntry, Manifest
-from megaresume.checkpoint.session.file_errors import reading, writing
+from megaresume.checkpoint.search import Choice
 from megaresume.stream.errors import CheckpointError, StateError
 
 

@@ -15,13 +15,12 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.manifest import FileEntry, Manifest
-from megaresume.checkpoint.paths import rank_file, rank_file_words
-from megaresume.checkpoint.saving import rank_files
-from megaresume.checkpoint.session import random_state
-from megaresume.checkpoint.session.random_state import RandomState
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint import random_state
+from megaresume.checkpoint.manifest import FileEntry, Manifest, random_digest, remove_orphans, write_rank_file
+from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.records import rank_file, rank_file_words
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import StateError
 
 CPU = torch.device("cpu")
@@ -153,7 +152,7 @@ def test_a_load_that_is_saved_again_at_once_is_the_same(tmp_path: Path, tracker:
     again = saved(tmp_path / "b", state, 7)
     assert again.manifest is not None and choice.manifest is not None
     assert again.manifest.beside == choice.manifest.beside
-    assert rank_files.random_digest(again.manifest) == rank_files.random_digest(choice.manifest) is not None
+    assert random_digest(again.manifest) == random_digest(choice.manifest) is not None
 
 
 def test_draws_between_a_save_and_the_next_step_are_said_once(
@@ -227,11 +226,11 @@ def test_files_of_ranks_go_with_their_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "save"
     for step, tag in ((1, "global_step1"), (2, "global_step2"), (2, "best.v2"), (3, "iter_0000003")):
         for kind in ("random", "loader"):
-            rank_files.write(root, rank_file(step, tag, kind, 0), b"state")  # type: ignore[arg-type]
+            write_rank_file(root, rank_file(step, tag, kind, 0), b"state")  # type: ignore[arg-type]
     (root / "best.v2").mkdir()
     (root / "iter_0000003").mkdir()
     (root / "megaresume" / "step_0000002.saving.json").touch()
-    rank_files.remove_orphans(root)
+    remove_orphans(root)
     kept = sorted(path.name for path in (root / "megaresume").iterdir() if path.is_dir())
     expected = [
         f"{name}.{kind}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.session import ranks
+from megaresume.checkpoint import ranks
 from tests.reliability.shim import compiler
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ PROGRAM = """
 import os
 import torch
 import torch.distributed as dist
-from megaresume.checkpoint.session import ranks
+from megaresume.checkpoint import ranks
 dist.init_process_group("gloo")
 number, size = dist.get_rank(), dist.get_world_size()
 assert ranks.gather({"rank": number, "text": "x" * number}) == [{"rank": n, "text": "x" * n} for n in range(size)]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.saving.retention import KEEP_ALL
-from megaresume.checkpoint.session.directory import Staged
+from megaresume.checkpoint.retention import KEEP_ALL
+from megaresume.checkpoint.staging import Staged
 from megaresume.stream.errors import SetupError, UsageError
 from tests.corpora import simple_corpus
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.claim import this_process
-from megaresume.checkpoint.session.directory import MOST_SECONDS_APART
+from megaresume.checkpoint.stopping import MOST_SECONDS_APART
 from tests.hosts.conftest import Launch, Results, _results
 
 HOST = os.uname().nodename

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.session.stopping import StopConditions, Stopper, job_end
+from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.stopping import StopConditions, Stopper, job_end
 from megaresume.stream.errors import UsageError
 
 

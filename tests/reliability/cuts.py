@@ -25,12 +25,11 @@ from typing import Final, Literal
 import pytest
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.choosing.candidates import read_pointer
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.paths import TRACKER
-from megaresume.checkpoint.saving.retention import put_back
-from megaresume.checkpoint.start import distrust_tracker
+from megaresume.checkpoint.candidates import read_pointer
+from megaresume.checkpoint.choose import choose, distrust_tracker
+from megaresume.checkpoint.records import TRACKER
+from megaresume.checkpoint.retention import put_back
+from megaresume.checkpoint.search import Choice
 from megaresume.hosts.megatron.load_rules import check_tracker
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.harness import Harness, Lost, newest_complete

@@ -25,10 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import megaresume
-from megaresume.checkpoint import system
-from megaresume.checkpoint.choosing.choose import confirm_choice
-from megaresume.checkpoint.session import directory as shared_directory
-from megaresume.checkpoint.session import session
+from megaresume.checkpoint import lock, session, system
+from megaresume.checkpoint.choose import confirm_choice
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.shim import Mode, Shim
 
@@ -230,7 +228,7 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
     directory = task.directory if rank == 0 or task.other_directory is None else task.other_directory
     if task.other_directory is not None:
         # A rank waits half a minute for a filesystem whose cache lags behind.
-        shared_directory.PATIENCE_SECONDS = 0.2
+        lock.SEEN_WITHIN_SECONDS = 0.2
         session.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
     shim, mine = Shim(), task.fault if task.fault is not None and task.fault.rank == rank else None
     if task.recording is not None:

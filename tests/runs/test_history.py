@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.runs.history import _topologies
 from megaresume.runs.losses import read_losses
 from megaresume.runs.rank_steps import read_rank_steps

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.session.host import change_lines
+from megaresume.checkpoint.host import change_lines
 from megaresume.stream.changes import outlook
 from megaresume.stream.stream import Stream
 

@@ -100,7 +100,7 @@ _SAMPLERS = [f"megatron.{name}.data_samplers" for name in ("training.datasets", 
 
 def sampler(prefixes: list[str]) -> str:
     """The sampler of this version over our dataset: the same global batches on every number of ranks."""
-    from megaresume.batches.dataset import StreamDataset
+    from megaresume.batches.loader import StreamDataset
     from megaresume.batches.open import open_stream
     from megaresume.hosts.megatron.project import locate
 

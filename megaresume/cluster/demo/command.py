@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, Extra
 from megaresume.cluster.job import Kind, Launch, own_directory
 from megaresume.cluster.local import LocalPrograms, ask

@@ -23,8 +23,8 @@ import xxhash
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import megaresume
-from megaresume.checkpoint.paths import data_path
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.records import data_path
+from megaresume.checkpoint.system import Topology
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, SOURCES, Demo, DemoStart, as_words, write_texts
 from megaresume.cluster.scenario import Say
 from megaresume.cluster.training.logging import SampleLog, StepRecord

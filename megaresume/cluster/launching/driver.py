@@ -22,10 +22,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.formats import count, from_members, members, read_record, seal
+from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
-from megaresume.checkpoint.paths import ledger_path
-from megaresume.checkpoint.start import NOTHING_TO_TRAIN
+from megaresume.checkpoint.records import count, from_members, ledger_path, members, read_record, seal
 from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, StateError, UsageError

@@ -10,9 +10,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from megaresume.checkpoint.session.ranks import on_rank_0
-from megaresume.checkpoint.session.refusals import run_program
-from megaresume.checkpoint.session.settings import DataOptions
+from megaresume.checkpoint.ranks import on_rank_0, run_program
+from megaresume.checkpoint.settings import DataOptions
 from megaresume.cluster.training.launch import (
     Arguments,
     announce,
@@ -80,8 +79,8 @@ def _run(args: Arguments) -> int:
     import torch.distributed as dist
 
     from megaresume.batches.open import open_stream, open_validation
-    from megaresume.checkpoint.session.ranks import on_all_ranks
-    from megaresume.checkpoint.session.stopping import Stopped
+    from megaresume.checkpoint.ranks import on_all_ranks
+    from megaresume.checkpoint.stopping import Stopped
     from megaresume.cluster.training.logging import SampleLog, Stopwatch
     from megaresume.cluster.training.loop import Trainer, Validation
     from megaresume.cluster.training.model import (
@@ -258,8 +257,8 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 
 def _load(args: Arguments, engine: Any) -> None:
     """Resume from --load, or make sure that a fresh start overwrites nothing."""
-    from megaresume.checkpoint.session.ranks import on_rank_0
-    from megaresume.checkpoint.start import check_fresh_start
+    from megaresume.checkpoint.choose import check_fresh_start
+    from megaresume.checkpoint.ranks import on_rank_0
 
     path = None
     if args.load is not None:

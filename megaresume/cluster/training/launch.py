@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
-from megaresume.checkpoint.session.flags import flag, group, parse_flags
-from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, LaunchOptions, Loader
-from megaresume.checkpoint.session.stopping import SIGNALS, StopConditions
+from megaresume.checkpoint.flags import flag, group, parse_flags
+from megaresume.checkpoint.settings import Checkpoints, DataOptions, LaunchOptions, Loader
+from megaresume.checkpoint.stopping import SIGNALS, StopConditions
 from megaresume.cluster.local import free_port
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import SetupError, UsageError

@@ -30,11 +30,11 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.session.rank_log import RankLog
-from megaresume.checkpoint.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
-from megaresume.checkpoint.session.session import Session
-from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
-from megaresume.checkpoint.session.stopping import StopConditions
+from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.checkpoint.session import Session
+from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.stopping import StopConditions
 from megaresume.data.data_config import Data
 from megaresume.hosts.attach import hook
 from megaresume.hosts.deepspeed import decoupled

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.session.ranks import on_all_ranks, on_rank_0_for_long, pauses, world_size
+from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0_for_long, pauses, world_size
+from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.conversion import Reporter, convert

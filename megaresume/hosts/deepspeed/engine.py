@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaresume.checkpoint.session.file_errors import OtherSaveError
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.file_errors import OtherSaveError
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import replaced
 from megaresume.stream.errors import CheckpointError, UsageError
 

@@ -33,11 +33,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from megaresume.checkpoint.session.host import Resume
-from megaresume.checkpoint.session.random_state import RandomState
-from megaresume.checkpoint.session.rank_log import Noted
-from megaresume.checkpoint.session.session import Session
-from megaresume.checkpoint.session.stopping import Stopped
+from megaresume.checkpoint.host import Resume
+from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.rank_log import Noted
+from megaresume.checkpoint.session import Session
+from megaresume.checkpoint.stopping import Stopped
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import Batches, EngineHost

@@ -15,16 +15,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import FORMAT, Envelope
-from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.checkpoint.session.file_errors import read_on_all_ranks, writing
-from megaresume.checkpoint.session.host import Data, Reading, Save
-from megaresume.checkpoint.session.random_state import RandomState
-from megaresume.checkpoint.session.ranks import Meeting, is_rank_0, on_all_ranks
-from megaresume.checkpoint.session.session import Pick, Session
-from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
+from megaresume.checkpoint.host import Data, Reading, Save
+from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.ranks import Meeting, is_rank_0, on_all_ranks
+from megaresume.checkpoint.records import deepspeed_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.session import Pick, Session
+from megaresume.checkpoint.step_file import FORMAT, Envelope, StepFile
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.elastic import check_restorable, conversion, restore_rest
@@ -64,7 +63,7 @@ class Batches(Data, Protocol):
 
 
 class EngineHost:
-    """See `megaresume.checkpoint.session.host.Host`.
+    """See `megaresume.checkpoint.host.Host`.
 
     Args:
         engine: what ``deepspeed.initialize`` returned first.

@@ -31,9 +31,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-from megaresume.checkpoint.choosing.choose import choose, choose_of_two
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.formats import read_record, rows, seal, text
+from megaresume.checkpoint.choose import choose, choose_of_two
 from megaresume.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -43,7 +41,9 @@ from megaresume.checkpoint.manifest import (
     list_files,
     verify_files,
 )
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.records import read_record, rows, seal, text
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.system import Topology
 from megaresume.files import delete_soon, leftover_name, read_file
 from megaresume.stream.errors import CheckpointError
 

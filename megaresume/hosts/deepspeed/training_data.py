@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.batch import Batch
-from megaresume.batches.dataset import StreamDataset
-from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.batches.loader import StreamDataset, StreamLoader
+from megaresume.checkpoint.host import change_lines
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.session.host import change_lines
-from megaresume.checkpoint.session.rank_log import RankLog, noted
-from megaresume.checkpoint.session.ranks import on_all_ranks
-from megaresume.checkpoint.session.session import Session
-from megaresume.checkpoint.session.settings import Loader
+from megaresume.checkpoint.rank_log import RankLog, noted
+from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.session import Session
+from megaresume.checkpoint.settings import Loader
+from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData, MicroBatch, fingerprint, tokens_of
 from megaresume.hosts.feeds import RankFaults

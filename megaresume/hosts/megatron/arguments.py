@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
-from megaresume.checkpoint.session.flags import PREFIX, add_settings, flag_of
-from megaresume.checkpoint.session.settings import GROUPS, Checkpoints, Loader, Mode
-from megaresume.checkpoint.session.stopping import SIGNALS, StopConditions, minutes_before_end
+from megaresume.checkpoint.flags import PREFIX, add_settings, flag_of
+from megaresume.checkpoint.settings import GROUPS, Checkpoints, Loader, Mode
+from megaresume.checkpoint.stopping import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError

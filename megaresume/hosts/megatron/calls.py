@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaresume.checkpoint.paths import TRACKER
+from megaresume.checkpoint.records import TRACKER
 from megaresume.files import read_file
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.importing import wrap
@@ -320,7 +320,7 @@ def at_exit() -> None:
         os._exit(1)  # whatever a program made of the error that it was given
     if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
         return
-    from megaresume.checkpoint.session.refusals import say
+    from megaresume.checkpoint.ranks import say
 
     error = _passed_by(current)
     if error is not None:

@@ -21,14 +21,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.file_errors import is_damage, read_on_all_ranks, read_undamaged
+from megaresume.checkpoint.host import Reading, Save
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.paths import megatron_tag
-from megaresume.checkpoint.session.file_errors import is_damage, read_on_all_ranks, read_undamaged
-from megaresume.checkpoint.session.host import Reading, Save
-from megaresume.checkpoint.session.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.records import megatron_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import Envelope
 from megaresume.hosts.loader_states import LoaderRecord
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.calls import check_save

@@ -31,16 +31,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.checkpoint.choosing.candidates import read_pointers
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.paths import LATEST, deepspeed_tag, megatron_tag
-from megaresume.checkpoint.session.file_errors import read_undamaged, reading
-from megaresume.checkpoint.session.host import Data, Save
-from megaresume.checkpoint.session.ranks import on_all_ranks
-from megaresume.checkpoint.session.session import Session
-from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.candidates import read_pointers
+from megaresume.checkpoint.file_errors import read_undamaged, reading
+from megaresume.checkpoint.host import Data, Save
+from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.checkpoint.records import LATEST, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.session import Session
+from megaresume.checkpoint.step_file import Envelope, StepFile
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import EngineHost, around_load
@@ -74,7 +73,7 @@ def can_be_written(save_dir: object) -> bool:
 
 
 class MegatronHost:
-    """See `megaresume.checkpoint.session.host.Host`.
+    """See `megaresume.checkpoint.host.Host`.
 
     Args:
         project: which Megatron this is.

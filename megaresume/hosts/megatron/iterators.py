@@ -36,12 +36,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.host import Data
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.session.host import Data
-from megaresume.checkpoint.session.rank_log import RankLog, images_of
-from megaresume.checkpoint.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
+from megaresume.checkpoint.rank_log import RankLog, images_of
+from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.data.layout import has_spans
 from megaresume.data.source import is_document_source
 from megaresume.hosts.loader_states import NO_LOADER, Captured, LoaderRecord, capture, restore_states

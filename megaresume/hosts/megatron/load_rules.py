@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.candidates import (
+from megaresume.checkpoint.candidates import (
     Candidate,
     Pointer,
     examine,
@@ -28,11 +28,11 @@ from megaresume.checkpoint.choosing.candidates import (
     read_pointer,
     write_tracker,
 )
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.data_state import Kind
+from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import TRACKER, ledger_path, marker_path, megatron_tag
+from megaresume.checkpoint.records import TRACKER, ledger_path, marker_path, megatron_tag
+from megaresume.checkpoint.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.step_file import Kind
 from megaresume.files import read_file
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
@@ -105,7 +105,7 @@ def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def read_metadata(tracker_filename: Any, *args: Any, **kwargs: Any) -> Any:
-        from megaresume.checkpoint.session.ranks import (  # deferred: torch, which `check_tracker` needs not
+        from megaresume.checkpoint.ranks import (  # deferred: torch, which `check_tracker` needs not
             on_all_ranks,
             on_rank_0,
         )

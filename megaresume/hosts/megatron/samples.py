@@ -32,7 +32,7 @@ import torch
 import torch.utils.data
 
 from megaresume.batches.batch import BatchArrays, SegmentLayout
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.batches.workers import outlive_signals
 from megaresume.data.layout import spans_of
 from megaresume.data.source import Source

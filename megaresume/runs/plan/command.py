@@ -9,9 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
-from megaresume.checkpoint.session.flags import add_settings
-from megaresume.checkpoint.session.settings import Checkpoints, DataOptions, Loader
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.flags import add_settings
+from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least
 from megaresume.data.split import split_ranges
 from megaresume.render import text_table

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
-from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.data_state import stream_of
-from megaresume.checkpoint.paths import TRACKER, deepspeed_tag, megatron_tag
-from megaresume.checkpoint.session.host import without_state
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.host import without_state
+from megaresume.checkpoint.records import TRACKER, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.step_file import stream_of
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed.load_rules import BEGIN_ANEW, Partitions, check_zero, choose_to_load
 from megaresume.hosts.megatron import load_rules
 from megaresume.hosts.megatron.arguments import schedule_from_args

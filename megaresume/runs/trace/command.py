@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.paths import split_root
+from megaresume.checkpoint.records import split_root
 from megaresume.command_line import at_least, number_range
 from megaresume.data.source import Source
 from megaresume.encoding.text.tokenizers import load_tokenizer

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.checkpoint.session.rank_log import hash_rows, hash_samples
+from megaresume.checkpoint.rank_log import hash_rows, hash_samples
 from megaresume.data.layout import spans_of
 from megaresume.data.source import Source
 from megaresume.runs.history import StepMap
@@ -91,8 +91,7 @@ class Contents:
         Raises:
             CorpusError: a document is damaged, or not as long as the index says.
         """
-        from megaresume.batches.batch import BatchArrays
-        from megaresume.batches.image_text import BatchImages
+        from megaresume.batches.batch import BatchArrays, BatchImages
 
         hashes = []
         for part in parts:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megaresume.checkpoint.ledger import Branch, LedgerProblem, branches_of
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.paths import data_path, manifest_path, records_dir
+from megaresume.checkpoint.records import data_path, manifest_path, records_dir
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.data.catalog import open_sources
 from megaresume.data.data_config import DataConfig

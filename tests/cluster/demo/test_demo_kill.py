@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaresume.checkpoint.saving.commit import begin_save
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.commit import begin_save
+from megaresume.checkpoint.system import Topology
 from megaresume.cluster.demo.command import committed_since
 from tests.checkpoint.conftest import make_state, save_checkpoint
 

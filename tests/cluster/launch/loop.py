@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.data_state import Envelope, stream_of
-from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.checkpoint.session.host import Reading, change_lines
-from megaresume.checkpoint.session.random_state import RandomState
-from megaresume.checkpoint.session.session import Session
-from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.host import Reading, change_lines
+from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.records import deepspeed_tag
+from megaresume.checkpoint.session import Session
+from megaresume.checkpoint.step_file import Envelope, stream_of
+from megaresume.checkpoint.stopping import StopConditions
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.batches import BatchSchedule
 
 BATCH, VOCAB, SAVE_INTERVAL = 4, 256, 5

@@ -31,8 +31,8 @@ here = Path(__file__).parent
 
 def say(kind, step):
     from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, with_attempt
-    from megaresume.checkpoint.paths import ledger_path
-    from megaresume.checkpoint.topology import Topology
+    from megaresume.checkpoint.records import ledger_path
+    from megaresume.checkpoint.system import Topology
 
     words = dict(iteration=step, tag=None, samples=step, digest="0" * 16, run="a" * 16, time="", topology=Topology())
     root = Path(sys.argv[max(at for at, word in enumerate(sys.argv) if word == "--save") + 1])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.ledger import ATTEMPT, LedgerEntry, append_ledger, with_attempt
-from megaresume.checkpoint.paths import ledger_path
-from megaresume.checkpoint.start import NOTHING_TO_TRAIN
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.system import Topology
 from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.cluster.launching.driver import (
     Attempts,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megaresume.checkpoint.session.ranks import on_rank_0_for_long
+from megaresume.checkpoint.ranks import on_rank_0_for_long
 from megaresume.stream.errors import SetupError
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

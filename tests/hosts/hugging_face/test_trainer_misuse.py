@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 import megaresume
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.hugging_face.program import Numbers, make
 from tests.hosts.torch.record import items, lines, trained

@@ -31,7 +31,7 @@ from lightning.pytorch.utilities import CombinedLoader
 import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.lightning import LightningHost

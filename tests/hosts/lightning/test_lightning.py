@@ -21,7 +21,7 @@ pytest.importorskip("lightning")
 import torch
 
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import UsageError
 from tests.hosts.lightning.program import Module, Texts, run

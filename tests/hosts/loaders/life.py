@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 import toy  # noqa: E402
 
 import megaresume  # noqa: E402
-from megaresume.checkpoint.session import host  # noqa: E402
+from megaresume.checkpoint import host  # noqa: E402
 
 name, stop = sys.argv[3], int(sys.argv[4])
 options = dict(word.split("=") for word in sys.argv[5:])

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState, Envelope
+from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import DataState, Envelope
 from megaresume.hosts.megatron import checkpointing
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.host import KEY, MegatronHost

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger
-from megaresume.checkpoint.paths import ledger_path, marker_path
-from megaresume.checkpoint.saving.commit import PendingCheckpoint, begin_save, commit_save
-from megaresume.checkpoint.step_file import Marker, write_marker
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.records import ledger_path, marker_path
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import Envelope, Marker, write_marker
+from megaresume.checkpoint.system import Topology
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.host import MegatronHost

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 from tests.release import release
 
 pytest.importorskip("deepspeed")

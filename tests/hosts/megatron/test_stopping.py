@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
-from megaresume.checkpoint.start import NOTHING_TO_TRAIN
+from megaresume.checkpoint.records import ledger_path
 from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.cluster.launching.driver import Ledgers
 from megaresume.hosts.megatron import host

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint.session import ranks
+from megaresume.checkpoint import ranks
 from megaresume.hosts.driver import write_down
 
 ITEMS, BASE = 100, 32

@@ -13,11 +13,11 @@ import torch
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import holder_of
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.paths import deepspeed_tag, ledger_path, manifest_path
+from megaresume.checkpoint.records import deepspeed_tag, ledger_path, manifest_path
 from megaresume.checkpoint.system import boot_id
 from megaresume.hosts.loop import Loop
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError

@@ -16,7 +16,7 @@ import torch
 import megaresume
 from megaresume import BatchSchedule, Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.records import ledger_path
 from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import Feed, ItemFeed, Samples, micro_batches
 from megaresume.program import main

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.start import record_start
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.choose import record_start
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.records import deepspeed_tag
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.state import StreamState

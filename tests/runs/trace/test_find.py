@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import plain
 from megaresume.runs.run import Run
 from megaresume.runs.trace.find import Sought, find, parse_documents

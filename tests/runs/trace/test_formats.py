@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.runs.history import UNKNOWN, Span
 from megaresume.runs.run import Run
 from megaresume.runs.trace.formats import CSV_COLUMNS, Format, TraceWriter, csv_rows, heading, write_parquet

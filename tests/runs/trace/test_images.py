@@ -15,7 +15,7 @@ import PIL.Image
 import pytest
 
 from megaresume.batches.assemble import make_batch
-from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.loader import StreamDataset
 from megaresume.program import main
 from megaresume.runs.trace import documents as images_module
 from megaresume.stream.errors import CorpusError

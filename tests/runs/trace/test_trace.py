@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.paths import deepspeed_tag, megatron_tag
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.records import deepspeed_tag, megatron_tag
+from megaresume.checkpoint.system import Topology
 from megaresume.runs.history import _runs
 from megaresume.runs.run import Run
 from megaresume.runs.trace.trace import Trace

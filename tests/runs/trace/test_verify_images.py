@@ -11,10 +11,10 @@ import yaml
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream, open_validation
-from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.session.rank_log import RankLog
-from megaresume.checkpoint.start import record_start
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.choose import record_start
+from megaresume.checkpoint.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule

@@ -11,13 +11,12 @@ import yaml
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.paths import step_path
-from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.session.rank_log import RankLog
-from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.choose import choose, record_start
+from megaresume.checkpoint.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.records import step_path
 from megaresume.checkpoint.step_file import read_step_file, write_step_file
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule
 from tests.cluster.training.conftest import write_corpus

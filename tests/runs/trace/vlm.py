@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.start import record_start
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.choose import record_start
+from megaresume.checkpoint.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.encoding.images.document import Record

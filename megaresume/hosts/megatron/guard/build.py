@@ -23,8 +23,8 @@ import numpy as np
 import torch.utils.data
 import xxhash
 
-from megaresume.checkpoint.paths import RECORDS_DIR
-from megaresume.checkpoint.session.ranks import on_rank_0
+from megaresume.checkpoint.ranks import on_rank_0
+from megaresume.checkpoint.records import RECORDS_DIR
 from megaresume.hosts.megatron.guard.compare import Comparison, compare, grown_too_far, refuse
 from megaresume.hosts.megatron.guard.order import Pass, agreed, current_pass, from_leaders
 from megaresume.hosts.megatron.guard.pinned import (

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 from pydantic import Field
 
-from megaresume.checkpoint.data_state import DataState, OpaqueState
+from megaresume.checkpoint.step_file import DataState, OpaqueState
 from megaresume.data.layout import HEADER_BYTES, IndexHeader
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.progress import progress

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope, OpaqueState
-from megaresume.checkpoint.session.host import Loaded
+from megaresume.checkpoint.host import Loaded
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import Envelope, OpaqueState
 
 
 def order_state(content: Mapping[str, Any], samples: int) -> OpaqueState:

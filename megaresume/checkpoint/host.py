@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState, Envelope
+from megaresume.checkpoint.commit import PendingCheckpoint, commit_save
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.saving.commit import PendingCheckpoint, commit_save
-from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import DataState, Envelope, StepFile
+from megaresume.checkpoint.system import Topology
 from megaresume.render import text_table
 from megaresume.stream.changes import outlook
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.session.session import Session
+    from megaresume.checkpoint.session import Session
     from megaresume.stream.stream import Stream
+
 
 #: bytes of a checkpoint whose checksums its commit takes, from memory: about 20 ms. Those of larger files come later.
 SUMMED_AT_ONCE = 64 << 20

@@ -1,19 +1,31 @@
-"""Complete checkpoints become durable while training continues: one thread for each machine, in its lowest rank.
+"""From complete to durable: what a commit leaves in the memory of the machines is forced to their disks, and summed.
+
+    commit_save     manifest: durable false, the boots of the machines that wrote      <- complete
+    each node       each of its files read (from memory, as a rule) for its checksum
+                    its part          step_0000010.synced/node_00001.json      (the node of rank 0 needs none)
+    rank 0          all checksums     into the manifest
+    each node       its files and the directories forced to the disk; its part says so
+    rank 0          all parts there? Megatron's tracker forced, too
+                    manifest: durable true                                             <- durable
+                    ledger line
+                    the older save of the same step removed, old checkpoints pruned, parts removed
+
+A kill in between costs nothing: memory outlives a process, and the next start continues with it. A power cut in between
+leaves files of the right size with anything in them: a checkpoint that is complete and not durable counts only while
+every machine that wrote it is up (`Manifest.is_safe`). Once the manifest has the checksums, it counts without that, if
+every file has its checksum.
+
+Of what could not be forced the system says so once, and calls it written from then on. So such a file is written again
+from memory, by its checksum, until that succeeds; meanwhile the checkpoint counts only by its checksums (`distrust`).
+
+The training does not wait for any of this: one thread for each machine does it, in its lowest rank (`Durability`).
 
     save     all ranks: which file is whose; each machine's thread is told            `Durability.submit`
-    thread   waits for the manifest, which an asynchronous save writes much later
-             its machine's files: checksum, forced to the disk; its part written   (`checkpoint.saving.durability`)
-             rank 0's: the checksums of all, then, when all are forced, that the checkpoint is durable
+    thread   waits for the manifest, which an asynchronous save writes much later; then as above
     close    waits for the thread, for a while; the end of the program does, too
 
 The threads talk through files alone: a collective would meet those of the training. What can pass (a full disk under
 the records) is tried again, later and later; nothing here ends a training.
-
-The files of a checkpoint are those that were saved, wherever they are read: all machines compare checksums together.
-
-every directory    of the tag, by machine and by what is mounted there; its lowest rank works for it
-the same files?    by size and time of change, as rank 0 sees them: a shared filesystem
-together           who sees the same files shares them; a directory of its own (a local copy) is compared as a whole
 """
 
 from __future__ import annotations
@@ -22,33 +34,262 @@ import atexit
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.manifest import FileEntry, Manifest, verify_files
-from megaresume.checkpoint.saving.durability import (
-    GoneError,
-    NodePart,
-    NotForcedError,
-    committed,
-    distrust,
-    finish,
-    force,
-    note_checksums,
-    read_part,
-    take_checksums,
-    write_part,
+from megaresume.checkpoint.candidates import examine, list_candidates
+from megaresume.checkpoint.ledger import append_ledger
+from megaresume.checkpoint.lock import check_owned, write_fenced
+from megaresume.checkpoint.manifest import Manifest, checksum_file, read_manifest, remove_orphans
+from megaresume.checkpoint.ranks import gather, rank
+from megaresume.checkpoint.records import (
+    TRACKER,
+    flag,
+    ledger_path,
+    manifest_path,
+    part_path,
+    read_record,
+    records_dir,
+    seal,
+    step_path,
+    text,
 )
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
-from megaresume.checkpoint.session.ranks import gather, is_rank_0, on_all_ranks, on_all_ranks_for_long, on_rank_0, rank
+from megaresume.checkpoint.retention import KEEP_ALL, Retention, changing, prune, remove_older
+from megaresume.checkpoint.staging import write_copy
+from megaresume.checkpoint.step_file import StepFile, read_step_file
+from megaresume.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, MegaresumeError
+
+FORMAT, VERSION = "megaresume.synced", 1
+
+
+class NotForcedError(Exception):
+    """A machine could not force files to its disk: what the system's memory held of them may be lost.
+
+    Args:
+        words: what the system said.
+        paths: of the files, relative to the tag directory.
+    """
+
+    def __init__(self, words: str, paths: Iterable[str] = ()) -> None:
+        super().__init__(words)
+        self.paths = frozenset(paths)
+
+
+class GoneError(Exception):
+    """A file that could not be forced to the disk is no longer in memory as it was saved."""
+
+
+def committed(root: Path, iteration: int, tag: str, save_id: str) -> Manifest | None:
+    """The manifest of a save; None if it is not committed, or the step was saved again.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    path = manifest_path(root, iteration, tag)
+    if not path.exists():
+        return None
+    manifest = read_manifest(path, iteration=iteration, tag=tag)
+    return manifest if manifest.save_id == save_id else None
+
+
+def take_checksums(root: Path, manifest: Manifest, paths: Iterable[str], *, read: bool = True) -> dict[str, str | None]:
+    """Checksums of files that this machine wrote.
+
+    Args:
+        root: the checkpoint root.
+        manifest: of the checkpoint; what it has is taken from there.
+        paths: the files, relative to the tag directory.
+        read: False: no others.
+
+    Raises:
+        FileNotFoundError: the checkpoint is gone.
+        OSError: a file cannot be read.
+    """
+    known = {entry.path: entry.checksum for entry in manifest.files}
+    return {path: known[path] or (checksum_file(root / manifest.tag / path) if read else None) for path in paths}
+
+
+def note_checksums(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
+    """Put the checksums of all files into the manifest. On rank 0. Raises CheckpointError."""
+    _replace(root, manifest, checksums)
+
+
+def force(
+    root: Path, manifest: Manifest, paths: Iterable[str], *, again: Mapping[str, str | None] | None = None
+) -> None:
+    """Force files of a checkpoint that this machine wrote, and all of its directories, to the disk.
+
+    Args:
+        root: the checkpoint root.
+        manifest: of the checkpoint.
+        paths: files of it, relative to the tag directory.
+        again: those that could not be forced before, with their checksums: they are written again.
+
+    Raises:
+        FileNotFoundError: the checkpoint is gone.
+        NotForcedError: the system could not write what it held.
+        CheckpointError: the disk refuses what is written again.
+        GoneError: memory does not hold what was saved, or that is unknown.
+    """
+    tag_dir, mine, again, failed = root / manifest.tag, list(paths), again or {}, dict[str, str]()
+    for path in mine:
+        if path in again:
+            _write_again(root, tag_dir / path, again[path])
+        elif words := _force(tag_dir / path, os.O_RDONLY):
+            failed[path] = words
+    inner = {parent for path in (entry.path for entry in manifest.files) for parent in (tag_dir / path).parents}
+    for directory in sorted((d for d in inner if d.is_relative_to(root)), reverse=True):
+        if words := _force(directory, os.O_RDONLY | os.O_DIRECTORY):
+            raise NotForcedError(words, mine)  # their names may be lost
+    if failed:
+        raise NotForcedError("; ".join(failed.values()), failed)
+
+
+def _force(path: Path, flags: int) -> str:
+    """What the system says if it cannot."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        fsync_file(descriptor)
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def _write_again(root: Path, path: Path, checksum: str | None) -> None:
+    draft = records_dir(root) / leftover_name(path.name)
+    try:
+        if checksum is None or write_copy(path, draft) != checksum:
+            raise GoneError(f"{path}: could not be written to the disk, and memory no longer holds it as it was saved")
+        os.replace(draft, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@dataclass(kw_only=True, slots=True)
+class NodePart:
+    """What one node has done."""
+
+    checksums: Mapping[str, str | None]
+    is_forced: bool = False
+    #: why it could not be, at the last try.
+    error: str = ""
+    #: whether what was saved is nowhere any more: there will be no other try.
+    is_gone: bool = False
+
+
+def write_part(root: Path, manifest: Manifest, node: int, part: NodePart) -> None:
+    """Tell rank 0. Raises CheckpointError."""
+    path = part_path(root, manifest.iteration, manifest.tag, node)
+    make_dir(path.parent)
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": manifest.save_id,
+        "forced": part.is_forced,
+        "error": part.error,
+        "gone": part.is_gone,
+        "files": [[name, checksum] for name, checksum in part.checksums.items()],
+    }
+    write_atomic(path, seal(fields, depth=2))
+
+
+def read_part(root: Path, manifest: Manifest, node: int) -> NodePart | None:
+    """What one node has done; None if it is not there yet. Raises CheckpointError: it is damaged."""
+    path = part_path(root, manifest.iteration, manifest.tag, node)
+    if not path.exists():
+        return None
+    what = "the part of a node"
+    save_id, part = read_record(path, _part, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+    return part if save_id == manifest.save_id else None
+
+
+def _part(fields: Mapping[str, Any]) -> tuple[str, NodePart]:
+    """(save, part)."""
+    return fields["save_id"], NodePart(
+        checksums={text(name): checksum for name, checksum in fields["files"]},
+        is_forced=flag(fields["forced"]),
+        error=text(fields["error"]),
+        is_gone=flag(fields["gone"]),
+    )
+
+
+def finish(
+    root: Path, manifest: Manifest, checksums: Mapping[str, str | None], *, retention: Retention = KEEP_ALL
+) -> tuple[str, ...]:
+    """Say that a checkpoint is durable, and let old ones go. On rank 0, when every node has done its part.
+
+    Args:
+        root: the checkpoint root.
+        manifest: of the checkpoint.
+        checksums: of all its files.
+        retention: which older checkpoints stay.
+
+    Returns:
+        tags of older checkpoints whose weights are gone.
+
+    Raises:
+        CheckpointError: the disk refuses, or the root has another owner by now.
+        NotForcedError: see `force`.
+    """
+    # Megatron writes its own in place, and forces nothing.
+    if (root / TRACKER).exists() and (words := _force(root / TRACKER, os.O_RDONLY)):
+        raise NotForcedError(words)
+    step = _replace(root, manifest, checksums, durable=True, boots=())
+    if step is None:
+        return ()
+    append_ledger(ledger_path(root), step.ledger_entry("durable", {"save_id": step.save_id}))
+    remove_older(root, step.iteration, step.tag)
+    shutil.rmtree(part_path(root, step.iteration, step.tag, 0).parent, ignore_errors=True)
+    pruned = prune(root, retention, step)
+    remove_orphans(root)
+    return pruned
+
+
+def distrust(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
+    """A machine could not force its files: from now on this checkpoint counts only by its checksums, if all its files
+    have one. On rank 0. Raises CheckpointError."""
+    _replace(root, manifest, checksums, boots=())
+
+
+def _replace(root: Path, manifest: Manifest, checksums: Mapping[str, str | None], **changes: Any) -> StepFile | None:
+    """Write a manifest with these checksums, and changes, in its place; None if the save no longer has one."""
+    check_owned(root)
+    files = tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
+    manifest = replace(manifest, files=files, **changes)
+    iteration, tag = manifest.iteration, manifest.tag
+    with changing:
+        there = committed(root, iteration, tag, manifest.save_id)
+        if there is None or there.durable or not (root / tag).is_dir():
+            return None
+        write_fenced(root, manifest_path(root, iteration, tag), manifest.to_bytes())
+    return read_step_file(step_path(root, iteration, tag), iteration=iteration, tag=tag)
+
+
+def not_durable(root: Path) -> tuple[Manifest, ...]:
+    """What earlier processes have left complete and not durable, and can still be made so; the oldest first."""
+    found: list[Manifest] = []
+    for candidate in list_candidates(root):
+        examined = examine(root, candidate) if candidate.has_dir and candidate.is_committed else None
+        if examined is None or examined.status != "complete" or examined.manifest is None:
+            continue
+        if examined.manifest.durable:
+            break
+        found.append(examined.manifest)
+    return tuple(reversed(found))
+
 
 log = logging.getLogger(__name__)
 
@@ -323,80 +564,3 @@ class Durability:
         elif not manifest.has_checksums and all(checksums.get(entry.path) for entry in manifest.files):
             note_checksums(work.root, manifest, checksums)
         return parts
-
-
-#: from this many bytes on, a start logs what it waits for.
-_MUCH = 10e9
-
-#: of every file: its size and the time of its last change in nanoseconds, which no copy keeps; None if it is not there.
-_Stats = list[tuple[int, int] | None]
-
-
-def find_damage(choice: Choice) -> str | None:
-    """Compare the files of a chosen checkpoint with its manifest, where they will be read. Collective.
-
-    Returns:
-        what is wrong, in words, the same on every rank; None: nothing.
-
-    Raises, on every rank:
-        CheckpointError: a rank does not see the directory, or gives no sign of life.
-    """
-    manifest = choice.manifest
-    if manifest is None:
-        return None
-    places = gather(on_all_ranks(lambda: _place(choice.tag_dir)))
-    distinct = list(dict.fromkeys(places))
-    mine = distinct.index(places[rank()])
-    works = places.index(places[rank()]) == rank()
-    stats = on_rank_0(lambda: _stats(choice.tag_dir, manifest))
-    same = gather(works and _stats(choice.tag_dir, manifest) == stats)
-    sharing = [number for number, place in enumerate(distinct) if same[places.index(place)]]
-    if is_rank_0() and manifest.size >= _MUCH:
-        print(f"megaresume: comparing the checksums of {choice.tag}, {manifest.size / 1e9:,.0f} GB", flush=True)
-
-    def compare(beat: Callable[[], None]) -> str | None:
-        if not works:
-            return None
-        files = manifest.files
-        if mine in sharing:
-            files = _shares(files, len(sharing))[sharing.index(mine)]
-        problems = verify_files(choice.tag_dir, files, mode="checksums", progress=lambda _size: beat())
-        return "; ".join(map(str, problems[:5])) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-
-    found = gather(on_all_ranks_for_long(compare, "compared checksums"))
-    wrong = next((number for number, words in enumerate(found) if words), None)
-    if wrong is None:
-        return None
-    where = "" if len(distinct) == 1 else f"as rank {wrong} sees it, on {gather(os.uname().nodename)[wrong]}: "
-    return f"{where}{found[wrong]}"
-
-
-def _place(tag_dir: Path) -> tuple[str, int, int]:
-    """What tells one directory from another."""
-    try:
-        stat = os.stat(tag_dir)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {tag_dir}", found=error.strerror or str(error)) from error
-    return system.boot_id(), stat.st_dev, stat.st_ino
-
-
-def _stats(tag_dir: Path, manifest: Manifest) -> _Stats:
-    def one(entry: FileEntry) -> tuple[int, int] | None:
-        try:
-            stat = os.stat(os.path.join(tag_dir, entry.path))
-        except OSError:
-            return None
-        return stat.st_size, stat.st_ctime_ns
-
-    return [one(entry) for entry in manifest.files]
-
-
-def _shares(files: Sequence[FileEntry], number: int) -> list[tuple[FileEntry, ...]]:
-    """As many parts, of about as many bytes."""
-    parts: list[list[FileEntry]] = [[] for _ in range(number)]
-    sizes = [0] * number
-    for entry in sorted(files, key=lambda entry: -entry.size):
-        least = sizes.index(min(sizes))
-        parts[least].append(entry)
-        sizes[least] += entry.size
-    return [tuple(part) for part in parts]

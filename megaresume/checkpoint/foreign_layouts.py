@@ -48,7 +48,7 @@ from collections import defaultdict
 from itertools import product
 from pathlib import Path
 
-from megaresume.checkpoint.foreign.base import (
+from megaresume.checkpoint.foreign import (
     CONFIG,
     METADATA,
     Layout,
@@ -64,7 +64,7 @@ from megaresume.checkpoint.foreign.base import (
     subdirectories,
     value_after,
 )
-from megaresume.checkpoint.paths import LATEST, RECORDS_DIR, TRACKER
+from megaresume.checkpoint.records import LATEST, RECORDS_DIR, TRACKER
 from megaresume.files import read_file
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
@@ -453,3 +453,5 @@ VERL = Layout(
     others=lambda root: [],
     look=_look_at_verl,
 )
+
+LAYOUTS = {layout.name: layout for layout in (MEGATRON, DEEPSPEED, VERL, HUGGING_FACE)}

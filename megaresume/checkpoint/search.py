@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megaresume.checkpoint.choosing.candidates import (
+from megaresume.checkpoint.candidates import (
     Candidate,
     Examined,
     Pointer,
@@ -34,11 +34,10 @@ from megaresume.checkpoint.choosing.candidates import (
     read_pointers,
     resolve_pointer,
 )
-from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.ledger import LedgerReading, abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.manifest import Manifest, Progress, directories_of_models
-from megaresume.checkpoint.paths import ledger_path, step_path
-from megaresume.checkpoint.step_file import StepFile, read_step_file
+from megaresume.checkpoint.records import ledger_path, step_path
+from megaresume.checkpoint.step_file import DataState, StepFile, read_step_file
 from megaresume.stream.errors import CheckpointError, StateError
 
 _UNIVERSAL = "_universal"

@@ -27,20 +27,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megaresume.checkpoint.choosing.choose import choose, choose_of_two, confirm_choice
-from megaresume.checkpoint.choosing.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.data_state import DataState, Envelope
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.lock import release, take
-from megaresume.checkpoint.manifest import FileEntry, Manifest
-from megaresume.checkpoint.paths import ledger_path, manifest_path, same_place, step_path
-from megaresume.checkpoint.saving.commit import PendingCheckpoint, abandon_save, begin_save, commit_save
-from megaresume.checkpoint.saving.durability import not_durable
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, has_older, make_room, put_back
-from megaresume.checkpoint.session.directory import Staged, check_clocks, claim_directory
-from megaresume.checkpoint.session.durability import Durability, find_damage
-from megaresume.checkpoint.session.file_errors import read_undamaged, reading, writing
-from megaresume.checkpoint.session.host import (
+from megaresume.checkpoint.choose import (
+    MAX_STARTS,
+    NOTHING_TO_TRAIN,
+    check_fresh_start,
+    check_progress,
+    choose,
+    choose_of_two,
+    confirm_choice,
+    give_up,
+    record_end,
+    record_start,
+    restore_if_unlocked,
+    restore_older,
+)
+from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
+from megaresume.checkpoint.durability import Durability, not_durable
+from megaresume.checkpoint.file_errors import Retries, compared, find_damage, read_undamaged, reading, writing
+from megaresume.checkpoint.host import (
     Data,
     Host,
     Loaded,
@@ -51,8 +55,11 @@ from megaresume.checkpoint.session.host import (
     seed_of,
     without_state,
 )
-from megaresume.checkpoint.session.random_state import RandomState, Snapshot
-from megaresume.checkpoint.session.ranks import (
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.lock import claim_directory, release, take
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.random_state import RandomState, Snapshot
+from megaresume.checkpoint.ranks import (
     gather,
     is_rank_0,
     known_to_all,
@@ -61,20 +68,14 @@ from megaresume.checkpoint.session.ranks import (
     same_on_all_ranks,
     written_by_all,
 )
-from megaresume.checkpoint.session.retries import Retries
-from megaresume.checkpoint.session.stopping import StopConditions, Stopped, Stopper
-from megaresume.checkpoint.start import (
-    MAX_STARTS,
-    NOTHING_TO_TRAIN,
-    check_fresh_start,
-    check_progress,
-    distrust_tracker,
-    record_end,
-    record_start,
-)
-from megaresume.checkpoint.step_file import StepFile, read_step_file
-from megaresume.checkpoint.topology import Topology
-from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.checkpoint.records import ledger_path, manifest_path, same_place, step_path
+from megaresume.checkpoint.retention import KEEP_ALL, Retention, has_older, make_room
+from megaresume.checkpoint.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.staging import Staged
+from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, read_step_file
+from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
+from megaresume.checkpoint.system import Topology
+from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class Session:
         if self._stage_to is not None:
             self._copies = Staged(os.fspath(self.save_dir), self._stage_to, self.retention)
             self._claimed.add(self.save_dir.resolve())
-            on_rank_0(functools.partial(_put_back, self.save_dir))
+            on_rank_0(functools.partial(restore_older, self.save_dir))
         else:
             self._claim(self.save_dir)
 
@@ -178,7 +179,7 @@ class Session:
         if root.resolve() not in self._claimed:
             claim_directory(root)
             self._claimed.add(root.resolve())
-            on_rank_0(functools.partial(_put_back, root))
+            on_rank_0(functools.partial(restore_older, root))
 
     def _root(self, directory: str | os.PathLike[str]) -> Path:
         """A directory that the program has named, for a save or a load.
@@ -292,9 +293,9 @@ class Session:
 
         def decide() -> tuple[Choice | ForeignCheckpoint | None, int]:
             if root.resolve() in self._claimed:
-                _put_back(root)
+                restore_older(root)
             elif has_older(root):
-                _put_back_if_unlocked(root)
+                restore_if_unlocked(root)
             found = (pick or newest)(None if copies is None else copies.shared, passed)
             return found, roots.index(found.load_dir) if isinstance(found, Choice) else 0
 
@@ -318,7 +319,7 @@ class Session:
             for line in (*(f"passed over {rejected}" for rejected in choice.rejected), *choice.notes):
                 log.warning("megaresume: %s", line)
             if self.checksums and choice.manifest is not None:
-                print(f"megaresume: {_compared(choice.tag, choice.manifest)}", flush=True)
+                print(f"megaresume: {compared(choice.tag, choice.manifest)}", flush=True)
         return choice, beside
 
     def exactly(self, tag_dir: Path) -> Pick:
@@ -624,7 +625,7 @@ class Session:
             tag=tag,
             is_last=stopper is not None and stopper.stopping,
             seconds_left=lambda: None if stopper is None else stopper.seconds_left(),
-            give_up=lambda: _give_up(root, iteration, tag),
+            give_up=lambda: give_up(root, iteration, tag),
         )
 
     def _write(
@@ -750,50 +751,3 @@ def _working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return ""
-
-
-def _compared(tag: str, manifest: Manifest) -> str:
-    """What a load has compared in a checkpoint, in words."""
-    num = len(manifest.files)
-    if manifest.has_checksums:
-        return f"checksums compared: {num} files of {tag}"
-    if manifest.durable:
-        return f"checksums not compared: {tag} was saved without; sizes compared: {num} files"
-    if some := sum(entry.checksum is not None for entry in manifest.files):
-        return (
-            f"checksums compared: {some} of {num} files of {tag}; the run ended before those of the others were taken; "
-            "their sizes compared"
-        )
-    return f"checksums not compared: the run ended before those of {tag} were taken; sizes compared: {num} files"
-
-
-def _put_back(root: Path) -> None:
-    """On rank 0, as the owner of the root."""
-    for tag in put_back(root):
-        log.warning("megaresume: the second save of %s did not end: the first one is restored", tag)
-    if (named := distrust_tracker(root)) is not None:
-        log.warning(
-            "megaresume: %s, which Megatron's tracker named, is not trusted: its save was not committed, and a machine "
-            "that wrote it has gone down since, or belongs to another job",
-            named,
-        )
-
-
-def _give_up(root: Path, iteration: int, tag: str) -> None:
-    """On rank 0, after a save that failed: an older save of the step counts again, or the space is free."""
-    take(root)  # waiting to try again, this job may have lost it
-    _put_back(root)
-    abandon_save(root, iteration=iteration, tag=tag)
-
-
-def _put_back_if_unlocked(root: Path) -> None:
-    """On rank 0, for a directory that this run only reads, so far: not what another job is saving there now."""
-    try:
-        take(root)
-    except CheckpointError as error:
-        log.warning("megaresume: a step is being saved again in %s, or was: %s", root, error.headline)
-        return
-    try:
-        _put_back(root)
-    finally:
-        release(root)

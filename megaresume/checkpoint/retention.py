@@ -36,7 +36,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.choosing.candidates import (
+from megaresume.checkpoint.candidates import (
     Candidate,
     examine,
     find,
@@ -46,7 +46,8 @@ from megaresume.checkpoint.choosing.candidates import (
 )
 from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.lock import check_owned
-from megaresume.checkpoint.paths import (
+from megaresume.checkpoint.manifest import read_manifest
+from megaresume.checkpoint.records import (
     is_usual_tag,
     ledger_path,
     manifest_path,
@@ -57,8 +58,7 @@ from megaresume.checkpoint.paths import (
     records_dir,
     step_path,
 )
-from megaresume.checkpoint.saving.copying import is_copied
-from megaresume.checkpoint.step_file import StepFile, remove_marker
+from megaresume.checkpoint.step_file import StepFile, read_marker, remove_marker
 from megaresume.files import delete_soon, fsync_dir, leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import MegaresumeError, UsageError
 
@@ -318,3 +318,16 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
         durable += examined.manifest.durable and (iteration, tag) not in given_up
         if is_enough:
             yield candidate
+
+
+def is_copied(local: Path, shared: Path, iteration: int | None, tag: str) -> bool:
+    """Whether the copy of a checkpoint was completed: the same save, with a manifest, every file with its size."""
+    if iteration is None:
+        return False
+    try:
+        ours = read_manifest(manifest_path(local, iteration, tag), iteration=iteration, tag=tag)
+        copied = read_manifest(manifest_path(shared, iteration, tag), iteration=iteration, tag=tag)
+        marker = read_marker(marker_path(shared, iteration, tag))
+    except MegaresumeError:
+        return False
+    return ours.save_id == copied.save_id and marker is None and not copied.verify(shared / tag)

@@ -1,6 +1,6 @@
 """The save protocol, on rank 0: `begin_save` before the first model file, `commit_save` when all ranks are done.
 
-    make_room       a save of the same step that is there goes aside (`older`)
+    make_room       a save of the same step that is there goes aside (`retention`)
     begin_save      still the owner of the root?
                     marker                    step_0000010.saving.json
                     ... all ranks write their model files, barrier ...
@@ -10,7 +10,7 @@
                     latest, tracker
                     ledger line
                     marker removed            <- from here its commit is over
-    in the background (`durable`)
+    in the background (`durability`)
                     every file forced to the disk, and its checksum taken, if the commit did not
                     manifest, durable         step_0000010.manifest.json    <- from here a power cut does not lose it
                     ledger line
@@ -32,12 +32,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.choosing.candidates import read_pointer, write_latest, write_tracker
-from megaresume.checkpoint.data_state import DataState
+from megaresume.checkpoint.candidates import read_pointer, write_latest, write_tracker
 from megaresume.checkpoint.ledger import append_ledger, with_attempt
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, unlisted
-from megaresume.checkpoint.paths import (
+from megaresume.checkpoint.records import (
     TRACKER,
     check_tag,
     data_path,
@@ -48,8 +47,9 @@ from megaresume.checkpoint.paths import (
     records_dir,
     step_path,
 )
-from megaresume.checkpoint.saving.retention import put_back
+from megaresume.checkpoint.retention import put_back
 from megaresume.checkpoint.step_file import (
+    DataState,
     Marker,
     StepFile,
     keep_superseded,
@@ -60,8 +60,7 @@ from megaresume.checkpoint.step_file import (
     write_marker,
     write_step_file,
 )
-from megaresume.checkpoint.system import utc
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.system import Topology, utc
 from megaresume.files import make_dir, size_of, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, UsageError
 
@@ -164,7 +163,7 @@ def commit_save(
 ) -> Commit:
     """Commit a save. On rank 0, after the barrier that follows the last model file (or in the finalizer).
 
-    It is complete then, and not durable: see `durable`.
+    It is complete then, and not durable: see `durability`.
 
     Args:
         pending: what `begin_save` gave.

@@ -3,7 +3,7 @@
     attach(engine, data, checkpoints=Checkpoints(...), loader=Loader(...), data_options=DataOptions(...), stop=...)
 
 From here come the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.cluster.training` and of
-``megaresume plan`` (`megaresume.checkpoint.session.flags`), and the table in docs/settings.md.
+``megaresume plan`` (`megaresume.checkpoint.flags`), and the table in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megaresume.checkpoint.saving.retention import Retention
-from megaresume.checkpoint.session.flags import described, setting
-from megaresume.checkpoint.session.retries import OnSaveFailure, Retries
-from megaresume.checkpoint.session.stopping import StopConditions
-from megaresume.checkpoint.start import MAX_STARTS
+from megaresume.checkpoint.choose import MAX_STARTS
+from megaresume.checkpoint.file_errors import OnSaveFailure, Retries
+from megaresume.checkpoint.flags import described, setting
+from megaresume.checkpoint.retention import Retention
+from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.batches import TOKEN_COST, Balance, Objective
 from megaresume.stream.config import OnChange
 from megaresume.stream.data_yaml import Append

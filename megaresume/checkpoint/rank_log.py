@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.formats import seal
+from megaresume.checkpoint.records import seal
 from megaresume.checkpoint.system import utc
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import SetupError

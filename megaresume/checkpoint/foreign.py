@@ -1,4 +1,7 @@
-"""What layouts of checkpoints have in common, and what can be seen of a file without building what is in it.
+"""Checkpoints of other programs: what layouts have in common, and what a file shows before it is loaded.
+
+Where megaresume saved, its manifest says what is complete. Elsewhere the files are checked against what their layout
+demands (`foreign_layouts`), and `megaresume.runs.latest` chooses. Nothing is unpickled, and no tensor is read.
 
 `Look` is what was seen of one checkpoint, `Layout` how to see it. What a pickle says is read without unpickling it: its
 opcodes are listed, nothing of it is ever built or called.

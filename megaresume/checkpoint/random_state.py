@@ -38,13 +38,11 @@ import numpy as np
 import torch
 import xxhash
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.formats import SealError, seal, text, unseal
-from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.paths import rank_file
-from megaresume.checkpoint.saving import rank_files
-from megaresume.checkpoint.session.ranks import gather, is_rank_0, on_all_ranks, rank
-from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.manifest import FileEntry, ranks_of, read_rank_file, write_rank_file
+from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, rank
+from megaresume.checkpoint.records import SealError, rank_file, seal, text, unseal
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import StateError
 
 #: by name: ``random.getstate()``, ``numpy.random.get_state(legacy=False)``, or uint8 tensors of torch's.
@@ -300,7 +298,7 @@ class RandomState:
             "generators": to_plain(snapshot),
         }
         path = rank_file(iteration, tag, "random", rank())
-        return rank_files.write(root, path, seal(fields, depth=2))
+        return write_rank_file(root, path, seal(fields, depth=2))
 
     def restore(self, choice: Choice, before: Topology | None, now: Topology, *, seed: int) -> str:
         """Put back what a checkpoint holds, or seed again where it is of another layout. Collective.
@@ -336,16 +334,16 @@ class RandomState:
     def _read(self, choice: Choice) -> tuple[str, Snapshot]:
         assert choice.manifest is not None
         mine = rank()
-        entry = rank_files.ranks_of(choice.manifest.beside, "random").get(mine)
+        entry = ranks_of(choice.manifest.beside, "random").get(mine)
         if entry is None:
             raise StateError(
                 f"the checkpoint has no random state of rank {mine}",
-                found=f"{choice.tag}: of {len(rank_files.ranks_of(choice.manifest.beside, 'random'))} ranks",
+                found=f"{choice.tag}: of {len(ranks_of(choice.manifest.beside, 'random'))} ranks",
                 expected="one of every rank",
                 cause="it was written by a faulty program: its manifest is whole",
             )
         try:
-            fields = unseal(rank_files.read(choice.load_dir, entry))
+            fields = unseal(read_rank_file(choice.load_dir, entry))
             if (fields["format"], fields["version"], fields["rank"]) != (FORMAT, VERSION, mine):
                 raise ValueError(f"{fields['format']} {fields['version']} of rank {fields['rank']}")
             return text(fields["device"]), from_plain(fields["generators"])
@@ -370,7 +368,7 @@ class RandomState:
 
 def _other_layout(choice: Choice, before: Topology | None, now: Topology) -> str | None:
     """Why there is no state for each rank; None if there is."""
-    if before is None or choice.manifest is None or not rank_files.ranks_of(choice.manifest.beside, "random"):
+    if before is None or choice.manifest is None or not ranks_of(choice.manifest.beside, "random"):
         return f"none in {choice.tag}"
     changed = [(name, getattr(before, name), getattr(now, name)) for name in _LAYOUT]
     words = [f"{name.replace('_size', '')} {a}->{b}" for name, a, b in changed if a != b]

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from megaresume.checkpoint.formats import SealError, unseal
 from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.manifest import Manifest, Progress, list_files, read_manifest
-from megaresume.checkpoint.paths import (
+from megaresume.checkpoint.records import (
     LATEST,
     RECORDS_DIR,
     TRACKER,
     RecordKind,
+    SealError,
     check_tag,
     manifest_path,
     marker_path,
@@ -38,6 +38,7 @@ from megaresume.checkpoint.paths import (
     records_dir,
     step_path,
     tag_iteration,
+    unseal,
     usual_tags,
 )
 from megaresume.checkpoint.step_file import StepFile, read_marker, read_step_file
