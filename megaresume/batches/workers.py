@@ -35,6 +35,7 @@ import queue
 import signal
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -342,9 +343,19 @@ def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -
         worker_init_fn(worker)
 
 
+#: what threads of this process have read and nobody has taken.
+_ready: weakref.WeakSet[queue.Queue[Any]] = weakref.WeakSet()
+
+
+def num_ready() -> int:
+    """Batches that threads of this process have read, and that are not taken yet."""
+    return sum(one.qsize() for one in list(_ready))
+
+
 def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]:
     """What an iterator gives, read by a thread: so many ahead. Raises what it raises, after what came before."""
     ready: queue.Queue[tuple[Any, BaseException | None] | None] = queue.Queue(maxsize=ahead)
+    _ready.add(ready)
     stopped = threading.Event()
 
     def put(item: tuple[Any, BaseException | None] | None) -> bool:

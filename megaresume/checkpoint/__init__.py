@@ -63,6 +63,7 @@ and what they write and read:
     step_file.py        data state and marker of a step
     manifest.py         every file, its size and checksum; the files of each rank
     ledger.py           one line for every checkpoint, start and end; prompt_ledger.py: what became of every prompt
+    goodput.py          what became of the time of a run; figures.py: live figures of a session
     rank_log.py         what every rank trained, step by step, as it writes it down
     system.py           time, process, mounts, how a run is laid out; dead locks of builds
     foreign.py          checkpoints of other programs; foreign_layouts.py: of each of them

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megaresume.checkpoint.commit import PendingCheckpoint, commit_save
 from megaresume.checkpoint.manifest import FileEntry
@@ -62,6 +62,19 @@ class Host(Protocol):
     def committed(self, save_dir: Path) -> None:
         """A checkpoint was committed, and the pointers name it. On rank 0."""
         return
+
+
+@runtime_checkable
+class HasLoggers(Protocol):
+    """A host whose trainer has loggers, which can be told figures: a further method of a `Host`."""
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Tell them. On rank 0.
+
+        Args:
+            figures: by name: ``megaresume/source/tokens/web``.
+            step: optimizer steps made.
+        """
 
 
 class Data(Protocol):

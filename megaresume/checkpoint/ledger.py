@@ -166,6 +166,23 @@ def _read(path: Path, lines: list[bytes]) -> LedgerReading:
     return LedgerReading(entries=tuple(entries), problems=tuple(problems))
 
 
+#: bytes at the end of a ledger: some hundred lines.
+_TAIL = 64 << 10
+
+
+def newest_entries(path: Path) -> tuple[LedgerEntry, ...]:
+    """The last lines of a ledger, some hundred; none if it cannot be read: for whoever looks every few seconds."""
+    try:
+        with BufferedReader(open_file(path)) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - _TAIL, 0))
+            data = file.read()
+    except OSError:
+        return ()
+    lines = data.split(b"\n")
+    return _read(path, lines if size <= _TAIL else lines[1:]).entries
+
+
 def read_run(path: Path) -> str | None:
     """The run that a ledger belongs to, from its first good line: no more is read. None without one."""
     try:

@@ -43,9 +43,11 @@ from megaresume.checkpoint.choose import (
 )
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.durability import Durability, not_durable
+from megaresume.checkpoint.figures import figures_of_run, make_meter
 from megaresume.checkpoint.file_errors import Retries, compared, find_damage, read_undamaged, reading, writing
 from megaresume.checkpoint.host import (
     Data,
+    HasLoggers,
     Host,
     Loaded,
     Reading,
@@ -72,9 +74,11 @@ from megaresume.checkpoint.records import ledger_path, manifest_path, same_place
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, has_older, make_room
 from megaresume.checkpoint.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.staging import Staged
-from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, read_step_file
+from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
-from megaresume.checkpoint.system import Topology
+from megaresume.checkpoint.system import Topology, process_age
+from megaresume.meter.clocks import Clocks
+from megaresume.meter.meter import Watched
 from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -101,6 +105,7 @@ class Session:
         stop: when to save and exit.
         on_stop: how to save then; None if the host is told to stop by other means.
         retries: what to do if a save fails for a reason that may pass.
+        metrics: who is told live figures, see `megaresume.meter.words`; None: nobody.
     """
 
     def __init__(
@@ -117,11 +122,20 @@ class Session:
         stop: StopConditions | None = None,
         on_stop: Callable[[], None] | None = None,
         retries: Retries | None = None,
+        metrics: Any = None,
     ) -> None:
         self.host, self.data = host, data
+        #: optimizer steps made, at any time and in any thread.
+        self.step_now: Callable[[], int] = host.iteration
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
         self.retention, self.max_starts, self.checksums = retention, max_starts, checksums
         self.random, self._on_stop, self._retries = random, on_stop, retries or Retries()
+        #: the samples of this rank that were handed out last; None if nobody knows.
+        self.numbers: Callable[[], Sequence[int]] | None = None
+        #: seconds that this process waits for data, and in saves.
+        self.clocks = Clocks()
+        #: tells live figures; None if nobody asked for them.
+        self.meter = make_meter(metrics, self.clocks, host)
         #: makes complete checkpoints durable, in the background.
         self.durability = Durability(checksums=checksums)
         self.stopper = None if stop is None else Stopper(stop, save_seconds=lambda: self.save_seconds)
@@ -377,6 +391,8 @@ class Session:
         self.settled_step = self._first[0]
         self.committed = self.settled_step, resumed_at, now
         self._recorded.clear()
+        if self.meter is not None and self._begun:
+            self.meter.begin(self._watched())
         self.mark_as_own(choice.load_dir)
         self.resumed = Resume(
             step=self.settled_step,
@@ -435,6 +451,10 @@ class Session:
             self._stop(self.stopper, reason)
         if not self._begun:
             self.begin()
+        elif self.meter is not None:
+            self.meter.start()
+            if isinstance(self.host, HasLoggers):
+                self.meter.give(self.host.log)
         if self.random is not None:
             self.random.step_begins()
 
@@ -457,7 +477,25 @@ class Session:
                 on_rank_0(
                     lambda: check_progress(root, iteration=iteration, save_interval=save_interval, max_starts=most)
                 )
+        if self.meter is not None and trains:
+            self.meter.begin(self._watched())
         self._begun = True
+
+    def _watched(self) -> Watched:
+        """What the meter looks at."""
+        # After a load in the middle of a program nothing was started.
+        age, root = 0.0 if self._begun else process_age(), self.save_dir
+        return Watched(
+            stream=getattr(self.data, "stream", None),
+            samples=self.host.samples,
+            step=self.step_now,
+            numbers=self.numbers,
+            root=root,
+            run=(None if root is None else run_of(root)) or new_id(),
+            attempt=self.attempt or 1,
+            born=time.time() - (age or 0.0),
+            of_run=lambda marks: figures_of_run(root, marks),
+        )
 
     def _began(self) -> tuple[int, int]:
         """Optimizer steps and samples at which this process began."""
@@ -576,24 +614,40 @@ class Session:
                 stay as they were.
             SetupError: a node does not see the directory.
         """
+        with self.clocks.save():
+            result, state = self._save(save_dir, write, tag, envelope, is_untouched, latest=latest, tracker=tracker)
+        if self.meter is not None and state is not None:
+            self.meter.saved(state.iteration, state.samples)
+        return result
+
+    def _save(
+        self,
+        save_dir: str | os.PathLike[str],
+        write: Callable[[Save], Any],
+        tag: str,
+        envelope: Envelope | None,
+        is_untouched: bool,
+        **pointers: bool,
+    ) -> tuple[Any, Envelope | None]:
+        """What ``write`` did, and the state that was saved; None, None if the save failed, and the run continues."""
         root = on_all_ranks(lambda: self._save_root(save_dir))
         # Before anything else could draw.
         random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
         state = envelope or self.snapshot()
         self.host.settle()
         written = self._with_retries(
-            lambda: self._write(root, write, tag, state, random, {"latest": latest, "tracker": tracker}),
+            lambda: self._write(root, write, tag, state, random, pointers),
             root,
             state.iteration,
             tag,
         )
         if written is None:
-            return None
+            return None, None
         save, expected, result = written
         if not save.is_deferred:
             gather(None)  # all ranks have written
             if not self.commit(save):
-                return None
+                return None, None
         self.durability.submit(
             root,
             iteration=state.iteration,
@@ -604,7 +658,7 @@ class Session:
             retention=self.retention if self.copies_of(root) is None else KEEP_ALL,
         )
         self.settled_step = state.iteration
-        return result
+        return result, state
 
     def commit(self, save: Save) -> bool:
         """Commit a save whose files are written. Retried on its own: a host's own pointer may name them already.
@@ -715,6 +769,8 @@ class Session:
         """Wait until what was saved is durable and copied, stop listening, and let other jobs write. On any rank; a
         later save takes the lock again."""
         left = None
+        if self.meter is not None:
+            self.meter.close()
         if self.stopper is not None:
             left = self.stopper.seconds_left()
             self.stopper.uninstall()

@@ -187,6 +187,16 @@ class Checkpoints:
         hosts="megatron trainer training",
     )
 
+    metrics: Any = setting(
+        None,
+        "live figures of the run, and who is told: jsonl, tensorboard, otlp, prometheus, wandb, mlflow, trainer, each "
+        "with =WHERE if need be; every=SECONDS between two readings",
+        hosts="megatron trainer training",
+        type=str,
+        nargs="+",
+        metavar="WHO",
+    )
+
     def __post_init__(self) -> None:
         # A program may change its working directory later.
         for name in ("save_dir", "stage_to"):
@@ -210,7 +220,7 @@ class Checkpoints:
 
 
 #: what of `Checkpoints` a `Session` is told.
-_OF_SESSION = ("save_dir", "stage_to", "retention", "max_starts", "checksums", "retries")
+_OF_SESSION = ("save_dir", "stage_to", "retention", "max_starts", "checksums", "retries", "metrics")
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
 Mode = Literal["stream", "guard", "off"]

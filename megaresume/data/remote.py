@@ -51,6 +51,8 @@ LONGEST_WAIT = 20.0
 PATIENCE = 60.0
 #: seconds between two warnings of attempts that failed.
 QUIET = 30.0
+#: reads of this process that were tried again.
+tried_again = 0
 #: of a store's client, if its configuration says nothing else: as many connections as anybody makes requests at a time.
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connections": 64}}}
 #: spreads the attempts of many readers that a busy store turned away. Its own, as Python's global random numbers are
@@ -217,7 +219,9 @@ class RemoteStore:
 
     def _warn(self, url: str, what: str, state: tenacity.RetryCallState) -> None:
         """Say that an attempt failed; of many, a few."""
+        global tried_again
         self._failed += 1
+        tried_again += 1
         if (now := time.monotonic()) < self._quiet_until:
             return
         self._quiet_until = now + QUIET

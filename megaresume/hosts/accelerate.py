@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,10 @@ class AcceleratorHost(TrainerHost):
     def save_now(self) -> None:
         """As ``accelerator.save_state()``."""
         self.trainer.save_state()
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """See `HasLoggers`."""
+        self.trainer.log(dict(figures), step=step)
 
     def topology(self) -> Topology:
         """See `Host`."""

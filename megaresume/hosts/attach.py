@@ -16,7 +16,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaresume.checkpoint.settings import Checkpoints, Loader
@@ -122,6 +122,7 @@ def attach(
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     stop: StopConditions | None = None,
     loader: Loader | None = None,
+    metrics: Any = None,
     **options: Any,
 ) -> Any:
     """Give a trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
@@ -139,6 +140,7 @@ def attach(
             ``Checkpoints(save_dir=directory)``.
         stop: when it saves and exits, with `megaresume.Stopped`.
         loader: DeepSpeed: how batches are read ahead, and what they are.
+        metrics: live figures, and who is told: ``"jsonl tensorboard"``; see docs/metrics.md. None: nobody.
         options: options of this trainer only: see its section.
 
     Returns:
@@ -154,6 +156,8 @@ def attach(
     trainer = _trainer_of(thing)
     if isinstance(checkpoints, str | os.PathLike):
         checkpoints = Checkpoints(save_dir=checkpoints)
+    if metrics is not None:
+        checkpoints = replace(checkpoints or Checkpoints(), metrics=metrics)
     given = {"data": data, "checkpoints": checkpoints, "stop": stop, "loader": loader}
     options = {name: value for name, value in given.items() if value is not None} | options
     function = _function_of(trainer)

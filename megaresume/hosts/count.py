@@ -331,6 +331,8 @@ class Steps(Count[str]):
         #: the ``for`` that runs: only the last one may.
         self._turn: object = None
         self._is_changed = False
+        #: [first, stop) samples, of all ranks, of the micro-batch that was handed out last.
+        self.last = (0, 0)
         super().__init__(words or words_of())
 
     def loaded(self, step: int, samples: int) -> None:
@@ -377,7 +379,7 @@ class Steps(Count[str]):
                         return
                     self.session.step_begins()
                     self.begin(self.feed.size_at(self.samples))
-                batch = next(batches, _END)
+                batch = self.session.clocks.wait(next, batches, _END)
                 if batch is _END:
                     return
                 self._hand_out(batch)
@@ -409,9 +411,14 @@ class Steps(Count[str]):
 
     def _hand_out(self, batch: Any) -> None:
         begin, end = self.end, self.feed.after(batch, self.end)
+        self.last = begin, end
         is_last = end - self.samples < self.size and not self.feed.whole_steps and not self.feed.has(end)
         self.take(f"samples {begin} to {end - 1}", end, is_last=is_last)
         self.use()
+
+    def numbers(self) -> Sequence[int]:
+        """The samples of this rank in the micro-batch that was handed out last."""
+        return self.feed.numbers(*self.last, step=self.samples)
 
     def _check_turn(self, turn: object) -> None:
         self.check()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import kind_of
-from megaresume.stream.dealing import in_parts
+from megaresume.stream.dealing import in_parts, part_of
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.left_out import NO_FAULTS, Faults
 from megaresume.stream.stream import Stream
@@ -68,6 +68,20 @@ class Feed(Data, Protocol):
 
     def after(self, batch: Any, sample: int) -> int:
         """The sample after a micro-batch that was just read, and that begins there."""
+
+    def numbers(self, first: int, stop: int, *, step: int) -> Sequence[int]:
+        """Those of a micro-batch of all ranks, ``first .. stop``, that this rank was given.
+
+        Args:
+            first, stop: samples.
+            step: with which its step begins.
+        """
+        loader = self.loader
+        if loader.balance is None:
+            begin, end = part_of(stop - first, dp_rank=loader.dp_rank, dp_size=loader.dp_size)
+            return range(first + begin, first + end)
+        size = self.size_at(step)
+        return next(mine for end, mine in loader.deal(range(step, step + size), size) if end == stop)
 
     def size_at(self, sample: int) -> int:
         """Samples of the step that begins there, unless the data ends before."""

@@ -14,6 +14,7 @@ Hooked on the Trainer:
     on_step_end (a callback)         a step was made
     _save_checkpoint                 saved by the session: commit, lock, ledger, retention
     _evaluate                        draws nothing from the generators of the training
+    log                              figures go where it logs, if that is asked for
     _load_callback_state             the data state is not a state of a callback
 
 The data state is in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
@@ -26,7 +27,7 @@ import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -169,6 +170,8 @@ class TransformersHost(TrainerHost):
         self._ran = False
         #: the samples that the epoch begins and ends with, of the one that was trained last; (0, 0): not known yet.
         self._epoch = 0, 0
+        #: that are to be logged.
+        self._figures: Mapping[str, float] = {}
 
     def check(self) -> None:
         """See `TrainerHost`."""
@@ -213,7 +216,17 @@ class TransformersHost(TrainerHost):
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
-        return [(self.trainer, name, getattr(self, name.lstrip("_"))) for name in HOOKED]
+        hooks: list[Hook] = [(self.trainer, name, getattr(self, name.lstrip("_"))) for name in HOOKED]
+        return [*hooks, (self.trainer, "log", self.with_figures)]
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """See `HasLoggers`: with what the Trainer logs next."""
+        self._figures = figures
+
+    def with_figures(self, log: Any, logs: dict[str, Any], *args: Any, **more: Any) -> Any:
+        """The Trainer's ``log``, with figures that it has not logged yet."""
+        figures, self._figures = self._figures, {}
+        return log({**logs, **figures}, *args, **more)
 
     def save_now(self) -> None:
         """Save the step that was made last, by the Trainer's own method."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -378,6 +378,11 @@ class LightningHost(TrainerHost):
     def engine(self) -> Any:
         """DeepSpeed's; None: another strategy."""
         return getattr(self.trainer.strategy, "deepspeed_engine", None)
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """See `HasLoggers`."""
+        for logger in self.trainer.loggers:
+            logger.log_metrics(dict(figures), step)
 
     def topology(self) -> Topology:
         """See `Host`."""

@@ -34,6 +34,7 @@ from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
+from megaresume.meter.meter import Meter
 from megaresume.stream.errors import UsageError
 
 
@@ -103,6 +104,11 @@ class StepLoop:
     def samples(self) -> int:
         """Samples that they trained, all ranks together."""
         return self.steps.samples
+
+    @property
+    def meter(self) -> Meter | None:
+        """Of the live figures, for ``loop.meter.losses(batch, token_loss)``; None without ``metrics=``."""
+        return self.session.meter
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches of this rank: see `Steps`."""

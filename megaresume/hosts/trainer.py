@@ -164,6 +164,8 @@ class TrainerHost(Host):
         self.steps = Steps(feed, self.words)
         self.framework = f"{self.package} {importlib.metadata.version(self.package)}"
         self.session = self.steps.session = open_session(self, feed, checkpoints, stop)
+        if self.session.meter is not None:
+            self.session.numbers, feed.loader.meter = self.steps.numbers, self.session.meter
         if self.background is not None:
             atexit.register(self.background.look_at_exit)
 

@@ -24,6 +24,10 @@ EXTRAS = {
     "matplotlib": "report",
     "libcst": "patch",
     "packaging": "patch",
+    "tensorboard": "metrics",
+    "opentelemetry": "metrics",
+    "wandb": "metrics",
+    "mlflow": "metrics",
 }
 
 

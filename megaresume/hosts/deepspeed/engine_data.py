@@ -41,6 +41,7 @@ from megaresume.checkpoint.stopping import Stopped
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import Batches, EngineHost
+from megaresume.meter.meter import Meter
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
@@ -138,6 +139,11 @@ class EngineData(Batches):
         return self.session.attempt
 
     @property
+    def meter(self) -> Meter | None:
+        """Of the live figures, for ``data.meter.losses(batch, token_loss)``; None without ``metrics=``."""
+        return self.session.meter
+
+    @property
     def _random(self) -> RandomState:
         assert self.session.random is not None  # DeepSpeed keeps none itself
         return self.session.random
@@ -180,7 +186,7 @@ class EngineData(Batches):
                 action="do not call next(data) yourself, do not evaluate with it, and do not save or restore "
                 "engine.train_batch; data.peek() shows the next batch without taking it",
             )
-        return self._read()
+        return self.session.clocks.wait(self._read)
 
     def _close_on_error(self, function: Callable[[], Any]) -> Any:
         """What a function returns; after an error of it, nothing more is handed out."""

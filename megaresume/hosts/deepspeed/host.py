@@ -99,6 +99,12 @@ class EngineHost:
         assert self.batches is not None
         return self.batches.samples_trained
 
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """See `HasLoggers`: by the engine's monitor, which counts samples."""
+        monitor, samples = self.engine.monitor, self.engine.global_samples
+        if monitor.enabled:
+            monitor.write_events([(name, value, samples) for name, value in figures.items()])
+
     def topology(self) -> Topology:
         """See `Host`."""
         batches = self.batches

@@ -49,6 +49,7 @@ from megaresume.hosts.megatron.seams import (
     seam_name,
     without_state,
 )
+from megaresume.meter.clocks import Clocks
 from megaresume.stream.errors import MegaresumeError, SetupError, StateError
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
         iterators: (train, valid, test), as Megatron returns them; None if this rank reads no data.
     """
     current.built, current.building = True, False
+    if current.session.meter is not None:
+        current.session.meter.start()
     if process.handle is not None:
         # What was to be shown by it is shown; and it would be in the way of a compiled optimizer step.
         process.handle.remove()
@@ -199,7 +202,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
     if current.taken and current.taken[0].begin != samples:  # a further phase; else a further chunk
         current.taken.clear()
     size = int(current.args.micro_batch_size) * int(current.args.data_parallel_size)
-    counted = Counted(batches, samples, size)
+    counted = Counted(batches, samples, size, current.session.clocks)
     current.taken.append(counted)
     if inner is None:
         return (counted, *others)
@@ -210,7 +213,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
 def _watch_saves() -> None:
     import torch
 
-    home, factory = sys.modules["torch.serialization"], Factory("calls.around_save")
+    home, factory = sys.modules["torch.serialization"], Factory("hooks.calls.around_save")
     is_plain = torch.save is home.save
     wrap(home, "save", factory)
     if is_plain:
@@ -239,10 +242,11 @@ class Counted:
         batches: to be handed on.
         begin: samples trained before the first of them.
         size: of a micro-batch of all data-parallel ranks.
+        clocks: of this process.
     """
 
-    def __init__(self, batches: Iterator[Any], begin: int, size: int) -> None:
-        self._batches, self._size = batches, size
+    def __init__(self, batches: Iterator[Any], begin: int, size: int, clocks: Clocks) -> None:
+        self._batches, self._size, self._clocks = batches, size, clocks
         self.begin = begin
         self.count: Count[str] = Count(_WORDS, samples=begin)
         self.count.begin(sys.maxsize)
@@ -257,7 +261,7 @@ class Counted:
 
     def __next__(self) -> Any:
         self.count.take("", self.count.end + self._size)
-        return next(self._batches)
+        return self._clocks.wait(next, self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_batches"], name)

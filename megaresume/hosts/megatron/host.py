@@ -98,7 +98,9 @@ class MegatronHost:
             checksums=settings.checkpoints.checksums,
             stop=None if settings.mode == "off" else settings.stop,
             retries=settings.checkpoints.retries,
+            metrics=settings.checkpoints.metrics,
         )
+        self.session.step_now = lambda: max(int(getattr(args, "curr_iteration", 0) or 0), self.iteration())
         #: of Megatron-DeepSpeed, once it has saved or loaded.
         self.engine: EngineHost | None = None
         #: what our part of a load has chosen; None if Megatron chooses by itself.

@@ -1,0 +1,82 @@
+"""Live figures of a session: its meter, and what its directory tells of checkpoints, disk and time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.goodput import all_marks, goodput_of
+from megaresume.checkpoint.host import HasLoggers, Host
+from megaresume.checkpoint.ledger import LedgerEntry, newest_entries, read_ledger
+from megaresume.checkpoint.ranks import rank
+from megaresume.checkpoint.records import ledger_path
+from megaresume.meter.clocks import Clocks
+from megaresume.meter.figures import Value
+from megaresume.meter.meter import Meter
+from megaresume.meter.record import Mark
+from megaresume.meter.words import parse
+from megaresume.stream.errors import UsageError
+
+
+def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
+    """The meter of a session; None if no figures are asked for.
+
+    Args:
+        metrics: who is told: see `megaresume.meter.words`.
+        clocks: of this process.
+        host: of the session.
+
+    Raises:
+        UsageError: an unknown word; or ``trainer``, and this one has no loggers.
+        SetupError: a package is missing.
+    """
+    if not metrics:
+        return None
+    asked = parse(metrics)
+    if asked.trainer and not isinstance(host, HasLoggers):
+        raise UsageError(
+            "this trainer has no loggers that could be told",
+            found="metrics: trainer",
+            expected="Hugging Face's Trainer, an Accelerator, Lightning's Trainer or a DeepSpeed engine",
+            action="name who is to be told: metrics='tensorboard'",
+        )
+    return Meter(asked, clocks, rank())
+
+
+def figures_of_run(root: Path | None, marks: Sequence[Mark]) -> dict[str, Value]:
+    """Figures of checkpoints and of the time of a run. On rank 0, or of whoever sees the directory.
+
+    Args:
+        root: where it saves; None: nowhere.
+        marks: see `megaresume.meter.record`; the last one is of now.
+    """
+    found: dict[str, Value] = {}
+    if root is not None:
+        path = ledger_path(root)
+        found |= _of_checkpoints(newest_entries(path))
+        if marks and marks[0].attempt > 1:  # not measured from its first start on
+            marks = all_marks(marks, read_ledger(path).entries)
+    spent = goodput_of(marks)
+    found["megaresume.run.starts"] = spent.starts
+    found["megaresume.run.repeated"] = spent.repeated
+    found["megaresume.goodput"] = spent.goodput
+    found["megaresume.badput"] = {cause: round(seconds, 3) for cause, seconds in spent.badput.items()}
+    return found
+
+
+def _of_checkpoints(entries: Sequence[LedgerEntry]) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for entry in entries:
+        if entry.kind == "checkpoint":
+            found["megaresume.checkpoint.step"] = entry.iteration
+            for name, detail in (("size", "bytes"), ("duration", "save_seconds")):
+                if isinstance(value := entry.details.get(detail), int | float):
+                    found[f"megaresume.checkpoint.{name}"] = value
+        elif entry.kind == "durable":
+            found["megaresume.checkpoint.durable"] = entry.iteration
+            began = datetime.fromisoformat(entry.time.replace("Z", "+00:00")).timestamp()
+            found["megaresume.checkpoint.age"] = max(time.time() - began, 0.0)
+    return found

@@ -1,0 +1,156 @@
+"""Goodput: which part of the time of a run made steps that were kept; and where the rest went.
+
+    born ... start ........... save ........... last        born ... start ...
+      start-up       data, saving, steps   steps that are lost   waiting   start-up
+
+Every second since the first process was started is of one kind:
+
+    startup    from the start of a process to its first step: imports, the load, what is compiled before
+    data       waiting for a micro-batch      } of steps
+    saving     standing still for a save      } that were kept
+    lost       everything after the checkpoint that the next start resumed from
+    waiting    from the end of one process to the start of the next: the queue, a node, a launcher
+    goodput    the rest
+
+Of a run that was measured (`megaresume.meter`) the seconds are those of rank 0. Of one that was not, the ledger tells
+starts and saves alone: it does not know when a process died, nor who waited for data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.meter.record import Mark
+
+CAUSES = ("startup", "data", "saving", "lost", "waiting")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """What became of the time of a run."""
+
+    #: since the start of its first process.
+    seconds: float
+    #: seconds by cause: see above.
+    badput: dict[str, float]
+    starts: int
+    #: samples that were trained again.
+    repeated: int
+
+    @property
+    def goodput(self) -> float:
+        """From 0 to 1."""
+        return max(1 - sum(self.badput.values()) / self.seconds, 0.0) if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Span:
+    """The time of one process between two marks."""
+
+    seconds: float
+    data: float
+    saving: float
+    first: int
+    last: int
+    #: whether the process died at its end.
+    is_last: bool
+    is_lost: bool = False
+
+
+def goodput_of(marks: Sequence[Mark]) -> Goodput:
+    """What became of the time up to the last mark.
+
+    Args:
+        marks: of a run, in their order.
+    """
+    spent = dict.fromkeys(CAUSES, 0.0)
+    spans: list[_Span] = []
+    before: Mark | None = None
+    starts = repeated = 0
+    for mark in marks:
+        if mark.event == "start":
+            starts += 1
+            born = mark.born or mark.time
+            spent["startup"] += max(mark.time - born, 0.0)
+            if before is not None:
+                spent["waiting"] += max(born - before.time, 0.0)
+                repeated += max(before.samples - mark.samples, 0)
+            spans = _given_up(spans, mark.step)
+        elif before is not None:
+            spans.append(
+                _Span(
+                    seconds=max(mark.time - before.time, 0.0),
+                    data=max(mark.waited - before.waited, 0.0),
+                    saving=max(mark.saving - before.saving, 0.0),
+                    first=before.step,
+                    last=mark.step,
+                    is_last=mark.event == "last",
+                )
+            )
+        before = mark
+    for span in spans:
+        if span.is_lost:
+            spent["lost"] += span.seconds
+        else:
+            spent["data"] += span.data
+            spent["saving"] += span.saving
+    seconds = (marks[-1].time - (marks[0].born or marks[0].time)) if marks else 0.0
+    return Goodput(seconds=seconds, badput=spent, starts=starts, repeated=repeated)
+
+
+def _given_up(spans: list[_Span], step: int) -> list[_Span]:
+    """The spans, with those marked as lost that came after a step, which a start goes back to."""
+    found: list[_Span] = []
+    for span in spans:
+        if span.is_lost or span.last < step or (span.last == step and not (span.is_last and span.first == step)):
+            found.append(span)
+            continue
+        steps = span.last - span.first
+        part = min(max((step - span.first) / steps, 0.0), 1.0) if steps else 0.0
+        if part:  # its save left no mark: a kill came first
+            kept = (span.seconds * part, span.data * part, span.saving * part)
+            found.append(_Span(*kept, first=span.first, last=step, is_last=False))
+        lost = (span.seconds * (1 - part), span.data * (1 - part), span.saving * (1 - part))
+        found.append(_Span(*lost, first=step, last=span.last, is_last=span.is_last, is_lost=True))
+    return found
+
+
+def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
+    """The marks of a run that nobody measured."""
+    marks: list[Mark] = []
+    saving = 0.0
+    for entry in entries:
+        try:
+            time = datetime.fromisoformat(entry.time.replace("Z", "+00:00")).timestamp()
+        except ValueError:
+            continue
+        seconds = _number(entry.details.get("save_seconds"))
+        place = {"step": entry.iteration, "samples": entry.samples}
+        if entry.kind == "start":
+            saving = 0.0
+            born = time - _number(entry.details.get("startup_seconds"))
+            marks.append(Mark(event="start", time=time, born=born, **place))
+        elif entry.kind == "checkpoint":
+            saving += seconds
+            marks.append(Mark(event="save", time=time + seconds, saving=saving, **place))
+        elif entry.kind == "finished":
+            marks.append(Mark(event="end", time=time, saving=saving, **place))
+    return marks
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry]) -> list[Mark]:
+    """The marks of a run: as they were measured; before that, as the ledger tells.
+
+    Args:
+        measured: see `megaresume.meter.record.marks_of`.
+        entries: of the ledger.
+    """
+    first = measured[0].time if measured else float("inf")
+    return [*(mark for mark in marks_of_ledger(entries) if mark.time < first - 1), *measured]

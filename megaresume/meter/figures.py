@@ -1,0 +1,106 @@
+"""The figures of a run: their names, units and meanings, in one table; and `Reading`: all of them at one sample.
+
+Names and units follow OpenTelemetry's conventions (opentelemetry.io/docs/specs/semconv/general/metrics): lower case,
+dots between parts, no unit in a name; units of UCUM, what is counted in braces. docs/metrics.md is made from `FIGURES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: attributes: of which source, or of which cause, a figure is.
+Attribute = Literal["", "source", "cause"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One of the table."""
+
+    name: str
+    #: of UCUM.
+    unit: str
+    #: counter: never falls while a run lasts, resumes included. gauge: what holds now.
+    kind: Literal["counter", "gauge"]
+    #: one sentence.
+    help: str
+    attribute: Attribute = ""
+
+
+def _source(name: str, unit: str, kind: Literal["counter", "gauge"], help: str) -> Figure:
+    return Figure(f"megaresume.source.{name}", unit, kind, help, "source")
+
+
+FIGURES = (
+    Figure("megaresume.step", "{step}", "gauge", "optimizer steps made since the start of the run"),
+    Figure("megaresume.step.duration", "s", "gauge", "seconds of a step, saves included, since the last reading"),
+    Figure("megaresume.samples", "{sample}", "gauge", "samples trained since the start of the run, by all ranks"),
+    Figure("megaresume.tokens", "{token}", "gauge", "tokens of documents in them, padding left out"),
+    Figure("megaresume.fill", "1", "gauge", "part of the places in samples that hold a token, since the last reading"),
+    _source("tokens", "{token}", "gauge", "tokens of the source in the samples trained"),
+    _source("trained", "{token}", "gauge", "of them, those whose loss counts"),
+    _source("documents", "{document}", "gauge", "documents that began in the samples trained, once for each epoch"),
+    _source("cut", "{document}", "gauge", "of them, those that lie in more than one segment"),
+    _source("share", "1", "gauge", "part of the source in what was drawn since the stage began, in the unit of blend"),
+    _source("weight", "1", "gauge", "part that its weight asks for"),
+    _source("epoch", "{epoch}", "gauge", "epochs of the source that were drawn, with a fraction"),
+    _source("left", "{document}", "gauge", "documents, or parts of long ones, until its epoch ends"),
+    _source("loss", "1", "gauge", "its loss by token, a moving average over about 100 steps (natural logarithm)"),
+    Figure("megaresume.data.wait", "s", "counter", "seconds that steps came later for want of data, in this process"),
+    Figure("megaresume.data.wait.longest", "s", "gauge", "the longest wait for a micro-batch since the last reading"),
+    Figure("megaresume.data.wait.slowest_rank", "s", "counter", "data.wait of the process that waited most"),
+    Figure("megaresume.data.ahead", "{batch}", "gauge", "micro-batches that threads of this process have read ahead"),
+    Figure(
+        "megaresume.store.retries",
+        "{retry}",
+        "counter",
+        "reads of a store that were tried again, not by workers",
+    ),
+    Figure("megaresume.checkpoint.step", "{step}", "gauge", "step of the newest complete checkpoint"),
+    Figure("megaresume.checkpoint.durable", "{step}", "gauge", "step of the newest checkpoint that is on the disk"),
+    Figure("megaresume.checkpoint.age", "s", "gauge", "seconds since the save of the newest durable one began"),
+    Figure("megaresume.checkpoint.size", "By", "gauge", "size of the newest checkpoint"),
+    Figure("megaresume.checkpoint.duration", "s", "gauge", "seconds from the beginning of its save to its commit"),
+    Figure("megaresume.checkpoint.wait", "s", "counter", "seconds that the training stood still for saves"),
+    Figure("megaresume.run.starts", "{start}", "counter", "starts of the run, this one included"),
+    Figure("megaresume.run.repeated", "{sample}", "counter", "samples trained again because a kill lost them"),
+    Figure("megaresume.disk.free", "By", "gauge", "free space where the run saves"),
+    Figure("megaresume.goodput", "1", "gauge", "part of the run's time that made steps which were kept"),
+    Figure("megaresume.badput", "s", "counter", "seconds of the run that made none, by cause", "cause"),
+)
+
+BY_NAME = {figure.name: figure for figure in FIGURES}
+
+#: a number, or one for each source or cause.
+Value = float | Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What the figures are at one sample; those that are not known are left out."""
+
+    #: seconds since 1970.
+    time: float
+    step: int
+    samples: int
+    #: by name: see `FIGURES`.
+    figures: Mapping[str, Value] = field(default_factory=dict)
+
+    def each(self) -> Iterator[tuple[Figure, str, float]]:
+        """Every number, with the source or cause that it is of; "" if it is of none."""
+        for name, value in self.figures.items():
+            numbers = value if isinstance(value, Mapping) else {"": value}
+            for label, number in numbers.items():
+                yield BY_NAME[name], label, number
+
+    def flat(self) -> dict[str, float]:
+        """Every number by one name, as loggers take it: ``megaresume/source/tokens/web``."""
+        return {
+            figure.name.replace(".", "/") + (f"/{label}" if label else ""): number
+            for figure, label, number in self.each()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"time": self.time, "step": self.step, "samples": self.samples, "figures": dict(self.figures)}

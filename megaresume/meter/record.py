@@ -1,0 +1,203 @@
+"""What the processes of a run write down of it, in its directory; `megaresume top` and the next start read it.
+
+    <save>/megaresume/meter/run.jsonl          rank 0: a line for each start, save and end
+    <save>/megaresume/meter/pulse.json         rank 0, in place, once a second: how far it is, for a start after a kill
+    <save>/megaresume/meter/figures.jsonl      rank 0: a line for each reading
+    <save>/megaresume/meter/rank_00003.jsonl   each process: its waits, and the losses of its segments
+
+Lines are JSON. Nobody forces them to the disk: what a power cut takes is missing, and is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaresume.files import read_file, write_all
+
+#: bytes of the pulse, padded: it is written in place, by one call.
+_PULSE = 512
+
+
+def meter_dir(root: Path) -> Path:
+    """Where the files are.
+
+    Args:
+        root: the checkpoint root.
+    """
+    return root / "megaresume" / "meter"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """Where a process of rank 0 stood at a time. All seconds but ``time`` and ``born`` are of this process."""
+
+    #: start: training begins. save: the training continues after a save of ``step``. last: a process that was killed
+    #: had come to here, as the next one writes. end: it ended by itself. now: it runs.
+    event: str
+    #: seconds since 1970.
+    time: float
+    step: int
+    samples: int
+    #: see `Clocks`.
+    waited: float = 0.0
+    saving: float = 0.0
+    #: when the process was started, in seconds since 1970. Of a start.
+    born: float = 0.0
+    #: what it began with, in words of the ledger. Of a start.
+    attempt: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, without what is 0."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) or name in _ALWAYS}
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> Mark:
+        """Raises KeyError, TypeError or ValueError for a line that is none."""
+        kinds = {"event": str, "step": int, "samples": int, "attempt": int}
+        return cls(**{name: kinds.get(name, float)(line[name]) for name in cls.__slots__ if name in line})
+
+
+_ALWAYS = ("event", "time", "step", "samples")
+
+
+class Lines:
+    """A file of JSON lines that one process appends to.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # closes off a line that a kill cut short
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append one line. Raises OSError."""
+        write_all(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        os.close(self._file)
+
+
+class RunRecord:
+    """The files of rank 0.
+
+    Args:
+        directory: see `meter_dir`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._lines = Lines(directory / "run.jsonl")
+        last = read_pulse(directory)
+        if last is not None and last.event != "end":
+            self._lines.append(last.to_dict() | {"event": "last"})
+        self._pulse = os.open(directory / "pulse.json", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def note(self, mark: Mark, more: Mapping[str, Any]) -> None:
+        """Append a line, and move the pulse. Raises OSError."""
+        self._lines.append(mark.to_dict() | dict(more))
+        self.pulse(mark)
+
+    def pulse(self, mark: Mark) -> None:
+        """Say how far the process is. Raises OSError."""
+        os.pwrite(self._pulse, json.dumps(mark.to_dict()).encode().ljust(_PULSE - 1) + b"\n", 0)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._lines.close()
+        os.close(self._pulse)
+
+
+def read_pulse(directory: Path) -> Mark | None:
+    """How far the newest process had come; None if it is not known."""
+    try:
+        return Mark.from_dict(json.loads(read_file(directory / "pulse.json")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, without those that a kill has cut short; none if it is not there."""
+    try:
+        data = read_file(path)
+    except OSError:
+        return []
+    return list(_parsed(data.splitlines()))
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def marks_of(lines: Iterable[Mapping[str, Any]], pulse: Mark | None = None) -> list[Mark]:
+    """The marks of a run, in their order; the pulse at the end, if it says more than the last line."""
+    marks: list[Mark] = []
+    for line in lines:
+        try:
+            marks.append(Mark.from_dict(line))
+        except (KeyError, TypeError, ValueError):
+            continue
+    if pulse is not None and (not marks or pulse.time > marks[-1].time):
+        marks.append(pulse)
+    return marks
+
+
+def counts_at(lines: Iterable[Mapping[str, Any]], samples: int) -> Mapping[str, Mapping[str, int]] | None:
+    """What was counted by source up to a sample: see `SourceFigures.counts`; None if no line of that sample tells."""
+    for line in reversed(list(lines)):
+        if line.get("samples") == samples and isinstance(line.get("counts"), dict):
+            counts: Mapping[str, Mapping[str, int]] = line["counts"]
+            return counts
+    return None
+
+
+def rank_path(directory: Path, rank: int) -> Path:
+    """The file of a process."""
+    return directory / f"rank_{rank:05d}.jsonl"
+
+
+class Tails:
+    """What the processes of a run append to their files from now on.
+
+    Args:
+        directory: see `meter_dir`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read = {path: path.stat().st_size for path in directory.glob("rank_*.jsonl")}
+
+    def new(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name of the file, line) of every complete line since the last call."""
+        for path in sorted(self._directory.glob("rank_*.jsonl")):
+            before = self._read.get(path, 0)
+            try:
+                if path.stat().st_size <= before:
+                    continue
+                with path.open("rb") as file:
+                    file.seek(before)
+                    data = file.read()
+            except OSError:
+                continue
+            end = data.rfind(b"\n") + 1
+            self._read[path] = before + end
+            for line in _parsed(data[:end].splitlines()):
+                yield path.name, line
