@@ -35,6 +35,7 @@ COMMANDS = {
     "plan": "tell what a resume with new flags would do: which checkpoint and data, until which step, what stops it",
     "convert": "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)",
     "verify": "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference",
+    "top": "follow a run while it trains: pace, shares, losses, last durable save, goodput, what comes next",
     "report": "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses",
     "doctor": "find what is wrong with a machine, a checkpoint directory or the log of a failed launch, and what to do",
     "patch": "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
@@ -48,7 +49,7 @@ GROUPS = {
     "try it, and begin": ("demo", "new"),
     "data": ("prepare", "stream"),
     "start and resume": ("run", "patch", "latest", "plan", "convert"),
-    "look and prove": ("inspect", "trace", "verify", "report"),
+    "look and prove": ("inspect", "trace", "verify", "top", "report"),
     "find what is wrong": ("doctor", "smoke"),
     "the shell": ("completion",),
 }
@@ -68,6 +69,7 @@ _HOMES = {
     "report": "runs.report",
     "smoke": "cluster.smoke.command",
     "stream": "runs.stream",
+    "top": "runs.top",
     "trace": "runs.trace.command",
     "verify": "runs.verify",
 }

@@ -15,9 +15,10 @@ from typing import Any
 from megaresume.checkpoint.records import split_root
 from megaresume.command_line import at_least, number_range
 from megaresume.data.source import Source
-from megaresume.encoding.text.tokenizers import load_tokenizer
+from megaresume.encoding.text.tokenizers import Tokenizer, load_tokenizer
 from megaresume.render import write_bytes
 from megaresume.runs.run import Run
+from megaresume.runs.trace.by_loss import as_text, rank, with_text
 from megaresume.runs.trace.documents import Decoder, ImagesWritten, marked_ids, write_images
 from megaresume.runs.trace.find import Occurrence, Sought, find, parse_documents
 from megaresume.runs.trace.formats import (
@@ -46,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=at_least(1), metavar="N", help="with --find: plan ahead through N epochs")
     parser.add_argument("--until-step", type=at_least(1), metavar="N", help="with --find: plan ahead through step N")
+    parser.add_argument(
+        "--by-loss",
+        action="store_true",
+        help="their documents, those with the highest loss first, of a run that was given metrics= (--text shows them)",
+    )
+    parser.add_argument("--most", type=at_least(1), metavar="N", help="with --by-loss: documents to show (default: 20)")
     parser.add_argument(
         "--text",
         action="store_true",
@@ -85,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
         _find(args, trace)
     else:
         first, stop = _samples(args, trace)
-        if args.parquet is not None:
+        if args.by_loss:
+            _by_loss(args, trace, sources, first, stop)
+        elif args.parquet is not None:
             _parquet(args.parquet, trace, first, stop)
         elif args.images is not None:
             _images(args, trace, sources, first, stop)
@@ -103,7 +112,8 @@ def _note(text: str) -> None:
 #: what a flag is of use with: one of these.
 _NEEDED = {
     **dict.fromkeys(("epochs", "until-step"), ("find",)),
-    **dict.fromkeys(("text", "csv", "parquet", "records", "images"), ("steps", "samples")),
+    **dict.fromkeys(("text", "csv", "parquet", "records", "images", "by-loss"), ("steps", "samples")),
+    "most": ("by-loss",),
     **dict.fromkeys(("tokenizer", "eod-token"), ("text",)),
     "augmented": ("images",),
 }
@@ -126,6 +136,13 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag in ("text", "records"):
         if flag in given and "parquet" in given:
             raise UsageError(f"--{flag} goes with text, --json or --csv", found=f"--{flag} with --parquet")
+    others = [f"--{name}" for name in ("records", "images", "csv", "parquet") if name in given]
+    if "by-loss" in given and others:
+        raise UsageError(
+            f"--by-loss goes without {others[0]}",
+            found=f"--by-loss with {', '.join(others)}",
+            expected="text, or --json",
+        )
     others = [f"--{name}" for name in ("text", "records", "csv", "parquet") if name in given]
     if "images" in given and others:
         raise UsageError(
@@ -187,8 +204,7 @@ def _decoded(
     args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], form: Format
 ) -> Callable[[TracePiece], Iterable[str]]:
     """Writes pieces with the text of their segments, or with their records."""
-    tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
-    decoder = Decoder(sources, tokenizer, _note, marks=form == "text") if args.text else None
+    decoder = Decoder(sources, _tokenizer(args), _note, marks=form == "text") if args.text else None
     recorded = {(f.sample, f.source, f.document): f for f in trace.history.state.faults.kept}
     more = _more_columns(args, trace)
 
@@ -236,6 +252,18 @@ def _text_of(row: Mapping[str, Any]) -> str:
         text = s["text"] if "text" in s else marked_ids(s.get("token_ids", []), s.get("trained", ()), s["offset"])
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def _by_loss(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
+    with _progress("tracing", trace.work(first, stop)) as update:
+        found = rank(trace, first, stop, args.most or 20, progress=update)
+    if args.text:
+        found = with_text(found, trace, Decoder(sources, _tokenizer(args), _note))
+    found.give(as_text, as_json=args.json)
+
+
+def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    return load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
 
 
 def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:

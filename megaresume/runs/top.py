@@ -1,0 +1,324 @@
+"""``megaresume top RUN``: a run that trains, followed from its directory alone, on any machine that sees it.
+
+meter/figures.jsonl, pulse.json   a run that is measured (``metrics=``): to the second
+ledger.jsonl, step_*.json         any run: as of its newest checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.goodput import CAUSES, all_marks, goodput_of
+from megaresume.checkpoint.records import split_root
+from megaresume.command_line import at_least
+from megaresume.meter.record import Mark, marks_of, meter_dir, read_lines, read_pulse
+from megaresume.render import spell_bytes, text_table
+from megaresume.runs.answer import Answer
+from megaresume.runs.run import Run
+from megaresume.stream.changes import outlook
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.state import StreamState
+
+#: bytes at the end of a file of readings, in which the newest one is.
+_TAIL = 1 << 20
+#: seconds after a sign of life in which a run is taken to be alive; and without news after which that is said.
+_ALIVE, _QUIET = 10.0, 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceNow:
+    """A source, now."""
+
+    name: str
+    #: of the samples trained; None if nobody counted.
+    tokens: int | None
+    #: of what was drawn since the stage began, and as its weight asks for.
+    share: float | None
+    weight: float
+    epoch: float
+    #: its moving average; None if the program gives no losses.
+    loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Now(Answer):
+    """A run, now."""
+
+    dir: str
+    run: str | None
+    #: runs: a process holds the directory, or has just given a sign of life. ended: all is trained. gone: neither.
+    life: str
+    #: whether the program measures itself: otherwise all is as of the newest checkpoint.
+    measured: bool
+    step: int
+    samples: int
+    tokens: int | None
+    #: seconds since 1970 of the newest of this.
+    time: float
+    #: None while no two steps are known.
+    seconds_per_step: float | None
+    fill: float | None
+    #: step of the newest complete checkpoint, and of the newest durable one, with the time when its save began.
+    checkpoint: int | None
+    durable: int | None
+    durable_time: str | None
+    size: int | None
+    save_seconds: float | None
+    #: of the time since the first start; None: nothing is known of it.
+    goodput: float | None
+    badput: Mapping[str, float]
+    starts: int
+    repeated: int
+    data_wait: float | None
+    sources: Sequence[SourceNow] = ()
+    #: in words, the nearest first.
+    next: Sequence[str] = ()
+    notes: Sequence[str] = field(default=())
+
+
+def newest_reading(directory: Path) -> dict[str, Any] | None:
+    """The last line of the readings; None if there is none.
+
+    Args:
+        directory: see `meter_dir`.
+    """
+    path = directory / "figures.jsonl"
+    with contextlib.suppress(OSError):
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL, 0))
+            data = file.read()
+        for line in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict) and isinstance(found.get("figures"), dict):
+                    return found
+    return None
+
+
+def look(root: Path) -> Now:
+    """What a directory says of its run now.
+
+    Raises:
+        UsageError: no such directory.
+        StateError: its ledger cannot be read.
+    """
+    run, directory = Run(root), meter_dir(root)
+    entries, notes = run.ledger.entries, [str(problem) for problem in run.ledger.problems if problem.kind == "damaged"]
+    state: StreamState | None = None
+    try:
+        state = run.history.state
+    except MegaresumeError as error:
+        notes.append(f"{error.headline}: {error.found}")
+    pulse, reading = read_pulse(directory), newest_reading(directory)
+    marks = all_marks(marks_of(read_lines(directory / "run.jsonl"), pulse), entries)
+    spent = goodput_of(marks)
+    figures: Mapping[str, Any] = {} if reading is None else reading["figures"]
+    last = marks[-1] if marks else Mark(event="", time=0.0, step=0, samples=0)
+    holder = run.holder()
+    is_alive = pulse is not None and pulse.event == "now" and time.time() - pulse.time < _ALIVE
+    life = "runs" if is_alive or (holder is not None and holder.status == "held") else "gone"
+    events = run.ledger.events
+    life = "ended" if events and events[-1].kind == "finished" else life
+    checkpoints = [entry for entry in entries if entry.kind == "checkpoint"]
+    durable = [entry for entry in entries if entry.kind == "durable"]
+    details = checkpoints[-1].details if checkpoints else {}
+    seconds = _pace(marks) if pulse is None else figures.get("megaresume.step.duration", _pace(marks))
+    size = None if state is None else run.history.newest.topology.global_batch_size
+    return Now(
+        dir=str(run.root),
+        run=run.ledger.run,
+        life=life,
+        measured=pulse is not None,
+        step=last.step,
+        samples=last.samples,
+        tokens=figures.get("megaresume.tokens", None if state is None else state.tokens),
+        time=last.time,
+        seconds_per_step=seconds,
+        fill=figures.get("megaresume.fill"),
+        checkpoint=checkpoints[-1].iteration if checkpoints else None,
+        durable=durable[-1].iteration if durable else None,
+        durable_time=durable[-1].time if durable else None,
+        size=details.get("bytes"),
+        save_seconds=details.get("save_seconds"),
+        goodput=spent.goodput if spent.seconds else None,
+        badput=spent.badput,
+        starts=spent.starts,
+        repeated=spent.repeated,
+        data_wait=figures.get("megaresume.data.wait"),
+        sources=_sources(figures, state),
+        next=[] if state is None else _next(state, last.samples, seconds, size),
+        notes=notes,
+    )
+
+
+def _pace(marks: Sequence[Mark]) -> float | None:
+    """Seconds of a step between the last two marks of a process that lie some steps apart."""
+    for before, after in zip(reversed(marks[:-1]), reversed(marks), strict=False):
+        if after.event != "start" and after.step > before.step:
+            return (after.time - before.time) / (after.step - before.step)
+    return None
+
+
+def _sources(figures: Mapping[str, Any], state: StreamState | None) -> list[SourceNow]:
+    def of(what: str) -> Mapping[str, Any]:
+        found = figures.get(f"megaresume.source.{what}", {})
+        return found if isinstance(found, dict) else {}
+
+    if weights := of("weight"):
+        return [
+            SourceNow(
+                name=name,
+                tokens=of("tokens").get(name),
+                share=of("share").get(name),
+                weight=weight,
+                epoch=of("epoch").get(name, 0.0),
+                loss=of("loss").get(name),
+            )
+            for name, weight in weights.items()
+        ]
+    if state is None:
+        return []
+    total = sum(cursor.drawn_in_stage for cursor in state.sources.values())
+    return [
+        SourceNow(
+            name=row.name,
+            tokens=row.tokens,
+            share=state.sources[row.name].drawn_in_stage / total if total and row.name in state.sources else None,
+            weight=row.share,
+            epoch=state.sources[row.name].epochs if row.name in state.sources else 0.0,
+        )
+        for row in outlook(state, StreamConfig.recorded(state.stages[-1].config))
+    ]
+
+
+def _next(state: StreamState, samples: int, seconds: float | None, size: int | None) -> list[str]:
+    """What comes next: the end of an epoch of each source, and declared stages."""
+    found: list[tuple[float, str]] = []
+    for row in outlook(state, StreamConfig.recorded(state.stages[-1].config)):
+        if row.samples_left is not None:
+            left = state.samples + row.samples_left - samples
+            found.append((left, f"epoch {row.epoch} of {row.name} ends {_when(left, seconds, size)}"))
+    begun = {record.name for record in state.stages}
+    for stage in state.config.get("stages", ()):
+        if stage["name"] in begun:
+            continue
+        [unit] = [name for name in stage if name.startswith("from_")]
+        if unit == "from_samples":
+            left = stage[unit] - samples
+            found.append((left, f"stage '{stage['name']}' begins {_when(left, seconds, size)}"))
+        else:
+            found.append((float("inf"), f"stage '{stage['name']}' begins at {unit[5:]} {stage[unit]:,}"))
+    return [words for _, words in sorted(found)]
+
+
+def _when(left: float, seconds: float | None, size: int | None) -> str:
+    if left <= 0:
+        return "about now"
+    if not size:
+        return f"in about {left:,.0f} samples"
+    steps = left / size
+    return f"in about {steps:,.0f} steps" + ("" if seconds is None else f", {_duration(steps * seconds)}")
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("--once", action="store_true", help="look once; also if the output is no terminal, with --json")
+    parser.add_argument("--json", action="store_true", help="print JSON; a line for each look")
+    parser.add_argument(
+        "--every", type=at_least(1), default=2, metavar="SECONDS", help="seconds between two looks (default: 2)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Follow a run, until it has ended or Ctrl-C."""
+    root, _ = split_root(args.dir)
+    now = look(root)
+    if args.once:
+        return now.give(_text, as_json=args.json)
+    is_screen = sys.stdout.isatty() and not args.json
+    shown: Now | None = None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if is_screen:
+                print(f"\x1b[H\x1b[2J{_text(now)}", flush=True)
+            elif shown is None or (now.step, now.life) != (shown.step, shown.life):
+                now.give(_line, as_json=args.json)
+                sys.stdout.flush()
+            shown = now
+            if now.life != "runs":
+                break
+            time.sleep(args.every)
+            now = look(root)
+    return 0
+
+
+def _line(now: Now) -> str:
+    pace = "" if now.seconds_per_step is None else f"  {now.seconds_per_step:.3f} s a step"
+    goodput = "" if now.goodput is None else f"  goodput {100 * now.goodput:.1f} %"
+    shares = "  ".join(f"{s.name} {s.share:.4f}/{s.weight:.4f}" for s in now.sources if s.share is not None)
+    durable = "-" if now.durable is None else f"{now.durable:,}"
+    return f"step {now.step:,}  samples {now.samples:,}{pace}  durable {durable}{goodput}  {shares}".rstrip()
+
+
+def _text(now: Now) -> str:
+    age = _duration(max(time.time() - now.time, 0.0)) + " ago" if now.time else "never"
+    head = f"{now.dir}  {now.life}" + (f"  (run {now.run})" if now.run else "")
+    rows = [["step", f"{now.step:,}, {age}" + ("" if now.measured else ": as of its newest record; not measured")]]
+    if now.seconds_per_step:
+        rows.append(["pace", f"{now.seconds_per_step:.3f} s a step"])
+    tokens = "" if now.tokens is None else f", {now.tokens:,} tokens"
+    fill = "" if now.fill is None else f", {100 * now.fill:.2f} % full"
+    rows.append(["samples", f"{now.samples:,}{tokens}{fill}"])
+    rows.append(["checkpoint", _checkpoint(now)])
+    if now.data_wait is not None:
+        rows.append(["data wait", f"{now.data_wait:.1f} s in this process"])
+    if now.goodput is not None:
+        lost = ", ".join(f"{cause} {_duration(now.badput[cause])}" for cause in CAUSES if now.badput.get(cause))
+        rows.append(["goodput", f"{100 * now.goodput:.2f} %" + (f"; {lost}" if lost else "")])
+    rows.append(["starts", f"{now.starts:,}, {now.repeated:,} samples trained again"])
+    parts = [head, text_table(rows)]
+    if now.sources:
+        table = [["source", "tokens", "share", "weight", "epoch", "loss"]]
+        for source in now.sources:
+            numbers = [source.share, source.weight, source.epoch, source.loss]
+            cells = ["-" if number is None else f"{number:.4f}" for number in numbers]
+            table.append([source.name, "-" if source.tokens is None else f"{source.tokens:,}", *cells])
+        parts.append(text_table(table))
+    if now.next:
+        parts.append("next\n" + "\n".join(f"  {words}" for words in now.next[:6]))
+    parts += [f"note: {note}" for note in now.notes]
+    if now.life == "runs" and now.measured and time.time() - now.time > _QUIET:
+        parts.append(f"note: no news for {_duration(time.time() - now.time)}, though a process holds the directory")
+    return "\n\n".join(parts)
+
+
+def _checkpoint(now: Now) -> str:
+    if now.checkpoint is None:
+        return "none yet"
+    words = f"step {now.checkpoint:,}"
+    if now.size is not None:
+        words += f", {spell_bytes(now.size)}"
+    if now.save_seconds is not None:
+        words += f" in {now.save_seconds:.1f} s"
+    if now.durable is None:
+        return f"{words}; none is on the disk yet"
+    began = datetime.fromisoformat(str(now.durable_time).replace("Z", "+00:00")).timestamp()
+    return f"{words}; on the disk: step {now.durable:,}, {_duration(max(time.time() - began, 0.0))} ago"

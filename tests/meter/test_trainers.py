@@ -1,0 +1,148 @@
+"""Figures in the loggers that a trainer has already, and losses of items, under real trainers."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megaresume
+from megaresume import Checkpoints
+from megaresume.stream.errors import UsageError
+
+pytestmark = pytest.mark.process  # their packages ask the system what it is
+
+METRICS = ["trainer", "every=0.01"]
+DOCUMENTS = "megaresume/source/documents/"
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """Item i is i, ``length`` times; of a bad one the target is far away."""
+
+    def __init__(self, items: int = 64, bad: tuple[int, ...] = ()) -> None:
+        self.items, self.bad = items, bad
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((3,), float(i)), "y": torch.full((3,), 90.0 if i in self.bad else 1.0)}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        losses = (self.weight * x - y) ** 2
+        return {"loss": losses.mean(), "losses": losses}
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    import transformers
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            found = model(**inputs)
+            loader.meter.losses(inputs, found["losses"])
+            return (found["loss"], found) if return_outputs else found["loss"]
+
+    args = transformers.TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=16,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        learning_rate=0.0,
+        report_to=[],
+        use_cpu=True,
+    )
+    bad = (3, 17, 40)
+    trainer = Trainer(Model(), args, train_dataset=Items(bad=bad))
+    loader = megaresume.attach(trainer, metrics=["trainer", "every=0.01"])
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if f"{DOCUMENTS}data" in line]
+    assert logged
+    for line in logged:  # the figures of a reading say of which step they are
+        assert line[f"{DOCUMENTS}data"] == 4 * line["megaresume/step"] <= 4 * line["step"]
+    meter = tmp_path / "run/megaresume/meter"
+    lines = [json.loads(line) for line in (meter / "rank_00000.jsonl").open()]
+    assert sum(tokens for line in lines for _, tokens in line.get("by_source", {}).values()) == 64 * 3
+    from tests.cli.conftest import megaresume as command
+
+    done = command("trace", tmp_path / "run", "--samples", "0:64", "--by-loss", "--most", "4", "--json")
+    documents = json.loads(done.stdout)["documents"]
+    assert sorted(one["document"] for one in documents[:3]) == [*bad]
+    assert documents[3]["loss"] < documents[2]["loss"] == 90.0**2
+
+
+def test_lightning(tmp_path: Path) -> None:
+    import lightning
+    from lightning.pytorch.loggers import CSVLogger
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.model(**batch)["loss"]  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=CSVLogger(str(tmp_path / "logs")), enable_progress_bar=False
+    )
+    megaresume.attach(trainer, checkpoints=Checkpoints(save_dir=tmp_path / "run"), metrics=METRICS)
+    trainer.fit(Module(), megaresume.DataLoader(Items(400), batch_size=4), ckpt_path="last")
+    [path] = (tmp_path / "logs").rglob("metrics.csv")
+    rows = [row for row in csv.DictReader(path.open()) if row.get(f"{DOCUMENTS}data")]
+    assert rows
+    for row in rows:
+        assert float(row[f"{DOCUMENTS}data"]) == 4 * int(row["step"])
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class Tracker(GeneralTracker):
+        name, requires_logging_directory = "mine", False
+        tracker = None
+
+        def log(self, values: dict[str, float], step: int | None = None, **more: Any) -> None:
+            logged.append((step or 0, values))
+
+    accelerator = Accelerator(cpu=True, log_with=Tracker())
+    accelerator.init_trackers("run")
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+    loader = megaresume.DataLoader(Items(400), batch_size=4)
+    loop = megaresume.attach(accelerator, loader, checkpoints=Checkpoints(save_dir=tmp_path / "run"), metrics=METRICS)
+    for batch in loop:
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.finish()
+    assert logged
+    for step, values in logged:
+        assert values[f"{DOCUMENTS}data"] == 4 * step
+
+
+def test_a_loop_has_no_loggers(tmp_path: Path) -> None:
+    model = Model()
+    objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    with pytest.raises(UsageError, match="this trainer has no loggers"):
+        megaresume.attach(
+            objects,
+            megaresume.DataLoader(Items(), batch_size=4),
+            checkpoints=Checkpoints(save_dir=tmp_path / "run"),
+            metrics="trainer",
+        )
