@@ -94,12 +94,14 @@ class PromptLedger:
         return line.id
 
     def check_has(self, state_id: str | None) -> str:
-        """The id of a state's line, if the ledger has it.
+        """The id of a state's line, if the ledger has it, and every line that leads there.
 
         Raises:
             StateError: it has not; or the state was taken without a ledger.
         """
-        if state_id is not None and state_id in PromptHistory.read(self.path).lines:
+        history = PromptHistory.read(self.path)
+        if state_id is not None and (state_id in history.lines or history.problems):
+            history.path_to(state_id)
             return state_id
         raise StateError(
             "the ledger does not know this state of the prompts",
@@ -173,6 +175,8 @@ class PromptHistory:
                     found=f"no line {wanted}" + (f", the parent of {path[-1].id}" if path else ""),
                     expected="every line from the beginning of the run",
                     cause="; ".join(self.problems) or "lines were removed, or the ledger is another run's",
+                    action="copy the whole ledger back; or leave ledger= out: the run continues, without a proof of "
+                    "what came before",
                 )
             path.append(line)
             wanted = line.parent

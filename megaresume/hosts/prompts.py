@@ -30,7 +30,7 @@ from megaresume.batches.items import item_hash
 from megaresume.batches.loader import available
 from megaresume.checkpoint.prompt_ledger import PromptLedger
 from megaresume.stream.errors import StateError, UsageError
-from megaresume.stream.in_flight import Flight, InFlight, OnStale, Trained
+from megaresume.stream.in_flight import Flight, InFlight, OnStale, Trained, as_number
 from megaresume.stream.state import StreamState, open_envelope
 from megaresume.stream.state_text import checksum
 from megaresume.stream.stream import Stream
@@ -125,7 +125,11 @@ class Prompts:
 
         Raises:
             CorpusError: an item cannot be read.
+            UsageError: n is no such number.
         """
+        n = as_number("n", n)
+        if n < 0:
+            raise UsageError("bad n", found=str(n), expected="how many prompts are wanted")
         with self._lock:
             flights = self._flights
             again = flights.take_waiting(n)
@@ -164,21 +168,23 @@ class Prompts:
 
         Raises:
             StateError: it is of another prompt, or of one that was never issued.
-            UsageError: there is no such rollout.
+            UsageError: there is no such rollout; or no such weights, as `advance` was not called.
         """
         with self._lock:
             flights = self._flights
+            ordinal = as_number("ordinal", ordinal)
             flight = flights.open.get(ordinal)
             if flight is None and flights.flight(ordinal, "done()") is None:
                 flights.counts["late"] += 1
                 return False
             assert flight is not None
-            if flight.digest != digest and self._digest(ordinal, flight) != digest:
+            if (flight.digest or self._digest(ordinal, flight)) != digest:
                 raise StateError(
                     "a rollout is of another prompt",
                     found=f"digest {digest!r:.40}, of ordinal {ordinal}",
                     expected=f"{flight.digest}, item {self._place(ordinal)[1]} of dataset '{self._place(ordinal)[2]}'",
-                    cause="it was kept from another run or another dataset, or matched by its place in a batch",
+                    cause="it was kept from another run or another dataset, or matched by its place in a batch; or the "
+                    "item is another each time it is read",
                     action="discard it; pass ordinal and digest of a prompt along with its rollouts",
                 )
             return flights.done(flight, ordinal, rollout, version)
@@ -199,11 +205,11 @@ class Prompts:
         with self._lock:
             self._flights.drop(ordinal, reason, requeue=requeue, rollout=rollout)
 
-    def advance(self, version: int) -> list[int]:
+    def advance(self, version: int) -> list[tuple[int, int]]:
         """Rollouts are made by weights of this version from now on.
 
         Returns:
-            ordinals of which rollouts that came back are too old by now: those are not to be trained. They were
+            (ordinal, rollout) of those that came back and are too old by now: they are not to be trained. They were
             requeued or dropped, by ``on_stale``.
 
         Raises:
@@ -255,11 +261,12 @@ class Prompts:
             streams = [self._state_at(one.stream, frontier).to_dict() for one in self._orders]
             body = {"format": FORMAT, "version": VERSION, "frontier": frontier, **fields, "streams": streams}
             body["line"] = None
-            trained, dropped = flights.take_settled()
+            trained, dropped = flights.settled
             if self._ledger is not None:
                 body["line"] = self._ledger.append(
                     step=flights.step, next=flights.next, open=len(flights.open), trained=trained, dropped=dropped
                 )
+            flights.forget_settled()
             return body | {"checksum": checksum(body)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ Imports neither numpy nor numba.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -34,7 +35,7 @@ STALE = "stale"
 class Flight:
     """One prompt that is not settled."""
 
-    __slots__ = ("digest", "done", "flying", "gone", "step", "version", "waits")
+    __slots__ = ("digest", "done", "flying", "gone", "made", "step", "waits")
 
     def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
         #: of its content; None until somebody asks, after a resume.
@@ -43,8 +44,8 @@ class Flight:
         self.flying, self.done, self.gone = flying, 0, gone
         #: the last step that has trained a rollout of it.
         self.step = step
-        #: the oldest weights that made a rollout that came back.
-        self.version: int | None = None
+        #: which weights made those that came back: bits by version; None until one is told.
+        self.made: dict[int, int] | None = None
         #: whether it is to be issued again.
         self.waits = waits
 
@@ -70,11 +71,10 @@ class InFlight:
         max_staleness: int | None = None,
         on_stale: OnStale = "requeue",
     ) -> None:
-        least = rollouts if least is None else least
-        _check("rollouts", rollouts, 1)
-        _check("least", least, 1, rollouts)
+        rollouts = _check("rollouts", rollouts, 1)
+        least = rollouts if least is None else _check("least", least, 1, rollouts)
         if max_staleness is not None:
-            _check("max_staleness", max_staleness, 0)
+            max_staleness = _check("max_staleness", max_staleness, 0)
         if on_stale not in ("requeue", "drop"):
             raise UsageError("bad on_stale", found=repr(on_stale), expected="'requeue' or 'drop'")
         self.rollouts, self.least, self.max_staleness, self.on_stale = rollouts, least, max_staleness, on_stale
@@ -83,9 +83,11 @@ class InFlight:
         self._waiting: list[int] = []
         #: the next ordinal; the last step that trained; the version of the weights.
         self.next, self.step, self.version = 0, 0, 0
+        #: whether there may be rollouts of weights that a resume went back before.
+        self.is_resumed = False
         #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
         self.counts: Counter[str] = Counter()
-        #: what was settled since `take_settled`, in that order.
+        #: what was settled since `forget_settled`, in that order.
         self._trained: dict[int, list[int]] = {}
         self._dropped: dict[str, list[int]] = {}
 
@@ -172,17 +174,34 @@ class InFlight:
                     action="pass version= along with the prompt: prompts.version, when it was issued",
                 )
         else:
+            version = as_number("version", version)
             if version > self.version:
-                self.counts["of later weights"] += 1
+                self._of_later_weights(ordinal, flight, bit, version)
                 return False
             if self._is_stale(version):
                 self._drop(ordinal, flight, bit, STALE, requeue=self.on_stale == "requeue")
                 return False
-            if flight.version is None or version < flight.version:
-                flight.version = version
+            if flight.made is None:
+                flight.made = {}
+            flight.made[version] = flight.made.get(version, 0) | bit
         flight.done |= bit
         flight.flying &= ~bit
         return True
+
+    def _of_later_weights(self, ordinal: int, flight: Flight, bit: int, version: int) -> None:
+        if not self.is_resumed:
+            raise UsageError(
+                "done(): no weights of this version yet",
+                found=f"version={version}",
+                expected=f"at most {self.version}, as advance() said last",
+                cause="the weights that roll out were updated, and advance() was not called, or later",
+                action="call prompts.advance(version) before the new weights roll out",
+            )
+        self.counts["of later weights"] += 1
+        # Weights that a resume went back before; or advance() was late, and nobody else rolls it out.
+        if flight.flying & bit:
+            flight.flying &= ~bit
+            self._wait(ordinal, flight)
 
     def drop(self, ordinal: int, reason: str, *, requeue: bool, rollout: int | None) -> None:
         """See `Prompts.drop`."""
@@ -190,6 +209,7 @@ class InFlight:
             raise UsageError(
                 "a prompt is dropped for a reason", found=repr(reason), expected="a word, such as 'failed'"
             )
+        ordinal = as_number("ordinal", ordinal)
         flight = self.flight(ordinal, "drop()")
         if flight is None:
             raise self._settled(ordinal, "drop()")
@@ -202,47 +222,51 @@ class InFlight:
             )
         self._drop(ordinal, flight, bits, reason, requeue=requeue)
 
-    def advance(self, version: int) -> list[int]:
+    def advance(self, version: int) -> list[tuple[int, int]]:
         """See `Prompts.advance`."""
-        _check("version", version, self.version)
-        self.version = version
-        stale = [
-            ordinal
-            for ordinal, flight in self.open.items()
-            if flight.done and flight.version is not None and self._is_stale(flight.version)
-        ]
-        for ordinal in stale:
-            flight = self.open[ordinal]
-            self._drop(ordinal, flight, flight.done & ~flight.gone, STALE, requeue=self.on_stale == "requeue")
-        return stale
+        self.version = _check("version", version, self.version)
+        stale = [(ordinal, bits) for ordinal, flight in self.open.items() if (bits := self._stale(flight))]
+        for ordinal, bits in stale:
+            self._drop(ordinal, self.open[ordinal], bits, STALE, requeue=self.on_stale == "requeue")
+        return [(ordinal, rollout) for ordinal, bits in stale for rollout in self.numbers(bits)]
+
+    def _stale(self, flight: Flight) -> int:
+        """Its rollouts that came back and are too old: bits."""
+        bits = 0
+        for version, made in (flight.made or {}).items():
+            if self._is_stale(version):
+                bits |= made
+        return bits & flight.done
 
     def trained(self, step: int, what: Sequence[Trained]) -> None:
         """See `Prompts.trained`. Nothing is changed if it raises."""
-        _check("step", step, self.step)
-        whole, parts = [], []
+        step = _check("step", step, self.step)
+        whole: list[int] = []
+        parts: list[tuple[int, int]] = []
         for one in what:
-            if isinstance(one, tuple):
-                parts.append((*one, 1 << self._number(one[1])))
+            if isinstance(one, tuple | list):
+                ordinal, rollout = one
+                parts.append((as_number("ordinal", ordinal), self._number(rollout)))
             else:
-                whole.append(one)
+                whole.append(as_number("ordinal", one))
         if len(set(whole)) < len(whole) or len(set(parts)) < len(parts):
             raise StateError(
                 f"trained({step}): a prompt is named twice",
-                found=", ".join(str(one) for one, times in Counter(what).items() if times > 1)[:200],
+                found=", ".join(str(one) for one, times in Counter([*whole, *parts]).items() if times > 1)[:200],
                 expected="each ordinal once, or each of its rollouts once",
                 cause="a batch holds the same rollout twice",
             )
         for ordinal in whole:
             self._check_trained(step, ordinal)
-        for ordinal, rollout, bit in parts:
+        for ordinal, rollout in parts:
             flight = self._trainable(step, ordinal)
-            if not flight.done & bit:
-                raise self._not_done(step, ordinal, f"rollout {rollout} of prompt {ordinal}", flight)
+            if not flight.done >> rollout & 1:
+                raise self._not_done(step, ordinal, flight, rollout)
         # Parts first: a prompt may be named both ways, and the whole of it is settled.
-        for ordinal, _, bit in parts:
+        for ordinal, rollout in parts:
             flight = self.open[ordinal]
             flight.step = step
-            self._gone(ordinal, flight, bit)
+            self._gone(ordinal, flight, 1 << rollout)
         for ordinal in whole:
             if (whole_flight := self.open.get(ordinal)) is not None:
                 whole_flight.step = step
@@ -253,7 +277,7 @@ class InFlight:
         flight = self._trainable(step, ordinal)
         is_all = (flight.done | flight.gone) == self._all
         if not flight.done or not (is_all or flight.done.bit_count() >= self.least):
-            raise self._not_done(step, ordinal, f"prompt {ordinal}", flight)
+            raise self._not_done(step, ordinal, flight)
 
     def _trainable(self, step: int, ordinal: int) -> Flight:
         flight = self.flight(ordinal, f"trained({step})")
@@ -261,12 +285,14 @@ class InFlight:
             raise self._settled(ordinal, f"trained({step})")
         return flight
 
-    def _not_done(self, step: int, ordinal: int, what: str, flight: Flight) -> StateError:
+    def _not_done(self, step: int, ordinal: int, flight: Flight, rollout: int | None = None) -> StateError:
+        back, gone = self.numbers(flight.done), self.numbers(flight.gone)
+        what = f"prompt {ordinal}" if rollout is None else f"rollout {rollout} of prompt {ordinal}"
+        wanted = min(self.least, self.rollouts - len(gone))
         return StateError(
             f"trained({step}): {what} has not come back",
-            found=f"{flight.done.bit_count()} of {self.rollouts} rollouts of prompt {ordinal}, and "
-            f"{flight.gone.bit_count()} trained or dropped before",
-            expected=f"at least {self.least}",
+            found=f"rollouts {back} of {self.rollouts}, and {gone} trained or dropped before",
+            expected=f"at least {wanted} that came back" if rollout is None else f"rollout {rollout} among them",
             cause="done() was not called, or said False: the rollout was stale, repeated, or its prompt was requeued",
             action="train only rollouts for which done() said True, and that advance() has not named since; for "
             "smaller groups: Prompts(least=...)",
@@ -284,6 +310,7 @@ class InFlight:
     # What is the same for all
 
     def _number(self, rollout: int) -> int:
+        rollout = as_number("rollout", rollout)
         if not 0 <= rollout < self.rollouts:
             raise UsageError(
                 "there is no such rollout",
@@ -298,12 +325,16 @@ class InFlight:
     def _drop(self, ordinal: int, flight: Flight, bits: int, reason: str, *, requeue: bool) -> None:
         flight.done &= ~bits
         flight.flying &= ~bits
-        if not flight.done:
-            flight.version = None
+        if flight.made:
+            flight.made = {version: left for version, made in flight.made.items() if (left := made & ~bits)}
         self.counts[f"requeued: {reason}" if requeue else f"dropped: {reason}"] += bits.bit_count()
         if not requeue:
             self._gone(ordinal, flight, bits, reason)
-        elif not flight.waits:
+        else:
+            self._wait(ordinal, flight)
+
+    def _wait(self, ordinal: int, flight: Flight) -> None:
+        if not flight.waits:
             flight.waits = True
             heapq.heappush(self._waiting, ordinal)
 
@@ -325,11 +356,14 @@ class InFlight:
 
     # Kept
 
-    def take_settled(self) -> tuple[dict[int, list[int]], dict[str, list[int]]]:
-        """What was settled since the last call: ordinals by the step that trained them; by why they were dropped."""
-        taken = self._trained, self._dropped
+    @property
+    def settled(self) -> tuple[dict[int, list[int]], dict[str, list[int]]]:
+        """What was settled since `forget_settled`: ordinals by the step that trained them; by why they were dropped."""
+        return self._trained, self._dropped
+
+    def forget_settled(self) -> None:
+        """It is written down."""
         self._trained, self._dropped = {}, {}
-        return taken
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -371,8 +405,9 @@ class InFlight:
         }
         self._waiting = opened  # sorted: a heap
         self.next, self.step, self.version = stop, as_count(fields["step"]), as_count(fields["weights"])
+        self.is_resumed = True
         self.counts.clear()
-        self.take_settled()
+        self.forget_settled()
 
 
 def to_runs(ordinals: Sequence[int]) -> list[int]:
@@ -403,7 +438,20 @@ def from_runs(runs: Sequence[int]) -> list[int]:
     return ordinals
 
 
-def _check(name: str, value: int, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+def _check(name: str, value: int, least: int, most: int | None = None) -> int:
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = least - 1
+    if isinstance(value, bool) or found < least or (most is not None and found > most):
         expected = f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
         raise UsageError(f"bad {name}", found=repr(value), expected=expected)
+    return found
+
+
+def as_number(name: str, value: int) -> int:
+    """A number of NumPy's or torch's as Python's: bits are shifted by it."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"bad {name}", found=repr(value), expected="a whole number") from None

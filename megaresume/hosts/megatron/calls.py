@@ -213,7 +213,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
 def _watch_saves() -> None:
     import torch
 
-    home, factory = sys.modules["torch.serialization"], Factory("hooks.calls.around_save")
+    home, factory = sys.modules["torch.serialization"], Factory("calls.around_save")
     is_plain = torch.save is home.save
     wrap(home, "save", factory)
     if is_plain:

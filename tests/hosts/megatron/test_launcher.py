@@ -43,9 +43,9 @@ LM_HOOKS = [
     "arguments.around_add_data_args",
     "checks.around_validate_args",
     "checkpointing.around_load_checkpoint",
-    "tracker.around_read_metadata",
+    "load_rules.around_read_metadata",
     "checkpointing.around_check_checkpoint_args",
-    "data.iterators.around_build_data_iterators",
+    "iterators.around_build_data_iterators",
     "guard.build.around_builder_build",
     "checkpointing.around_save_checkpoint",
     "checkpointing.around_schedule_async_save",
@@ -90,11 +90,11 @@ def test_megatron_deepspeed(tmp_path, kind):
         checkpointing.read_text().replace("model[0].save_checkpoint('save', client_state={})", "pass")
     )
     done = launch(root, text)
-    without = () if kind == "megatron-deepspeed" else ("checks.around_validate_args", "tracker.around_read_metadata")
+    without = () if kind == "megatron-deepspeed" else ("checks.around_validate_args", "load_rules.around_read_metadata")
     expected = [name for name in LM_HOOKS if not name.startswith("guard.") and name not in without]
     expected.remove("checkpointing.around_schedule_async_save")
-    at = expected.index("data.iterators.around_build_data_iterators") + 1
-    expected[at:at] = ["engine.around_engine_load", "engine.around_engine_save"]
+    at = expected.index("iterators.around_build_data_iterators") + 1
+    expected[at:at] = ["host.around_engine_load", "host.around_engine_save"]
     assert hooks_of(done.stdout) == expected, done.stderr
 
 

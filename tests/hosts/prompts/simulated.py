@@ -227,8 +227,8 @@ class Life:
 
     def sync(self) -> None:
         """The weights that answer are newer."""
-        for ordinal in self.prompts.advance(self.prompts.version + 1):
-            self.back = {key: text for key, text in self.back.items() if key[0] != ordinal}
+        for stale in self.prompts.advance(self.prompts.version + 1):
+            del self.back[stale]
 
     def save(self) -> None:
         """A checkpoint; with the rollouts that wait to be trained, or without."""

@@ -149,7 +149,7 @@ def test_rollouts_of_weights_that_are_too_old(on_stale: Any) -> None:
     assert prompts.done(0, issued[0].digest, version=0)
     assert prompts.advance(1) == []
     assert prompts.done(1, issued[1].digest, version=1)
-    assert prompts.advance(2) == [0]
+    assert prompts.advance(2) == [(0, 0)]
     assert not prompts.done(2, issued[2].digest, version=0)
     assert prompts.done(3, issued[3].digest, version=1)
     prompts.trained(1, [3, 1])
