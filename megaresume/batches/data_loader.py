@@ -382,6 +382,14 @@ class DataLoader(RankLoader):
         for line in self.stream.accepted:
             log.info("megaresume: %s", line)
 
+    def rewind(self, sample: int) -> None:
+        """Hand out again from a sample on: no batch since then was trained. A ``for`` that runs is over.
+
+        Args:
+            sample: with which a step begins; at or after the state that was loaded.
+        """
+        self._position, self._turn = sample, None
+
     def __iter__(self) -> Iterator[Any]:
         """The batches of this rank, from the next one to the end of the epoch; none of an epoch that `set_epoch` says,
         and that is trained.

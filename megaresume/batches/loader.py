@@ -49,7 +49,7 @@ from megaresume.batches.batch import FIELDS, PAIRS, Batch, Field, check_fields, 
 from megaresume.batches.workers import Workers, in_thread
 from megaresume.data.source import Source
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
-from megaresume.stream.dealing import dealt_order, in_parts, part_of
+from megaresume.stream.dealing import dealt_order, in_even_parts, in_parts, part_of
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted, UsageError
 from megaresume.stream.planner import Plan, concatenate
 from megaresume.stream.source import AbsentSource
@@ -172,6 +172,9 @@ class RankLoader:
     meter: Any = None
     #: what a sample is called, for people.
     _unit = "samples"
+    #: replicas leave and join while the run goes on: a step is dealt out to any number of ranks, all of it. A rank that
+    #: has nothing of a micro-batch is given the first sample of it, which its trainer must give no weight.
+    is_live = False
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class RankLoader:
 
     def _check_size(self, size: int) -> None:
         """Raise a UsageError if the samples of a step do not divide over the ranks."""
-        if size % (self.micro_batch_size * self.dp_size):
+        if not self.is_live and size % (self.micro_batch_size * self.dp_size):
             layout = {"micro_batch_size": self.micro_batch_size, "dp_rank": self.dp_rank, "dp_size": self.dp_size}
             micro_batches(0, size, **layout)
 
@@ -237,9 +240,12 @@ class RankLoader:
 
     def parts(self, samples: int, step: int) -> list[int]:
         """The micro-batches of as many samples from the beginning of a step on: how many of all ranks each has."""
-        everybody, short = self.micro_batch_size * self.dp_size, samples % step
-        last = in_parts(short, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size) if short else []
-        return [everybody] * ((samples - short) // everybody) + last
+        divide = in_even_parts if self.is_live else in_parts
+        whole, short = (
+            divide(size, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size) if size else []
+            for size in (step, samples % step)
+        )
+        return whole * (samples // step) + short
 
     def deal(self, samples: range, step: int) -> Iterator[tuple[int, Sequence[int]]]:
         """The micro-batches of this rank of some steps, of which the last may be short.
@@ -257,7 +263,7 @@ class RankLoader:
         for size in self.parts(len(samples), step):
             # As many of a whole one as of any other; else dealt out evenly.
             begin, stop = mine if size == everybody else part_of(size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-            yield samples.start + first + size, order[first + begin : first + stop]
+            yield samples.start + first + size, order[first + begin : first + max(stop, begin + 1)]
             first += size
 
     def _balanced(self, samples: range, step: int) -> list[int]:

@@ -92,6 +92,36 @@ def in_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
     return parts
 
 
+def in_even_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
+    """How a step is dealt out to any number of ranks: how many samples of each micro-batch, of all ranks together.
+
+    As few micro-batches as that takes, of as many samples as any other, or one more; all samples are dealt out. If the
+    step divides over the ranks, these are the micro-batches of `micro_batches`. A micro-batch may have fewer samples
+    than there are ranks: some ranks then have none of it (`part_of`).
+    """
+    count = -(-samples // (micro_batch_size * dp_size))
+    return [samples * (j + 1) // count - samples * j // count for j in range(count)]
+
+
+def deal_evenly(
+    plan: Plan, balance: Balance | None, *, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[Int64Array]:
+    """The samples of each micro-batch of one rank for a step that is dealt out as `in_even_parts` says.
+
+    Args:
+        plan: of the step. See `dealt_order` for ``balance``.
+
+    Returns:
+        int64[m] each: numbers in the stream; none where this rank has nothing of a micro-batch.
+    """
+    order, mine, first = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size), [], 0
+    for size in in_even_parts(len(plan), micro_batch_size=micro_batch_size, dp_size=dp_size):
+        begin, stop = part_of(size, dp_rank=dp_rank, dp_size=dp_size)
+        mine.append(order[first + begin : first + stop])
+        first += size
+    return mine
+
+
 def deal_in_part(
     stream: Stream,
     sample: int,
