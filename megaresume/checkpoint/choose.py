@@ -339,6 +339,36 @@ def record_end(
     return _append(Path(os.path.abspath(save_dir)), "finished", iteration, None, state, topology, {})
 
 
+def record_membership(
+    save_dir: str | os.PathLike[str],
+    *,
+    iteration: int,
+    state: DataState,
+    topology: Topology,
+    details: Mapping[str, Any],
+) -> LedgerEntry:
+    """Record who trains together since this step. By one process, after the step was made; it need not own the
+    directory.
+
+    Args:
+        save_dir: the checkpoint root.
+        iteration: the first step that they made together.
+        state: of the data after it.
+        topology: how they are laid out.
+        details: who they are; plain JSON.
+
+    Returns:
+        the line that was appended.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+        StateError: its ledger cannot be read.
+    """
+    root = Path(os.path.abspath(save_dir))
+    make_dir(records_dir(root))
+    return _append(root, "membership", iteration, None, state, topology, details)
+
+
 def _append(
     root: Path,
     kind: EntryKind,

@@ -38,7 +38,7 @@ from megaresume.stream.state import is_version
 FORMAT = "megaresume.ledger"
 VERSION = 1
 
-EntryKind = Literal["checkpoint", "durable", "start", "finished"]
+EntryKind = Literal["checkpoint", "durable", "start", "finished", "membership"]
 
 #: set by a launch script for its ranks: the attempt that they belong to, any word. Kept in the details of every line.
 ATTEMPT = "MEGARESUME_ATTEMPT"
@@ -50,6 +50,7 @@ class LedgerEntry:
 
     #: ``checkpoint``: one was committed, and is complete. ``durable``: it is on the disk. ``start``: a process group
     #: began to train from here. ``finished``: the run has reached its end, and nothing is left to train.
+    #: ``membership``: replicas have left or joined, and made this step together.
     kind: EntryKind
     #: of the checkpoint, where the start began, or the last step.
     iteration: int

@@ -5,6 +5,10 @@
       {"event": "step", "step": 11, "samples": [[86, 88], [94, 96]], "order": "9f…", "content": "17…",
        "masks": true, "seen": true}
 
+Where replicas leave and join while the run goes on, ``launch`` is of those who train together: the first of them says
+it, and it grows whenever they are others. Their steps are dealt out evenly (``"dealt": "evenly"``), and have a line
+``vote`` before it is decided whether they count; a step counts if one of them has written its line ``step``.
+
 ``content`` is of tokens and pixels and, with ``masks``, of which labels count.
 
 Every process that is handed data writes a file of its own: no rank waits for another one, no collective is added to a
@@ -22,7 +26,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -142,6 +146,7 @@ class RankLog:
         pad_id: int,
         digest: str,
         balance: Balance | None = None,
+        launch: int | None = None,
     ) -> None:
         """Note where this process resumes, and what it will be handed.
 
@@ -153,11 +158,14 @@ class RankLog:
             pad_id: token at places without a document.
             digest: of the samples trained.
             balance: how the samples of a step are dealt to the ranks.
+            launch: of those who train together, if replicas leave and join; None: that of this process.
         """
         self._batches = []
         layout: dict[str, Any] = {"dp_rank": dp_rank, "dp": dp, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
         if balance is not None:
             layout |= {"balance": balance.to_dict()}
+        if launch is not None:
+            self._launch, layout = launch, layout | {"dealt": "evenly"}
         at = {"step": step, "samples": samples, "digest": digest}
         self._write({"event": "start", "format": FORMAT, "version": VERSION, "rank": self._rank} | at | layout)
 
@@ -215,6 +223,18 @@ class RankLog:
         }
         self._batches = []
         self._write(fields)
+
+    def note_planned(self, event: Literal["vote", "step"], step: int, samples: Int64Array, hashes: Any) -> None:
+        """Write a line of a step, by what was planned for this process.
+
+        Args:
+            event: ``vote``: trained, and not yet decided; ``step``: it counts.
+            step: its number.
+            samples: int64[m], numbers in the stream, m > 0.
+            hashes: uint64[m], their identities.
+        """
+        fields = {"samples": ranges_of(samples), "order": hash_samples(hashes), "masks": False, "seen": False}
+        self._write({"event": event, "step": step} | fields)
 
     def close(self) -> None:
         """Nothing is written any more."""

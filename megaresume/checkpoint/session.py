@@ -765,6 +765,19 @@ class Session:
             _record_end(self.save_dir, *self.committed)
             release(self.save_dir)
 
+    def take_over(self, root: Path) -> None:
+        """From now on this process group saves to a directory that another one of the same run has saved to: its
+        start there is at the step of now. Before the save."""
+        self._first = self.host.iteration(), self.host.samples()
+        self._recorded.clear()
+        self.mark_as_own(root)
+
+    def hand_over(self, root: Path) -> None:
+        """Another process group of the same run is to save there: wait until what was saved is durable, and let it."""
+        self.durability.close(is_saving=False)
+        self._claimed.discard(root.resolve())
+        release(root)
+
     def close(self) -> None:
         """Wait until what was saved is durable and copied, stop listening, and let other jobs write. On any rank; a
         later save takes the lock again."""

@@ -260,6 +260,9 @@ def _topologies(ledger: LedgerReading, path: list[Point]) -> list[tuple[int, Top
             continue
         if entry.kind == "finished":
             continue
+        if entry.kind == "membership":  # since the step that ends there
+            _append(topologies, entry.samples - (entry.topology.global_batch_size or 0), entry.topology)
+            continue
         _append(topologies, min(start.samples, entry.samples) if start is not None else saved, entry.topology)
         start, saved = None, entry.samples
     if start is not None:

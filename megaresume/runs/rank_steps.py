@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class RankStep:
     part: bool = False
     #: whether the model's own forward was seen to get these samples; else they are those that were handed out.
     seen: bool = False
+    #: whether the step was dealt out by `in_even_parts`, as where replicas leave and join.
+    evenly: bool = False
 
     @property
     def who(self) -> str:
@@ -110,6 +112,7 @@ def read_rank_steps(path: str | Path) -> RankSteps:
     gaps: set[int] = set()
     for key in sorted(launches):
         launch = launches[key]
+        launch.count_votes()
         for step in sorted(s for s in steps if s > launch.step):
             lost += [(line, launch.samples) for line in steps.pop(step)]
         last_steps = {step for step in last_steps if step <= launch.step}
@@ -150,6 +153,15 @@ class _Launch:
     step: int
     samples: int
     lines: list[RankStep]
+    #: lines of steps of which it was not decided yet whether they count.
+    votes: list[RankStep] = field(default_factory=list)
+
+    def count_votes(self) -> None:
+        """A step counts if one replica says so: what the others had voted for is in its gradients. One that died in
+        between, or did not hear of it, has no other line."""
+        decided, known = {line.step for line in self.lines}, {(line.step, line.rank) for line in self.lines}
+        last = {(line.step, line.rank): line for line in self.votes}  # a step may be tried again
+        self.lines += [line for key, line in last.items() if line.step in decided and key not in known]
 
 
 #: (launch, how often its process has begun again in it).
@@ -195,7 +207,9 @@ def _read_file(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bo
     for key, start, fields in lines_of(path, problems):
         launch = launches.setdefault(key, _Launch(int(start["step"]), int(start["samples"]), []))
         if fields is not None:
-            launch.lines.append(
+            lines = launch.votes if fields["event"] == "vote" else launch.lines
+            content = fields.get("content")
+            lines.append(
                 RankStep(
                     step=int(fields["step"]),
                     rank=int(start["rank"]),
@@ -204,7 +218,8 @@ def _read_file(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bo
                     micro_batch_size=int(start["micro_batch_size"]),
                     samples=tuple((int(a), int(b)) for a, b in fields["samples"]),
                     order=str(fields["order"]),
-                    content=str(fields["content"]),
+                    content=None if content is None else str(content),
+                    evenly=start.get("dealt") == "evenly",
                     masks=bool(fields.get("masks", False)),
                     pad_id=int(start["pad_id"]),
                     balance=Balance.from_dict(start["balance"]) if "balance" in start else None,
