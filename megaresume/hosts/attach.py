@@ -106,6 +106,13 @@ TRAINERS = (
         extra="torch",
     ),
     KnownTrainer(
+        name="a Manager of torchft",
+        call="attach(manager, loader",
+        classes=(("torchft", "Manager"),),
+        module="megaresume.hosts.torchft",
+        extra="torch",
+    ),
+    KnownTrainer(
         name="what a loop of your own saves, by name: {'model': model, 'optimizer': optimizer}",
         call="attach({...}, loader",
         classes=(),
@@ -130,11 +137,12 @@ def attach(
 
     Args:
         thing: the trainer: a DeepSpeed engine, Hugging Face's Trainer, an Accelerator, Lightning's Trainer, a config of
-            Megatron-Bridge; the *class* of torchtitan's or VeRL's trainer, whose instances are then attached as they
-            are made; or, for your own loop, what it saves, by name: ``{"model": model, "optimizer": optimizer}``.
+            Megatron-Bridge, torchft's Manager; the *class* of torchtitan's or VeRL's trainer, whose instances are then
+            attached as they are made; or, for your own loop, what it saves, by name: ``{"model": model, "optimizer":
+            optimizer}``.
         data: DeepSpeed: path of a data.yaml, the mapping in it, what follows ``--data-path``, a `Stream`, or a loader
             with a state (Energon's, torchdata's). Hugging Face's Trainer: a dataset, or several, ``{name: (dataset,
-            weight)}``; None: its ``train_dataset``. Accelerator, own loop: a `DataLoader` or `StreamLoader`.
+            weight)}``; None: its ``train_dataset``. Accelerator, torchft, own loop: a `DataLoader` or `StreamLoader`.
             Megatron-Bridge: given data-parallel rank and size, makes such a loader. The others have it already.
         checkpoints: where the run saves, what it keeps, and what it may load; a directory stands for
             ``Checkpoints(save_dir=directory)``.
@@ -238,6 +246,7 @@ def _check_options(trainer: KnownTrainer, function: Callable[..., Any], options:
 _ATTACHED = "_megaresume_attached_class"
 
 _NEEDED = {
+    "global_batch_size": "samples of a step, of all replicas together",
     "data": "what it is to train",
     "checkpoints": "where it saves: megaresume.Checkpoints(save_dir=...)",
 }

@@ -1,0 +1,709 @@
+"""torchft: exact data while replicas leave and join.
+
+    loop = megaresume.attach(manager, loader, global_batch_size=32, checkpoints="checkpoints")
+    loop.load()
+    while loop.step < 1000:
+        optimizer.zero_grad()             # torchft's Optimizer: asks for the quorum of the next step
+        for batch in loop:                # the samples of this replica in this step
+            loss = model(batch).mean()
+            (loss * loop.weight).backward()
+        optimizer.step()                  # torchft decides whether the step is committed
+        if loop.step % 100 == 0:
+            loop.save()
+    loop.finish()
+
+What a step trains depends on its number alone; who trains it, on who is in its quorum:
+
+    start_quorum     what is out of a step that was not committed comes again
+    for batch        waits for the quorum; the samples are dealt to those who contribute: `Share`
+    should_commit    only if all of them were dealt, once, by replicas at the same position: `Ballot`
+      committed      the position moves on by the global batch
+      not committed  it stays: the step is trained again, by whoever is there then
+    a replica joins  it is given the position with the weights, by torchft
+
+Who contributes is what torchft's all-reduce adds up. With the asynchronous quorum, torchft counts replicas that are
+healed in step 0 as participants, and adds nothing of theirs; so there they are asked.
+
+Checkpoints hold what a replica that joins is given. The first replica of the quorum saves; the others pass over it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.loader import StreamLoader
+from megaresume.checkpoint.choose import check_fresh_start, record_membership
+from megaresume.checkpoint.host import Reading, Resume, Save
+from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, rank, world_size
+from megaresume.checkpoint.records import deepspeed_tag
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.step_file import Envelope
+from megaresume.checkpoint.stopping import StopConditions
+from megaresume.hosts.attach import check_new, refuse, replaced
+from megaresume.hosts.count import words_of
+from megaresume.hosts.feeds import Feed, feed_of
+from megaresume.hosts.loop import StepLoop
+from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.dealing import deal_evenly, in_even_parts, part_of
+from megaresume.stream.errors import StateError, UsageError
+
+#: of ours in what torchft gives to a replica that joins.
+KEY = "megaresume"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which samples of a step this process trains.
+
+    Args:
+        size: processes that contribute, of all replicas together.
+        rank: this one among them; None: it contributes nothing, and is given those of the first, without weight.
+        averaged: processes over which the gradients are averaged.
+    """
+
+    size: int
+    rank: int | None
+    averaged: int
+
+    def sizes(self, step: int, micro_batch_size: int) -> list[tuple[int, int]]:
+        """How many samples each micro-batch of a step has: of all processes together, and of this one."""
+        return [
+            (size, 0 if self.rank is None else _size(part_of(size, dp_rank=self.rank, dp_size=self.size)))
+            for size in in_even_parts(step, micro_batch_size=micro_batch_size, dp_size=self.size)
+        ]
+
+
+def _size(place: tuple[int, int]) -> int:
+    return place[1] - place[0]
+
+
+class Ballot:
+    """What the replicas tell each other about a step, added up by torchft as their gradients are: one all-reduce of
+    three numbers, while they train.
+
+    Args:
+        manager: torchft's.
+        samples: that this replica trains.
+        position: at which it is.
+        launch: of those who train together (see `rank_log`), above 0, from the first of them; 0 from all others.
+        contributes: whether its gradients count.
+        replicas: that contribute.
+        device: of the all-reduce.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        samples: int,
+        position: int,
+        launch: int,
+        contributes: bool,
+        replicas: int,
+        device: torch.device,
+    ) -> None:
+        self._manager, self._position, self._replicas, self._contributes = manager, position, replicas, contributes
+        self._told: int | None = None
+        told = [samples, position, launch] if contributes else [0, 0, 0]
+        # Whole numbers below 2 ** 53.
+        self._sum = torch.tensor(told, dtype=torch.float64, device=device)
+        self._work = manager.allreduce(self._sum, reduce_op=torch.distributed.ReduceOp.SUM)
+
+    def launch(self, step: int) -> int | None:
+        """Wait for it. If the replicas do not make up a step of so many samples, tell torchft, which does not commit it
+        then.
+
+        Returns:
+            the launch; None if it is not to be committed.
+        """
+        if self._told is None:
+            self._told = self._look(step)
+        return self._told or None
+
+    def _look(self, step: int) -> int:
+        self._work.wait()
+        if self._manager.errored():
+            return 0
+        samples, position, launch = (int(number) for number in self._sum.tolist())
+        # A replica that contributes nothing may be healed, and be told its position later.
+        position, expected = (position, self._position * self._replicas) if self._contributes else (0, 0)
+        if (samples, position) == (step, expected):
+            return launch
+        self._manager.report_error(
+            StateError(
+                "the replicas do not make up a step",
+                found=f"{samples} samples, and positions with the sum {position}",
+                expected=f"{step} samples, and the sum {expected}",
+                cause="torchft's process group is not that of its quorum, or replicas are in different steps",
+                action="none: the step is not committed, and trained again",
+            )
+        )
+        return 0
+
+
+class TorchftHost(TrainerHost):
+    """See `TrainerHost`.
+
+    Args:
+        trainer: torchft's Manager.
+        data: what it trains.
+        global_batch_size: samples of a step, of all replicas together.
+        log_samples: where each process writes down what it has trained; None: nowhere.
+    """
+
+    package = "torchft"
+    words = words_of(trainer="the manager", clock="manager.should_commit()", name="loop")
+    forgotten = "loop.load() was not called"
+    load = "loop.load() before the first step"
+    begin_anew = "read its rank_00000.pt with torch.load, and save to another directory"
+    device = None  # torchft gives no generators to a replica that joins
+
+    def __init__(self, trainer: Any, data: Any, global_batch_size: int, log_samples: Any) -> None:
+        super().__init__(trainer)
+        self.data, self.global_batch_size, self._log_samples = data, global_batch_size, log_samples
+        self.log: RankLog | None = None
+        #: whether a quorum was asked for, and its step is not decided.
+        self.is_asked = False
+        self.share: Share | None = None
+        #: weights of the micro-batch that was handed out last; whether any was asked for in this step.
+        self.weight, self.is_weighed = 1.0, False
+        #: who trains together, and the number that they have: see `rank_log`.
+        self.members: Sequence[Any] = ()
+        self.launch, self._logged, self._noted = 0, 0, 0
+        #: replicas that contribute to this step.
+        self.replicas = 0
+        self._ballot: Ballot | None = None
+        #: samples of this process in the step, and their identities, once it has voted for it.
+        self._lines: tuple[Any, Any] | None = None
+        #: what reads, whose share, and the sample that it reads next.
+        self._reader: Iterator[Any] | None = None
+        self._reads: tuple[int, int, int] | None = None
+        self._saves = False
+        self._is_fresh = True
+
+    # What a trainer declares
+
+    def check(self) -> None:
+        """See `TrainerHost`."""
+        manager = self.trainer
+        names = ("start_quorum", "should_commit", "wait_quorum", "allreduce", "register_state_dict_fn", "report_error")
+        missing = [name for name in names if not hasattr(manager, name)]
+        check_new(manager, "Manager", missing=missing, headline="this is not a Manager of torchft's", expected="one")
+        refuse(
+            {
+                "use_async_quorum=True": (
+                    world_size() > 1 and manager._use_async_quorum,
+                    "Manager(use_async_quorum=False), where a replica has several processes",
+                )
+            }
+        )
+        if manager.current_step():
+            raise UsageError(
+                "the manager has made steps before it was attached",
+                found=f"manager.current_step() = {manager.current_step()}",
+                expected="0",
+                cause="its state was loaded by hand, or it has trained without megaresume",
+                action="attach it right after it is made, and let loop.load() load its checkpoints",
+            )
+        size = self.global_batch_size
+        if type(size) is not int or size < 1:
+            raise UsageError("bad global_batch_size", found=repr(size), expected="samples of a step, 1 or more")
+
+    def settings(self, given: Checkpoints) -> Checkpoints:
+        """See `TrainerHost`."""
+        given = check_checkpoints(given, "replicas that leave and join")
+        if given.stage_to is not None:
+            raise UsageError(
+                "stage_to cannot be used with replicas that leave and join",
+                found=f"Checkpoints(stage_to={os.fspath(given.stage_to)!r})",
+                expected="not set",
+                cause="another replica, on another machine, may save next",
+                action="save_dir on storage that all replicas see",
+            )
+        return given
+
+    def feed(self) -> Feed:
+        """See `TrainerHost`."""
+        loader, size = self.data, self.global_batch_size
+        feed = feed_of(loader, whole_steps=True)
+        if isinstance(loader, DataLoader):
+            words = "leave it out: global_batch_size says how many micro-batches make a step"
+            refuse({"accumulation": (loader.accumulation > 1 and f"{loader.accumulation}", words)}, expected="1")
+            loader.ends_elsewhere = True
+            loader.schedule = loader.stream.schedule = BatchSchedule.constant(size)
+        elif any(one != size for _, one in loader.schedule.segments):
+            raise UsageError(
+                "the loader and global_batch_size disagree",
+                found=f"{loader.schedule}",
+                expected=f"BatchSchedule.constant({size})",
+                action="give both the same number",
+            )
+        ends = any(source.max_epochs is not None for source in feed.stream.config.sources)
+        if ends and not feed.whole_steps:
+            raise UsageError(
+                "the last step of the data may be short, which replicas that leave and join cannot train",
+                found="a DataLoader with max_epochs",
+                expected="whole steps",
+                action="drop_last=True leaves out the remainder; or no max_epochs, and loop.step for the length",
+            )
+        loader.is_live = True
+        #: this process within its replica, and how many there are.
+        self.local, self.locals = loader.dp_rank, loader.dp_size
+        return feed
+
+    def open(self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+        """See `TrainerHost`. The directory is taken by whoever saves: other replicas save there, too."""
+        assert checkpoints.save_dir is not None
+        self._root = Path(checkpoints.save_dir)
+        super().open(feed, replace(checkpoints, save_dir=None), stop)
+
+    @property
+    def save_dir(self) -> Path:
+        """Where the run saves."""
+        return self._root
+
+    def begin(self) -> None:
+        """See `TrainerHost`."""
+        manager = self.trainer
+        manager.register_state_dict_fn(KEY, self.joined, self.given)
+        if self._log_samples is not None:
+            replica = manager._replica_id or manager._store.get("replica_id").decode()
+            # A number of its own: torchft has none that lasts.
+            number = xxhash.xxh32_intdigest(f"{replica}/{rank()}".encode())
+            self.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
+
+    def hooks(self) -> list[Hook]:
+        """See `TrainerHost`."""
+        return [(self.trainer, "start_quorum", self.a_quorum), (self.trainer, "should_commit", self.a_commit)]
+
+    # A replica that joins
+
+    def given(self) -> dict[str, Any]:
+        """What a replica that joins is given, besides the weights. In a thread of torchft's, between two steps."""
+        steps = self.steps
+        state = Envelope(state=steps.feed.snapshot(steps.samples), iteration=steps.step, framework=self.framework)
+        return {"data": state.to_text(), "step": steps.step, "launch": self.launch}
+
+    def joined(self, given: Mapping[str, Any]) -> None:
+        """This replica was given the weights of another one.
+
+        Raises:
+            StateError: that one has other data.
+        """
+        envelope = Envelope.read(given["data"])
+        self._stop_reading()
+        # No choice of a checkpoint: what is restored are samples alone.
+        self.steps.feed.restore(envelope.state, None)  # type: ignore[arg-type]
+        self.steps.loaded(envelope.iteration, envelope.samples)
+        self.launch, self.members, self._is_fresh = given["launch"], (), False
+        self.session.mark_as_own(self._root)
+
+    # A step
+
+    def a_quorum(self, start_quorum: Any, *args: Any, **more: Any) -> None:
+        """Between two steps: what was handed out of one that was not committed comes again."""
+        self.steps.check()
+        self.steps.return_all()
+        self.session.step_begins()
+        self.is_asked, self.share, self._lines = True, None, None
+        start_quorum(*args, **more)
+
+    def batches(self) -> Iterator[Any]:
+        """The micro-batches of this process in the step whose quorum was asked for."""
+        steps, size = self.steps, self.global_batch_size
+        if not self.is_asked:
+            raise StateError(
+                "no quorum was asked for this step",
+                found="a `for` over the loop",
+                expected="optimizer.zero_grad() of torchft's Optimizer, or manager.start_quorum(), before it",
+                cause="the optimizer is not torchft's; this is a second `for` in one step; or the loop is LocalSGD's "
+                "or DiLoCo's, which ask who is there after the inner steps, and are not supported",
+                action="while loop.step < STEPS: optimizer.zero_grad(); for batch in loop: ...; optimizer.step()",
+            )
+        steps.check_idle("a new `for` begins")
+        self.share = share = self._deal()
+        begin = steps.samples
+        steps.begin(size)
+        end, self.is_weighed = begin, False
+        sizes = share.sizes(size, self.data.micro_batch_size)
+        for number, (all_of_it, mine) in enumerate(sizes, start=1):
+            batch = self._next(share)
+            steps.feed.after(batch, end)
+            end += all_of_it
+            steps.take(f"samples {end - all_of_it} to {end - 1}", end, is_last=number == len(sizes))
+            steps.use()
+            self._reads = share.size, share.rank or 0, end
+            self.weight = share.averaged * mine / size
+            if self.log is not None and number == len(sizes):
+                self._vote_in_log(share)
+            yield batch
+
+    def _deal(self) -> Share:
+        """Wait for the quorum, and see who contributes to its step."""
+        manager, steps = self.trainer, self.steps
+        size, place = manager.num_participants(), manager.participating_rank()
+        mine = place if manager.is_participating() else None
+        if self._saves and place != 0:  # before anybody can commit this step, and save it
+            self.session.hand_over(self._root)
+            self._saves = False
+        if not manager.errored() and not manager._healing:
+            steps.compare(manager.current_step())
+            if self._is_fresh and not steps.step:
+                # No collective: of a replica's processes, some may have been healed by now, and others not.
+                check_fresh_start(self._root, cause=self.forgotten, load=self.load)
+            self._is_fresh = False
+        there = list(range(size))
+        if manager._use_async_quorum and not manager.current_step():
+            there = self._ask(size, mine) or there
+        index = there.index(mine) if mine in there else None
+        self._vote(there, index)
+        if index is None or index * self.locals + self.local >= self.global_batch_size:
+            return Share(min(len(there) * self.locals, self.global_batch_size) or 1, None, size * self.locals)
+        count = min(len(there) * self.locals, self.global_batch_size)
+        return Share(count, index * self.locals + self.local, size * self.locals)
+
+    def _ask(self, size: int, mine: int | None) -> list[int]:
+        """Those of the participants that contribute, whoever torchft counts."""
+        here = torch.zeros(size, device=self._reduces_on)
+        if mine is not None:
+            here[mine] = 1
+        self.trainer.allreduce(here, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+        return [number for number, one in enumerate(here.tolist()) if one]
+
+    @property
+    def _reduces_on(self) -> torch.device:
+        """Where torchft's process group takes tensors."""
+        is_on_gpu = "nccl" in self.trainer._pg.getBackendName().lower()
+        return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+
+    def _vote(self, there: Sequence[int], index: int | None) -> None:
+        """Begin the all-reduce about this step."""
+        members = (self.trainer._quorum_id, *there)
+        if members != self.members and index == 0:
+            self.members, self.launch = members, max(self.launch + 1, time.time_ns() // 1000)
+        count = min(len(there) * self.locals, self.global_batch_size)
+        mine = range(index * self.locals, min((index + 1) * self.locals, count)) if index is not None else range(0)
+        sizes = in_even_parts(
+            self.global_batch_size, micro_batch_size=self.data.micro_batch_size, dp_size=max(count, 1)
+        )
+        self.replicas = len(there)
+        self._ballot = Ballot(
+            self.trainer,
+            samples=sum(_size(part_of(size, dp_rank=one, dp_size=count)) for size in sizes for one in mine),
+            position=self.steps.samples,
+            launch=self.launch if index == 0 else 0,
+            contributes=index is not None,
+            replicas=len(there),
+            device=self._reduces_on,
+        )
+
+    def _next(self, share: Share) -> Any:
+        """The next micro-batch. Whoever reads ahead goes on as long as the share is the same."""
+        loader, feed, end = self.data, self.steps.feed, self.steps.end
+        reads = share.size, share.rank or 0, end
+        if self._reader is None or self._reads != reads:
+            self._stop_reading()
+            loader.dp_size, loader.dp_rank = share.size, share.rank or 0
+            if isinstance(loader, DataLoader):
+                loader.rewind(end)
+            self._reader = feed.read(end)
+        try:
+            batch = next(self._reader)
+        except StopIteration:
+            if not feed.has(end):
+                raise StateError(
+                    "the data has ended",
+                    found=f"a step after sample {end}",
+                    expected="no more steps",
+                    action="while not loop.is_over and loop.step < STEPS: ...",
+                ) from None
+            self._reader = feed.read(end)  # the next epoch
+            batch = next(self._reader)
+        return batch
+
+    def _stop_reading(self) -> None:
+        reader, self._reader = self._reader, None
+        if isinstance(reader, Generator):
+            reader.close()
+
+    def a_commit(self, should_commit: Any, *args: Any, **more: Any) -> bool:
+        """The step is trained: does it count?"""
+        steps, ballot, share = self.steps, self._ballot, self.share
+        if not self.is_asked or ballot is None or share is None:
+            raise steps.fail(steps.untrained("manager.should_commit() is called without a `for` over the loop"))
+        steps.check_step()
+        if not self.is_weighed:
+            raise UsageError(
+                "the loss was not weighed",
+                found="a step in which loop.weight was not read",
+                expected="(loss * loop.weight).backward(), where loss is the mean over the samples of a micro-batch",
+                cause="replicas train different numbers of samples, and torchft divides by the number of replicas",
+                action="multiply each loss by loop.weight; a loss that is a sum of tokens: see loop.total",
+            )
+        size = self.global_batch_size
+        launch = ballot.launch(size)
+        try:
+            is_committed = bool(should_commit(*args, **more))
+        finally:
+            self.is_asked, self.share, self._ballot = False, None, None
+        if not is_committed:
+            steps.return_all()
+            return False
+        if steps.is_idle:  # it was healed just now, with the weights before this step
+            steps.begin(size)
+            steps.take("the step in which it joined", steps.samples + size)
+            steps.use()
+        steps.stepped()
+        if self._lines is not None:
+            self._write("step", steps.step)
+        self._note_members(share, launch or self.launch)
+        return True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the replica that saves: the first of the quorum."""
+        return bool(self.trainer.participating_rank() == 0)
+
+    def _note_members(self, share: Share, launch: int) -> None:
+        """A line in the ledger if others than before have made this step."""
+        if launch == self._noted:
+            return
+        self.launch = self._noted = launch
+        if not self.is_first:
+            return
+        steps = self.steps
+        state, topology = steps.feed.snapshot(steps.samples), replace(self.topology(), dp=share.size)
+        details = {"replicas": self.replicas, "quorum": self.trainer._quorum_id, "launch": launch}
+        on_rank_0(
+            lambda: record_membership(self._root, iteration=steps.step, state=state, topology=topology, details=details)
+        )
+
+    # What each process writes down
+
+    def _vote_in_log(self, share: Share) -> None:
+        """Before this replica's last gradients are added up: whoever commits the step may be the only one to tell."""
+        assert self.log is not None and self._ballot is not None
+        steps, loader, launch = self.steps, self.data, self._ballot.launch(self.global_batch_size)
+        self._lines = None
+        if share.rank is None or launch is None:
+            return
+        first, size = steps.samples, self.global_batch_size
+        plan = loader.stream.plan(first, first + size)
+        place = {"micro_batch_size": loader.micro_batch_size, "dp_rank": share.rank, "dp_size": share.size}
+        samples = np.concatenate(deal_evenly(plan, loader.balance, **place))
+        if not len(samples):
+            return
+        if launch != self._logged:
+            self._logged, digest = launch, steps.feed.snapshot(first).digest
+            layout = {"dp": share.size, "dp_rank": share.rank, "micro_batch_size": loader.micro_batch_size, "pad_id": 0}
+            self.log.start(
+                step=steps.step, samples=first, digest=digest, balance=loader.balance, launch=launch, **layout
+            )
+        self._lines = samples, plan.hashes[samples - first]
+        self._write("vote", steps.step + 1)
+
+    def _write(self, event: Literal["vote", "step"], step: int) -> None:
+        assert self.log is not None and self._lines is not None
+        self.log.note_planned(event, step, *self._lines)
+
+    # Checkpoints
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
+        """See `Host`."""
+        return [_file()]
+
+    def save_now(self) -> None:
+        """Save the step that was committed last, if this is the first replica, and nobody has saved it."""
+        if not self.is_first or self.steps.step == self.session.settled_step:
+            return
+        if not self._saves:
+            self.session.take_over(self._root)
+            self._saves = True
+        self.save_by(self._root, self._write_file, tag=deepspeed_tag(self.steps.step), tracker=False)
+
+    def _write_file(self, save: Save) -> None:
+        def write() -> None:
+            save.tag_dir.mkdir(exist_ok=True)
+            state = {**self.trainer._manager_state_dict(), KEY: {**self.carried(save), "processes": world_size()}}
+            torch.save(state, save.tag_dir / _file())
+
+        write_all(save, write)
+
+    def read(self, choice: Choice) -> Reading:
+        """Read the file of this process: for `Session.load`."""
+        manager = self.trainer
+
+        def read_file() -> dict[str, Any]:
+            names = sorted(path.name for path in choice.tag_dir.glob("rank_*.pt"))
+            if len(names) != world_size():
+                raise StateError(
+                    "the replica that saved the checkpoint had another number of processes",
+                    found=f"{choice.tag_dir}: {', '.join(names)}",
+                    expected=f"{world_size()} files",
+                    action=f"resume with {len(names)} processes for each replica; the number of replicas is free",
+                )
+            state: dict[str, Any] = torch.load(choice.tag_dir / _file(), map_location="cpu", weights_only=False)
+            if state["user"].keys() != manager._load_state_dict_fns.keys():
+                raise StateError(
+                    "the checkpoint holds other objects than the manager",
+                    found=", ".join(sorted(state["user"])),
+                    expected=", ".join(sorted(manager._load_state_dict_fns)),
+                    cause="register_state_dict_fn was called for others when the checkpoint was saved",
+                    action="register the same ones, before loop.load()",
+                )
+            return state
+
+        state = on_all_ranks(read_file)
+        for name, load in manager._load_state_dict_fns.items():
+            if name != KEY:
+                load(state["user"][name])
+        manager.load_state_dict(state["torchft"])
+        self._stop_reading()
+        self.launch, self._is_fresh = state["user"][KEY]["launch"], False
+        return self.resumed(state[KEY])
+
+    def end(self) -> None:
+        """See `TrainerHost`. The first replica says in the ledger that nothing is left to train."""
+        self._stop_reading()
+        if self.is_first:
+            with replaced(self.session, save_dir=self._root):
+                self.session.finish()
+        self.session.hand_over(self._root)
+        self.session.close()
+
+
+def _file() -> str:
+    return f"rank_{rank():05d}.pt"
+
+
+class ReplicaLoop(StepLoop):
+    """The training loop of one replica; made by `megaresume.attach`. Every method is called on every replica.
+
+    Iterate over it for the micro-batches of a step, between `start_quorum` and `should_commit` of torchft's Manager.
+    """
+
+    host: TorchftHost
+
+    def __init__(self, host: TorchftHost) -> None:
+        super().__init__(host)
+        self.host = host
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of this replica in the step whose quorum was asked for; waits for the quorum.
+
+        Raises:
+            StateError: no quorum was asked for, or the data has ended.
+        """
+        with closing(self.host.batches()) as batches:  # type: ignore[type-var]
+            yield from batches
+
+    @property
+    def weight(self) -> float:
+        """What the mean loss over the samples of the micro-batch handed out last is multiplied by, so that each sample
+        of a step weighs the same, however many replicas there are and torchft divides by. 0 if this replica has no
+        sample in it: it trains it only to take part in the all-reduce."""
+        self.host.is_weighed = True
+        return self.host.weight
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the micro-batch handed out last is the last one of its step: with torchft's DistributedDataParallel,
+        all others go under ``model.no_sync()``."""
+        return self.steps.is_whole
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the data has no step any more."""
+        return not self.steps.feed.has(self.steps.samples)
+
+    def total(self, number: float) -> float:
+        """The sum over all that contribute to the step, as of trained tokens. For a loss that is summed over tokens:
+        after the last micro-batch, scale the gradients by the number of participants and divide by this.
+
+        Args:
+            number: of this process; 0 counts for micro-batches without weight.
+        """
+        self.host.is_weighed = True
+        sum_of = torch.tensor([number], dtype=torch.float64, device=self.host._reduces_on)
+        self.host.trainer.allreduce(sum_of, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+        return float(sum_of)
+
+    def save(self) -> None:
+        """Save a checkpoint of the step that was committed last. The first replica of the quorum does.
+
+        Raises, on every process of that replica:
+            StateError: in the middle of a step.
+            UsageError: the directory holds checkpoints that this run did not resume from.
+            CheckpointError: files are missing, another job writes there, or the disk refuses.
+        """
+        self.host.save_now()
+
+    def load(self) -> Resume | None:
+        """Resume from the newest complete checkpoint. A replica that finds others further on is given theirs, in its
+        first quorum.
+
+        Returns:
+            where it continues; None if there is no checkpoint.
+
+        Raises, on every process of a replica:
+            CheckpointError: checkpoints are there, and none is complete.
+            StateError: no data state, or of other data, or of other objects.
+        """
+        self.host.load_by(lambda choice, _: self.host.read(choice))
+        return self.session.resumed
+
+    def finish(self) -> None:
+        """Nothing is left to train: say so in the ledger, and close. Raises CheckpointError."""
+        self.host.end()
+
+    def close(self) -> None:
+        """Wait until all saves are on the disk, and let other replicas save."""
+        self.host._stop_reading()
+        self.session.hand_over(self.host.save_dir)
+        super().close()
+
+
+def attach(
+    manager: Any,
+    data: DataLoader | StreamLoader,
+    *,
+    global_batch_size: int,
+    checkpoints: Checkpoints,
+    stop: StopConditions | None = None,
+    log_samples: str | os.PathLike[str] | None = None,
+) -> ReplicaLoop:
+    """Give the replicas of torchft their data in an exact order while they leave and join. Call it on every replica,
+    right after the Manager is made.
+
+    Args:
+        manager: torchft's Manager, with the weights that it gives to a replica that joins.
+        data: a `DataLoader` or a `StreamLoader` of this replica's processes (``dp_rank``, ``dp_size``); micro-batches
+            have as many samples as it says, or fewer.
+        global_batch_size: samples of a step, of all replicas together: the same however many there are.
+        checkpoints: where the run saves: one directory for all replicas.
+        stop: when this replica saves and exits, with `megaresume.Stopped`.
+        log_samples: a directory in which each process writes down which samples of which step it has trained, for
+            ``megaresume verify --log-samples``.
+
+    Raises:
+        UsageError: another loader, or settings that do not fit.
+        SetupError: directories or clocks differ between the processes of the replica, or ``log_samples`` cannot be
+            written.
+    """
+    host = TorchftHost(manager, data, global_batch_size, log_samples)
+    host.attach(checkpoints, stop)
+    return ReplicaLoop(host)

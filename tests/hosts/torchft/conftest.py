@@ -1,0 +1,42 @@
+"""An environment that has torchft: the running one, that of MEGARESUME_TORCHFT_PYTHON, or one that is made here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session")
+def python(_python: str, record_testsuite_property: Callable[[str, object], None]) -> str:
+    """Its interpreter; the report of the tests says which version it has."""
+    words = [_python, "-c", "from importlib.metadata import version; print(version('torchft'))"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    record_testsuite_property("torchft", done.stdout.strip() or "nightly")
+    return _python
+
+
+@pytest.fixture(scope="session")
+def _python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What is made here sees the packages of the running one, and has torchft besides."""
+    if given := os.environ.get("MEGARESUME_TORCHFT_PYTHON"):
+        return given
+    if importlib.util.find_spec("torchft") is not None:
+        return sys.executable
+    directory = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    executable = directory / "bin" / "python"
+    (site,) = directory.glob("lib/*/site-packages")
+    (site / "parent.pth").write_text(sysconfig.get_path("purelib"))
+    words = [executable, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "torchft==0.2.0"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return str(executable)

@@ -1,0 +1,194 @@
+"""A replica of torchft that trains items, and writes down what its weights say was trained.
+
+    python replica.py JOB          JOB: a `Job` as JSON
+
+The weights are the witness. Of parameter ``tally``, one number an item, each sample's gradient is 1 at its item: with a
+learning rate of 1 a step takes (times it was trained) / (global batch) from it, whoever trained it. It is all-reduced
+by torchft, and healed by torchft; nothing of megaresume is asked. Beside it a small linear model has a loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchft
+from torchft import DistributedDataParallel as DDP
+
+import megaresume
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """What a replica does."""
+
+    #: of all replicas: checkpoints, and what each has written down.
+    directory: str
+    replica: int
+    lighthouse: str
+    steps: int = 40
+    items: int = 64
+    batch: int = 2
+    global_batch: int = 8
+    asynchronous: bool = False
+    #: torchft's DistributedDataParallel; else each gradient is all-reduced by hand.
+    ddp: bool = False
+    #: seconds that a micro-batch takes.
+    seconds: float = 0.0
+    save_every: int = 0
+    workers: int = 0
+    #: SIGKILL to itself: where, and at which time it comes there, from 1; 0: never. forward, reducing, reduced (before
+    #: should_commit), committed, healing, saving.
+    kill: tuple[str, int] = ("", 0)
+    log: bool = True
+    #: this process within its replica, how many there are, and where they meet; torchft's store is at the next port.
+    local: int = 0
+    locals: int = 1
+    port: int = 0
+    timeout: float = 5.0
+
+
+class Witness(torch.nn.Module):
+    """See above."""
+
+    def __init__(self, items: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.tally = torch.nn.Parameter(torch.zeros(items))
+        self.line = torch.nn.Linear(1, 1)
+
+    def forward(self, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of items, int64[m]: what is counted and what is learned, both means."""
+        inputs = items[:, None] / len(self.tally)
+        return self.tally[items].mean(), (self.line(inputs) - inputs.sin()).square().mean()
+
+
+def main(job: Job) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    directory = Path(job.directory)
+    name = f"replica_{job.replica}"
+
+    come: Counter[str] = Counter()
+
+    def die_at(where: str) -> None:
+        come[where] += 1
+        if job.kill == (where, come[where]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = Witness(job.items)
+    inner = torch.optim.SGD([{"params": [model.tally], "lr": 1.0}, {"params": model.line.parameters(), "lr": 0.1}])
+    if job.locals > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=job.local, world_size=job.locals
+        )
+    port = job.port + 1 if job.locals > 1 else 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=job.local == 0, wait_for_workers=False)
+
+    def load(state: dict[str, Any]) -> None:
+        die_at("healing")
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=job.timeout)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=job.asynchronous,
+        replica_id=name,
+        rank=job.local,
+        world_size=job.locals,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=job.lighthouse,
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=job.timeout),
+        quorum_timeout=timedelta(seconds=20),
+        connect_timeout=timedelta(seconds=10),
+        quorum_retries=20,
+    )
+    optimizer = torchft.Optimizer(manager, inner)
+    trained = DDP(manager, model) if job.ddp else model
+    loader = megaresume.DataLoader(
+        list(range(job.items)),
+        batch_size=job.batch,
+        seed=3,
+        num_workers=job.workers,
+        dp_rank=job.local,
+        dp_size=job.locals,
+    )
+    loop = megaresume.attach(
+        manager,
+        loader,
+        global_batch_size=job.global_batch,
+        checkpoints=megaresume.Checkpoints(save_dir=directory / "checkpoints", max_starts=0),
+        log_samples=directory / "log" if job.log else None,
+    )
+    loop.load()
+    with (directory / f"{name}.jsonl" if job.local == 0 else Path(os.devnull)).open("a") as out:
+        while loop.step < job.steps:
+            optimizer.zero_grad()
+            before = model.tally.detach().clone()
+            losses, handed = 0.0, []
+            for batch in loop:
+                # The forward, too: that is where DDP is told whether this backward ends in an all-reduce.
+                with trained.no_sync() if isinstance(trained, DDP) and not loop.ends_step else nullcontext():
+                    count, loss = trained(batch)
+                    if loop.weight:
+                        handed += batch.tolist()
+                    die_at("forward")
+                    time.sleep(job.seconds)
+                    ((count + loss) * loop.weight).backward()
+                losses += float(loss.detach()) * loop.weight
+            if not job.ddp:
+                for parameter in model.parameters():
+                    if job.locals > 1:  # as FSDP does, within the replica
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad /= job.locals
+                    manager.allreduce(parameter.grad).wait()
+                    die_at("reducing")
+            die_at("reduced")
+            replicas, step = manager.num_participants(), loop.step
+            optimizer.step()
+            if loop.step == step and manager.current_step() == step:
+                continue
+            die_at("committed")
+            moved = ((before - model.tally.detach()) * job.global_batch).round().int()
+            line = {
+                "step": loop.step,
+                "pid": os.getpid(),
+                "replicas": replicas,
+                "rank": manager.participating_rank(),
+                "handed": handed,
+                "trained": [item for item, times in enumerate(moved.tolist()) for _ in range(times)],
+                "tally": ((-model.tally.detach()) * job.global_batch).round().int().tolist(),
+                "line": [float(value).hex() for p in model.line.parameters() for value in p.flatten()],
+                "loss": losses,
+                "quorum": manager._quorum_id,
+                "at": time.time(),
+            }
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            if job.save_every and loop.step % job.save_every == 0:
+                die_at("saving")
+                loop.save()
+        loop.finish()
+    if job.local == 0:
+        (directory / f"{name}.ended").touch()
+    os._exit(0)  # without waiting for torchft's own servers
+
+
+if __name__ == "__main__":
+    main(Job(**{**json.loads(sys.argv[1]), "kill": tuple(json.loads(sys.argv[1]).get("kill", ("", 0)))}))

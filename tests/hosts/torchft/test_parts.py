@@ -1,0 +1,150 @@
+"""What of `megaresume.attach` for torchft needs no torchft: who trains what, what proves it, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megaresume
+from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.settings import Checkpoints
+from megaresume.hosts.torchft import Ballot, Share, attach
+from megaresume.runs.rank_steps import read_rank_steps
+from megaresume.stream.batches import micro_batches
+from megaresume.stream.dealing import in_even_parts, part_of
+from megaresume.stream.errors import MegaresumeError
+
+
+@pytest.mark.parametrize(
+    ("step", "micro", "size"), list(itertools.product((1, 6, 8, 32), (1, 2, 3, 8), (1, 2, 3, 5, 8)))
+)
+def test_all_of_a_step_is_dealt_whoever_is_there(step: int, micro: int, size: int) -> None:
+    sizes = in_even_parts(step, micro_batch_size=micro, dp_size=size)
+    assert sum(sizes) == step and len(sizes) == -(-step // (micro * size)) and max(sizes) - min(sizes) <= 1
+    shares = [Share(size, rank, size).sizes(step, micro) for rank in range(size)]
+    for number, whole in enumerate(sizes):
+        mine = [share[number][1] for share in shares]
+        assert sum(mine) == whole and max(mine) <= micro and max(mine) - min(mine) <= 1
+    assert all(mine == 0 for _, mine in Share(size, None, size).sizes(step, micro))
+
+
+def loader(**options: Any) -> megaresume.DataLoader:
+    """Forty items of an epoch; micro-batches of two, without torch.distributed."""
+    return megaresume.DataLoader(list(range(40)), batch_size=2, seed=5, dp_rank=0, dp_size=1, **options)
+
+
+def live(size: int, rank: int, step: int) -> list[list[list[int]]]:
+    """The first three steps of a rank: the items of each micro-batch."""
+    one = loader()
+    one.is_live, one.schedule = True, type(one.schedule).constant(step)
+    one.dp_size, one.dp_rank = size, rank
+    count = len(in_even_parts(step, micro_batch_size=2, dp_size=size))
+    batches = [batch.tolist() for batch in itertools.islice(one, 3 * count)]
+    return [batches[first : first + count] for first in range(0, 3 * count, count)]
+
+
+def test_as_any_other_loader_where_the_step_divides() -> None:
+    """The canonical order: the same micro-batches, for the same ranks."""
+    whole = [item for batch in itertools.islice(loader(), 12) for item in batch.tolist()]
+    for rank in range(2):
+        for number, step in enumerate(live(2, rank, 8)):
+            places = micro_batches(8 * number, 8, micro_batch_size=2, dp_rank=rank, dp_size=2)
+            assert step == [[whole[k] for k in place] for place in places]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_the_ranks_make_up_the_step_in_order(size: int) -> None:
+    whole = [item for batch in itertools.islice(loader(), 12) for item in batch.tolist()]
+    ranks = [live(size, rank, 8) for rank in range(size)]
+    for number in range(3):
+        handed: list[int] = []
+        for part, samples in enumerate(in_even_parts(8, micro_batch_size=2, dp_size=size)):
+            for rank in range(size):
+                first, stop = part_of(samples, dp_rank=rank, dp_size=size)
+                items = ranks[rank][number][part]
+                assert len(items) == max(stop - first, 1)  # the first sample, without weight, where it has none
+                handed += items[: stop - first]
+        assert handed == whole[8 * number : 8 * number + 8]
+
+
+@pytest.mark.parametrize(
+    ("others", "launch"),
+    [((4, 16, 0), 7), ((0, 0, 0), None), ((4, 8, 0), None), ((8, 16, 0), None)],
+    ids=["whole", "the other one is not there", "it is in another step", "it has too many"],
+)
+def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], launch: int | None) -> None:
+    reported: list[Exception] = []
+
+    def allreduce(tensor: torch.Tensor, reduce_op: Any) -> Any:
+        """What the other replica says is added."""
+        tensor += torch.tensor(others)
+        return SimpleNamespace(wait=lambda: None)
+
+    of_torchft = SimpleNamespace(allreduce=allreduce, errored=lambda: None, report_error=reported.append)
+    ballot = Ballot(
+        of_torchft, samples=4, position=16, launch=7, contributes=True, replicas=2, device=torch.device("cpu")
+    )
+    assert [ballot.launch(8), ballot.launch(8)] == [launch, launch]
+    assert len(reported) == (launch is None)
+
+
+def steps_of(log: RankLog, *, launch: int, step: int, rank: int, events: str, first: int) -> None:
+    """Votes (v) and decided steps (s), of 4 samples each; step after step."""
+    log.start(
+        step=step, samples=step * 4, dp_rank=rank, dp=2, micro_batch_size=2, pad_id=0, digest="0" * 16, launch=launch
+    )
+    number = step
+    for event in events:
+        number += event == "v"
+        samples = np.arange(2) + (number - 1) * 4 + 2 * rank
+        log.note_planned("vote" if event == "v" else "step", number, samples, samples.astype(np.uint64))
+
+
+def test_a_step_counts_if_one_replica_says_so(tmp_path: Path) -> None:
+    """The other one had voted, and died or did not hear of it. Another launch does again what nobody decided."""
+    for rank, events in ((0, "vsvsv"), (1, "vsvv")):
+        log = RankLog(tmp_path, rank=rank, launch=0)
+        steps_of(log, launch=100, step=0, rank=rank, events=events, first=0)
+        log.close()
+    found = read_rank_steps(tmp_path)
+    assert {step: [line.dp_rank for line in lines] for step, lines in found.steps.items()} == {1: [0, 1], 2: [0, 1]}
+    assert found.gaps == () and found.lost == ()
+    log = RankLog(tmp_path, rank=2, launch=0)
+    steps_of(log, launch=200, step=1, rank=0, events="vs", first=1)
+    log.close()
+    found = read_rank_steps(tmp_path)  # whoever decided step 2 has died: it was made again
+    assert [line.rank for line in found.steps[2]] == [2] and {line.step for line, _ in found.lost} == {2}
+
+
+def manager(**values: Any) -> Any:
+    """With all that is looked for."""
+    names = ("start_quorum", "should_commit", "wait_quorum", "allreduce", "register_state_dict_fn", "report_error")
+    return SimpleNamespace(**dict.fromkeys(names), **{"current_step": lambda: 0, "_use_async_quorum": True} | values)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"manager": SimpleNamespace()}, "this is not a Manager of torchft's"),
+        ({"manager": manager(current_step=lambda: 3)}, "the manager has made steps before it was attached"),
+        ({"global_batch_size": 0}, "bad global_batch_size"),
+        ({"checkpoints": Checkpoints()}, "cannot save by these checkpoints"),
+        ({"checkpoints": Checkpoints(save_dir="a", stage_to="b")}, "stage_to cannot be used"),
+        ({"data": {"batch_size": 2, "accumulation": 2}}, "accumulation cannot be used"),
+        ({"data": {"max_epochs": 2}}, "the last step of the data may be short"),
+        ({"data": None}, "needs a loader of megaresume's"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    data = given.get("data", {})
+    options = {"manager": manager(), "global_batch_size": 8, "checkpoints": Checkpoints(save_dir=tmp_path)} | given
+    options["data"] = None if data is None else megaresume.DataLoader(list(range(40)), **{"batch_size": 2} | data)
+    with pytest.raises(MegaresumeError, match=words):
+        attach(options.pop("manager"), options.pop("data"), **options)
