@@ -1,0 +1,92 @@
+"""A loop that is attached again in one process, after an error in the middle of a step or of a save.
+
+In-process restarts (NVIDIA's resiliency extension, Megatron's inprocess) do this: the process lives on, the models, the
+loader and what they are attached to are made anew.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import megaresume
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.records import ledger_path
+
+STEPS, SAVE_EVERY = 14, 4
+
+
+class Aborted(Exception):
+    """What an in-process restart raises."""
+
+
+class Fails:
+    """An object of the checkpoint whose state cannot be had, once it was told so."""
+
+    aborts = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.aborts:
+            raise Aborted
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def train(directory: Path, trained: dict[int, list[float]], abort: tuple[str, int] = ("", 0)) -> dict[str, Any]:
+    """To the end, or to the error; what each step has trained goes into `trained`. Returns the weights."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    optimizer, fails = torch.optim.AdamW(model.parameters(), lr=1e-2), Fails()
+    loader = megaresume.DataLoader(torch.arange(50.0)[:, None], batch_size=3, accumulation=2, seed=1)
+    objects = {"model": model, "optimizer": optimizer, "fails": fails}
+    loop = megaresume.attach(objects, loader, checkpoints=megaresume.Checkpoints(save_dir=directory, max_starts=0))
+    loop.load()
+    while loop.step < STEPS:
+        handed: list[float] = []
+        for batch in loop:
+            model(batch).square().mean().backward()
+            handed += batch.flatten().tolist()
+            if abort == ("step", loop.step + 1):
+                raise Aborted
+            if not loop.ends_step:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.stepped()
+            trained[loop.step], handed = handed, []
+            if loop.step % SAVE_EVERY == 0:
+                fails.aborts = abort == ("save", loop.step)
+                loop.save()
+            if loop.step == STEPS:
+                break
+    loop.finish()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("collected", [True, False], ids=["what was there is gone", "it is still referred to"])
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_it_goes_on_bit_for_bit(tmp_path: Path, where: Literal["step", "save"], collected: bool) -> None:
+    whole: dict[int, list[float]] = {}
+    expected = train(tmp_path / "whole", whole)
+    trained: dict[int, list[float]] = {}
+    kept = []
+    for step in (8, 12):
+        with pytest.raises(Exception) as error:
+            train(tmp_path / "run", trained, (where, step))
+        assert isinstance(error.value, Aborted) or isinstance(error.value.__cause__, Aborted), error.value
+        kept.append(error)  # and with its traceback the loop
+        if collected:
+            kept.clear()
+            del error
+            gc.collect()
+    weights = train(tmp_path / "run", trained)
+    assert trained == whole
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    entries = read_ledger(ledger_path(tmp_path / "run")).entries
+    assert [entry.iteration for entry in entries if entry.kind == "start"] == [0, 4, 8]
