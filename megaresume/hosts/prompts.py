@@ -15,11 +15,8 @@ flight are what they were. So a state holds one state of the stream for each ord
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +37,6 @@ log = logging.getLogger(__name__)
 FORMAT, VERSION = "megaresume.prompts", 1
 #: ordinals planned at a time.
 BLOCK = 4096
-#: characters from which the prompts in flight are packed.
-LARGE = 4096
 
 
 class Prompt(NamedTuple):
@@ -229,7 +224,7 @@ class Prompts:
         Raises:
             StateError: one has not come back, was trained or dropped before, was never issued, or is named twice.
                 Nothing is changed.
-            UsageError: an earlier step.
+            UsageError: an earlier step, or something that is no ordinal.
         """
         with self._lock:
             self._flights.trained(step, ordinals)
@@ -254,12 +249,8 @@ class Prompts:
                 )
             frontier = flights.frontier
             self._orders = [one for one in self._orders if one.stop is None or one.stop > frontier]
-            fields = flights.to_dict()
-            if len(text := json.dumps([fields["open"], fields["partial"]], separators=(",", ":"))) > LARGE:
-                packed = base64.b85encode(zlib.compress(text.encode(), 9)).decode()
-                fields |= {"open": packed, "partial": None}
             streams = [self._state_at(one.stream, frontier).to_dict() for one in self._orders]
-            body = {"format": FORMAT, "version": VERSION, "frontier": frontier, **fields, "streams": streams}
+            body = {"format": FORMAT, "version": VERSION, **flights.to_dict(), "streams": streams}
             body["line"] = None
             trained, dropped = flights.settled
             if self._ledger is not None:
@@ -379,6 +370,13 @@ def _loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
     if not isinstance(data, DataLoader):
         if "seq_length" in order:
             raise _packed("seq_length=")
+        if wrong := [name for name in order if name in _OF_BATCHES]:
+            raise UsageError(
+                "Prompts makes no batches",
+                found=", ".join(f"{name}=" for name in wrong),
+                expected="options of the order: seed, max_epochs, append, on_change, blend, stages, skip, keyed",
+                action="leave them out: issue(n) gives as many prompts as are asked for, to one process for all",
+            )
         return DataLoader(data, 1, dp_rank=0, dp_size=1, **order).made_by("megaresume.Prompts")
     if order:
         raise UsageError(
@@ -399,6 +397,10 @@ def _loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
     return data
 
 
+#: options of `DataLoader` that have no meaning here.
+_OF_BATCHES = ("batch_size", "dp_rank", "dp_size", "drop_last", "accumulation", "balance", "collate_fn", "num_workers")
+
+
 def _packed(found: str) -> UsageError:
     return UsageError(
         "packed items are no prompts",
@@ -409,11 +411,7 @@ def _packed(found: str) -> UsageError:
 
 
 def _read(body: Mapping[str, Any], flights: InFlight) -> tuple[list[StreamState], str | None]:
-    fields = dict(body)
-    if isinstance(fields["open"], str):
-        text = zlib.decompress(base64.b85decode(fields["open"]))
-        fields["open"], fields["partial"] = json.loads(text)
-    flights.load(fields)
+    flights.load(body)
     line = body["line"]
     if line is not None and not isinstance(line, str):
         raise ValueError(f"line {line!r} is not a text")

@@ -5,6 +5,8 @@ verify DIR --from 1000 --to 2000        those between two recorded steps, from t
 verify DIR --log-samples PATH           and what every rank wrote down in every step
 verify DIR --content                    and what the documents hold
 verify --loss A B                       the losses of two runs
+
+A run of reinforcement learning with a ledger of its prompts: what became of each, in prompts.py.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import LedgerProblem
+from megaresume.runs import prompts
 from megaresume.runs.answer import Answer, live, optional, told
 from megaresume.runs.losses import LossComparison, compare_losses, read_losses
 from megaresume.runs.rank_steps import RankSteps, read_rank_steps
@@ -72,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
             found="no directory" if args.dir is None else "--tolerance without --loss",
             expected="verify DIR, or verify --loss RUN_A RUN_B",
         )
+    if prompts.has_prompts(args.dir):
+        return prompts.prove(args.dir).give(prompts.text, as_json=args.json)
     return _verify(args, Run(args.dir)).give(_text, as_json=args.json)
 
 

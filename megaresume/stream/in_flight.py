@@ -16,13 +16,16 @@ Imports neither numpy nor numba.
 
 from __future__ import annotations
 
+import base64
 import heapq
+import json
 import operator
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from megaresume.stream.errors import StateError, UsageError, as_count
+from megaresume.stream.errors import StateError, UsageError, as_count, parse_json
 
 OnStale = Literal["requeue", "drop"]
 
@@ -30,6 +33,8 @@ OnStale = Literal["requeue", "drop"]
 Trained = int | tuple[int, int]
 
 STALE = "stale"
+#: characters from which the prompts in flight are packed.
+LARGE = 4096
 
 
 class Flight:
@@ -147,8 +152,9 @@ class InFlight:
 
         Raises:
             StateError: it was never issued.
+            UsageError: it is not a number.
         """
-        flight = self.open.get(ordinal)
+        flight = self.open.get(as_number("ordinal", ordinal))
         if flight is None and not 0 <= ordinal < self.next:
             raise StateError(
                 f"{call}: prompt {ordinal} was never issued",
@@ -243,8 +249,12 @@ class InFlight:
         step = _check("step", step, self.step)
         whole: list[int] = []
         parts: list[tuple[int, int]] = []
-        for one in what:
+        for one in _listed(what):
             if isinstance(one, tuple | list):
+                if len(one) != 2:
+                    raise UsageError(
+                        "bad prompt in trained()", found=repr(one), expected="ordinal, or (ordinal, rollout)"
+                    )
                 ordinal, rollout = one
                 parts.append((as_number("ordinal", ordinal), self._number(rollout)))
             else:
@@ -366,16 +376,14 @@ class InFlight:
         self._trained, self._dropped = {}, {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Plain JSON; the prompts in flight are packed if they are many."""
         opened = sorted(self.open)
-        return {
-            "rollouts": self.rollouts,
-            "step": self.step,
-            "weights": self.version,
-            "next": self.next,
-            "open": to_runs(opened),
-            "partial": [[k, f"{one.gone:x}", one.step] for k in opened if (one := self.open[k]).gone],
-        }
+        partial = [[k, f"{one.gone:x}", one.step] for k in opened if (one := self.open[k]).gone]
+        fields: dict[str, Any] = {"open": to_runs(opened), "partial": partial}
+        if len(text := json.dumps(fields, separators=(",", ":"))) > LARGE:
+            fields = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
+        head = {"rollouts": self.rollouts, "step": self.step, "weights": self.version}
+        return head | {"frontier": self.frontier, "next": self.next} | fields
 
     def load(self, fields: Mapping[str, Any]) -> None:
         """Continue from what `to_dict` gave.
@@ -384,6 +392,7 @@ class InFlight:
             StateError: groups are of another size than those that are trained in part.
             ValueError, KeyError, TypeError: a field is missing or wrong.
         """
+        fields = unpacked(fields)
         partial = {as_count(k): (int(gone, 16), step) for k, gone, step in fields["partial"]}
         if fields["rollouts"] != self.rollouts and partial:
             some = ", ".join(map(str, list(partial)[:5]))
@@ -408,6 +417,21 @@ class InFlight:
         self.is_resumed = True
         self.counts.clear()
         self.forget_settled()
+
+
+def unpacked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What `InFlight.to_dict` gave, with ``open`` and ``partial``.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if "packed" not in fields:
+        return dict(fields)
+    try:
+        text = zlib.decompress(base64.b85decode(fields["packed"]))
+    except zlib.error as error:
+        raise ValueError(f"packed: {error}") from error
+    return {**fields, **parse_json(text)}
 
 
 def to_runs(ordinals: Sequence[int]) -> list[int]:
@@ -436,6 +460,15 @@ def from_runs(runs: Sequence[int]) -> list[int]:
         end = first + as_count(run)
         ordinals += range(first, end)
     return ordinals
+
+
+def _listed(what: Iterable[Any]) -> list[Any]:
+    try:
+        return list(what)
+    except TypeError as error:
+        raise UsageError(
+            "trained() takes a list of prompts", found=repr(what)[:200], expected="[prompt.ordinal, ...]"
+        ) from error
 
 
 def _check(name: str, value: int, least: int, most: int | None = None) -> int:

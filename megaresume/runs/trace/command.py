@@ -17,6 +17,7 @@ from megaresume.command_line import at_least, number_range
 from megaresume.data.source import Source
 from megaresume.encoding.text.tokenizers import Tokenizer, load_tokenizer
 from megaresume.render import write_bytes
+from megaresume.runs import prompts
 from megaresume.runs.run import Run
 from megaresume.runs.trace.by_loss import as_text, rank, with_text
 from megaresume.runs.trace.documents import Decoder, ImagesWritten, marked_ids, write_images
@@ -85,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trace a run."""
     _check_flags(args)
+    if args.find is not None and prompts.has_prompts(args.dir):
+        return prompts.prove(args.dir, args.find).give(prompts.text, as_json=args.json)
     run = Run(*split_root(args.dir))
     sources = open_corpora(run.root, run.history.state, data=args.data, split=args.split)
     trace = Trace(run, sources)

@@ -270,6 +270,12 @@ MISUSES: dict[str, Any] = {
     "a smaller group than none": lambda p: made(rollouts=4, least=5),
     "another word for stale": lambda p: made(on_stale="keep"),
     "packed": lambda p: made(seq_length=128),
+    "not a number": lambda p: p.issue("3"),
+    "an ordinal that is text": lambda p: p.done("1", "0" * 16),
+    "trained and no list": lambda p: p.trained(1, 0),
+    "trained and text": lambda p: p.trained(1, ["0"]),
+    "trained and three numbers": lambda p: p.trained(1, [(0, 0, 0)]),
+    "options of batches": lambda p: made(batch_size=4),
     "options twice": lambda p: Prompts(megaresume.DataLoader(Texts("data", 9), 1), seed=3),
 }
 

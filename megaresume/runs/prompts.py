@@ -1,0 +1,146 @@
+"""What became of every prompt of reinforcement learning: `verify` and `trace --find`, if there is a ledger of prompts
+(`megaresume.Prompts`).
+
+The ledger alone must hold: every ordinal trained at one step, dropped for one reason, or in flight. And every state of
+the prompts that lies beside a checkpoint must be one that the ledger led to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.prompt_ledger import PROMPTS, PromptHistory
+from megaresume.runs.answer import Answer, optional, told
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.in_flight import from_runs, unpacked
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptProof(Answer):
+    """What the ledger of prompts, and the states beside the checkpoints, say."""
+
+    dir: Path
+    #: where the account ends: at the newest checkpoint, or with the last line of the ledger.
+    origin: str
+    step: int
+    prompts: int
+    trained: int
+    in_flight: int
+    #: prompts by reason.
+    dropped: dict[str, int]
+    #: checkpoints of which the state is as the ledger says.
+    states: int
+    #: what is wrong, in words; lines that a kill has torn are not.
+    problems: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+    #: what became of the prompts that were asked for, by ordinal.
+    found: dict[int, str] | None = optional()
+
+    @property
+    def status(self) -> int:
+        """1 if it is no proof."""
+        return 0 if self.holds else 1
+
+    @told
+    def holds(self) -> bool:
+        """Whether every prompt is accounted for once."""
+        return not self.problems
+
+
+def has_prompts(directory: Path) -> bool:
+    """Whether a directory is that of such a run."""
+    return (directory / PROMPTS).is_file()
+
+
+def prove(directory: Path, find: str | None = None) -> PromptProof:
+    """Read the ledger, and every ``*/prompts.json`` beside a checkpoint.
+
+    Args:
+        directory: of the run.
+        find: ordinals, with commas.
+
+    Raises:
+        StateError: there is nothing to prove, or a line is missing.
+        UsageError: no ordinals.
+    """
+    history = PromptHistory.read(directory / PROMPTS)
+    states = {path: _state(path) for path in sorted(directory.glob("*/prompts.json"))}
+    known = [(state["step"], path) for path, state in states.items() if state["line"] in history.lines]
+    newest = max(known, default=None)
+    line = history.last if newest is None else states[newest[1]]["line"]
+    if line is None:
+        raise StateError(
+            "there is nothing to prove",
+            found=f"no line in {directory / PROMPTS}",
+            expected="one for each state of the prompts",
+            action="save a checkpoint first",
+        )
+    fates = history.fates(line)
+    damaged = [one for one in history.problems if "cut short" not in one]
+    problems = [*damaged, *fates.problems]
+    for path, state in states.items():
+        problems += [f"{path.parent.name}: {problem}" for problem in _differences(state, history)]
+    return PromptProof(
+        dir=directory,
+        origin="the end of the ledger" if newest is None else newest[1].parent.name,
+        step=fates.step,
+        prompts=fates.next,
+        trained=len(fates.trained),
+        in_flight=fates.next - len(fates.trained) - len(fates.dropped),
+        dropped=dict(Counter(fates.dropped.values())),
+        states=len(states),
+        problems=problems,
+        torn=[one for one in history.problems if "cut short" in one],
+        found=None if find is None else {ordinal: fates.of(ordinal) for ordinal in _ordinals(find)},
+    )
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """Raises StateError: it is no state of prompts."""
+    try:
+        found = unpacked(json.loads(path.read_bytes())["prompts"])
+        found["open"] = from_runs(found["open"])
+        return {name: found[name] for name in ("step", "next", "open", "line")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            "a state of prompts cannot be read", found=f"{path}: {error!r}", expected="what was saved with the weights"
+        ) from error
+
+
+def _differences(state: dict[str, Any], history: PromptHistory) -> list[str]:
+    try:
+        fates = history.fates(str(state["line"]))
+    except MegaresumeError as error:
+        return [f"{error.headline}: {error.found}"]
+    there = {"step": fates.step, "next": fates.next, "open": list(fates.in_flight())}
+    words = {"step": "its step", "next": "the next ordinal", "open": "what is in flight"}
+    return [f"{words[name]} is not as the ledger says" for name, value in there.items() if state[name] != value]
+
+
+def _ordinals(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError as error:
+        raise UsageError(
+            "bad value of --find", found=repr(text), expected="ordinals of prompts: --find 17 or --find 17,18"
+        ) from error
+
+
+def text(proof: PromptProof) -> str:
+    """For people."""
+    if proof.found is not None:
+        return "\n".join(f"prompt {ordinal}: {fate}" for ordinal, fate in proof.found.items())
+    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in sorted(proof.dropped.items()))
+    lines = [f"prompts of {proof.dir}, up to {proof.origin}, step {proof.step}"]
+    lines.append(
+        f"  {proof.prompts} issued: {proof.trained} trained, {proof.in_flight} in flight, {dropped or '0 dropped'}"
+    )
+    lines += [f"  torn       {one} (a kill; no checkpoint is of it)" for one in proof.torn]
+    lines += [f"  WRONG      {problem}" for problem in proof.problems[:20]]
+    count = f"{proof.states} states beside checkpoints are as the ledger says"
+    lines.append(f"proved: every prompt is accounted for once; {count}" if proof.holds else "not proved")
+    return "\n".join(lines)
