@@ -53,6 +53,13 @@ TRAINERS = (
         extra="deepspeed",
     ),
     KnownTrainer(
+        name="TRL's AsyncGRPOTrainer",
+        call="attach(trainer",
+        classes=(("trl", "AsyncGRPOTrainer"),),
+        module="megaresume.hosts.trl",
+        extra="hugging-face",
+    ),
+    KnownTrainer(
         name="Hugging Face's Trainer",
         call="attach(trainer",
         classes=(("transformers", "Trainer"),),

@@ -45,6 +45,7 @@ def test_whom_it_goes_to(taken: list[Any]) -> None:
     for package, name, room in (
         ("deepspeed", "DeepSpeedEngine", "deepspeed"),
         ("transformers", "Trainer", "hugging_face"),
+        ("trl", "AsyncGRPOTrainer", "trl"),
         ("accelerate", "Accelerator", "accelerate"),
         ("lightning", "Trainer", "lightning"),
         ("pytorch_lightning", "Trainer", "lightning"),
@@ -55,7 +56,7 @@ def test_whom_it_goes_to(taken: list[Any]) -> None:
     ):
         made = type("Mine", (kind(package, name),), {"__module__": "__main__"})()
         checkpoints = megaresume.Checkpoints(save_dir="run")
-        options = {} if name == "RayPPOTrainer" else {"checkpoints": checkpoints}
+        options = {} if name in ("RayPPOTrainer", "AsyncGRPOTrainer") else {"checkpoints": checkpoints}
         options |= {"data": 1} if package in ("accelerate", "megatron") else {}
         assert megaresume.attach(made, **options) == "what it returns"
         assert taken[-1] == (room, made, options)
@@ -114,7 +115,7 @@ def test_every_instance_of_a_class(taken: list[Any]) -> None:
         (torch.nn.Linear(1, 1), r"torch\.nn\.modules\.linear\.Linear(.|\n)*\{'model': model, 'optimizer': optimizer\}"),
         (torch.utils.data.DataLoader([1]), r"megaresume\.DataLoader\(dataset, batch_size\) replaces torch's"),
         (megaresume.DataLoader([1, 2]), "the loader is the second argument"),
-        ("data.yaml", "a DeepSpeed engine; Hugging Face's Trainer"),
+        ("data.yaml", "a DeepSpeed engine; TRL's AsyncGRPOTrainer; Hugging Face's Trainer"),
         (None, r"found: +builtins\.NoneType(.|\n)*docs/hosts\.md"),
         (torch.optim.SGD, "the class SGD"),
         (SimpleNamespace(), "a ConfigContainer of Megatron-Bridge"),

@@ -1,0 +1,388 @@
+"""TRL's asynchronous GRPO: each prompt trained exactly once, however rollouts end and wherever the run is killed.
+
+    trainer = AsyncGRPOTrainer(...)
+    megaresume.attach(trainer)
+    trainer.train(resume_from_checkpoint=...)
+
+TRL's worker reads the dataset in a process of its own, from the lowest prompt that is not trained; a group that was
+dropped because it was stale holds that back forever, so that a resume trains again what came after it (TRL#7274). Here
+the training process issues the prompts, one at a time as the worker asks for them, and knows of each rollout until a
+step has trained it:
+
+    worker's process     `Issued`, in place of the dataset: asks for the next prompt over a socket
+                         `ExactLoop`: its loop, whose samples carry ordinal, digest, rollout, and rows of that rollout
+    main process         rollout_queue.get: is the sample wanted? else dropped, or requeued if it is stale
+                         the collator: which rollouts are in a micro-batch
+                         training_step, then on_step_end: they are trained
+                         _save_checkpoint: ``prompts.json``, in the checkpoint's directory, before TRL writes there
+                         _inner_training_loop: the state of the checkpoint that TRL loads
+
+TRL generates whole groups: of a group that was trained in part, the rollouts that are trained already are not used
+again. See docs/rl.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _AsyncRolloutLoop
+
+from megaresume.checkpoint.prompt_ledger import PROMPTS
+from megaresume.files import write_atomic
+from megaresume.hosts.attach import SLOT, check_new, hook
+from megaresume.hosts.prompts import Prompts
+from megaresume.stream.data_yaml import Append
+from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.in_flight import STALE, OnStale
+
+log = logging.getLogger(__name__)
+
+#: the file of the state, in a checkpoint's directory.
+FILE = "prompts.json"
+#: the key of a micro-batch's number.
+BATCH = "megaresume_batch"
+
+
+# In the worker's process
+
+
+class Issued:
+    """The dataset of a worker: its rows are (ordinal, digest, row), from the training process.
+
+    Args:
+        address: of its socket.
+        key: that lets in.
+    """
+
+    def __init__(self, address: Any, key: bytes) -> None:
+        self._address, self._key = address, key
+
+    def __iter__(self) -> Iterator[Any]:
+        with Client(self._address, authkey=self._key) as connection:
+            while True:
+                connection.send(None)
+                yield connection.recv()
+
+    def lost(self, ordinal: int, digest: str, rollouts: list[int]) -> None:
+        """These rollouts have no token to train."""
+        with Client(self._address, authkey=self._key) as connection:
+            connection.send((ordinal, digest, rollouts))
+            connection.recv()
+
+
+@dataclass(slots=True)
+class Sample(RolloutSample):
+    """A row of a rollout, which says of which."""
+
+    ordinal: int = -1
+    digest: str = ""
+    rollout: int = -1
+    #: of its rollout.
+    rows: int = 1
+
+
+class ExactLoop(_AsyncRolloutLoop):
+    """TRL's, whose groups are prompts that were issued."""
+
+    def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        self._prompts: dict[int, tuple[int, str]] = {}
+        for group, (ordinal, digest, row) in enumerate(self._dataset_iter):
+            self._prompts[group] = ordinal, digest
+            for _ in range(self.num_generations):
+                yield group, row
+
+    async def _score_group(self, group: Any) -> list[RolloutSample]:
+        samples = await super()._score_group(group)
+        ordinal, digest = self._prompts.pop(group.group_id)
+        rollouts = [k for k, sequences in enumerate(group.completions_sequences) for _ in sequences]
+        rows = Counter(rollouts)
+        if lost := [k for k in range(self.num_generations) if not rows[k]]:
+            self.dataset.lost(ordinal, digest, lost)
+        return [
+            Sample(
+                **{field.name: getattr(sample, field.name) for field in fields(RolloutSample)},
+                ordinal=ordinal,
+                digest=digest,
+                rollout=rollout,
+                rows=rows[rollout],
+            )
+            for sample, rollout in zip(samples, rollouts, strict=True)
+        ]
+
+
+# In the training process
+
+
+class Member(int):
+    """A prompt's ordinal, as the ``group_id`` of a sample, which TRL only compares; it knows its rollout."""
+
+    rollout: int
+    rows: int
+
+    @classmethod
+    def of(cls, sample: Sample) -> Member:
+        """Of a sample."""
+        member = cls(sample.ordinal)
+        member.rollout, member.rows = sample.rollout, sample.rows
+        return member
+
+
+class Arrivals:
+    """The queue of samples, in place of TRL's: those that are to be trained.
+
+    Args:
+        trainer: TRL's.
+        prompts: the account.
+        requeues: whether a prompt is issued again if a rollout is stale.
+    """
+
+    def __init__(self, trainer: Any, prompts: Prompts, *, requeues: bool) -> None:
+        self._trainer, self._prompts, self._queue = trainer, prompts, trainer.rollout_queue
+        self._requeues = requeues
+        #: of rollouts of which some rows are there: whether they are wanted, and rows that are still to come.
+        self._begun: dict[tuple[int, int], tuple[bool, int]] = {}
+
+    def qsize(self) -> int:
+        """See `queue.Queue`."""
+        return int(self._queue.qsize())
+
+    def get(self, timeout: float) -> Any:
+        """The next sample that is wanted. Raises queue.Empty: none came in this time."""
+        while True:
+            sample = self._queue.get(timeout=timeout)
+            if self._is_wanted(sample):
+                sample.group_id = Member.of(sample)
+                return sample
+
+    def _is_wanted(self, sample: Sample) -> bool:
+        place = sample.ordinal, sample.rollout
+        wanted, left = self._begun.pop(place, (None, sample.rows))
+        if wanted is None:
+            wanted = self._prompts.done(sample.ordinal, sample.digest, sample.rollout) and self._is_fresh(sample)
+        if left > 1:
+            self._begun[place] = wanted, left - 1
+        return wanted
+
+    def _is_fresh(self, sample: Sample) -> bool:
+        """Whether TRL would train it. It asks when a sample leaves the queue: what it has then, it trains."""
+        trainer = self._trainer
+        if trainer.model_version - sample.model_version <= trainer.args.max_staleness:
+            return True
+        trainer._metrics["train"]["sample/dropped_stale_total"].append(1.0)
+        self._prompts.drop(sample.ordinal, STALE, self._requeues, rollout=sample.rollout)
+        return False
+
+
+class Trained(TrainerCallback):
+    """Which rollouts the step has trained.
+
+    Args:
+        trainer: TRL's.
+        prompts: the account.
+    """
+
+    def __init__(self, trainer: Any, prompts: Prompts) -> None:
+        self._prompts, self._number = prompts, 0
+        #: micro-batches that were made; rollouts of the step; rows of a rollout that no step has trained yet.
+        self._made: dict[int, list[Member]] = {}
+        self._step: list[Member] = []
+        self._rows: dict[tuple[int, int], int] = {}
+        hook(trainer, "get_train_dataloader", self._loader)
+        hook(trainer, "training_step", self._train)
+
+    def _loader(self, make: Any) -> Any:
+        loader = make()
+        collator = getattr(loader, "collate_fn", None) or loader.base_dataloader.collate_fn
+        hook(collator, "torch_call", self._collate)
+        return loader
+
+    def _collate(self, collate: Any, examples: Any) -> dict[str, Any]:
+        batch: dict[str, Any] = collate(examples)
+        (rows,) = examples
+        self._number += 1
+        self._made[self._number] = [sample["group_id"] for row in rows for sample in row.samples]
+        batch[BATCH] = torch.full((len(rows),), self._number)
+        return batch
+
+    def _train(self, train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        number = int(inputs.pop(BATCH)[0])
+        result = train(model, inputs, *args, **more)
+        self._step += self._made.pop(number, ())  # none on other ranks than the main one
+        return result
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The optimizer has stepped."""
+        done = []
+        for member in self._step:
+            place = int(member), member.rollout
+            self._rows[place] = self._rows.get(place, member.rows) - 1
+            if not self._rows[place]:
+                del self._rows[place]
+                done.append(place)
+        self._step.clear()
+        self._prompts.trained(state.global_step, done)
+
+
+class Issuer:
+    """Answers the worker's `Issued`, in threads.
+
+    Args:
+        prompts: the account.
+    """
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts, self._key = prompts, secrets.token_bytes(32)
+        self._listener = Listener(authkey=self._key)
+        threading.Thread(target=self._accept, name="megaresume-prompts", daemon=True).start()
+
+    @property
+    def dataset(self) -> Issued:
+        """For the worker."""
+        return Issued(self._listener.address, self._key)
+
+    def _accept(self) -> None:
+        while True:
+            connection = self._listener.accept()
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: Connection) -> None:
+        with connection:
+            while True:
+                try:
+                    asked = connection.recv()
+                except (EOFError, OSError):
+                    return
+                if asked is None:
+                    (prompt,) = self._prompts.issue(1)
+                    connection.send((prompt.ordinal, prompt.digest, prompt.content))
+                else:
+                    ordinal, digest, rollouts = asked
+                    for rollout in rollouts:
+                        if self._prompts.done(ordinal, digest, rollout):
+                            self._prompts.drop(ordinal, "empty", rollout=rollout)
+                    connection.send(None)
+
+
+def attach(
+    trainer: Any, *, append: Append | None = None, on_stale: OnStale = "requeue", ledger: str | Path | None = None
+) -> Prompts | None:
+    """Give TRL's asynchronous GRPO each prompt exactly once. On every rank, before ``trainer.train``. See
+    `megaresume.attach`.
+
+    Dataset, generations, staleness and seed (``data_seed``, or ``seed``) are TRL's, which also says where and when it
+    saves. ``num_train_epochs`` counts prompts that are trained.
+
+    Args:
+        trainer: an ``AsyncGRPOTrainer``.
+        append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
+        on_stale: a rollout older than ``max_staleness``: ``requeue`` its prompt, or ``drop`` it, as TRL does.
+        ledger: see `megaresume.Prompts`; None: ``prompts.jsonl`` in ``output_dir``.
+
+    Returns:
+        the prompts; None on other ranks than the main one.
+
+    Raises:
+        UsageError: another worker than TRL's own, a streaming dataset, or it is attached already.
+    """
+    needed = ("rollout_worker", "rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop")
+    check_new(
+        trainer,
+        "trainer",
+        missing=[name for name in needed if not hasattr(trainer, name)],
+        headline="this is not an asynchronous GRPO trainer of TRL's",
+        expected="an AsyncGRPOTrainer; that of TRL 1.16.0 was tried",
+    )
+    if not trainer.accelerator.is_main_process:
+        hook(trainer, "training_step", _without_number)
+        return None
+    worker, dataset = trainer.rollout_worker, trainer.train_dataset
+    if getattr(worker, "_loop_cls", None) is not _AsyncRolloutLoop:
+        raise UsageError(
+            "a rollout worker of your own cannot be used with megaresume.attach",
+            found=f"rollout_worker={type(worker).__qualname__}",
+            expected="TRL's AsyncRolloutWorker",
+            action="call megaresume.Prompts in your worker: issue(), done(), trained()",
+        )
+    args = trainer.args
+    prompts = Prompts(
+        dataset,
+        rollouts=args.num_generations,
+        ledger=Path(args.output_dir, PROMPTS) if ledger is None else ledger,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        append=append,
+    )
+    trainer.rollout_queue = Arrivals(trainer, prompts, requeues=on_stale == "requeue")
+    setattr(trainer, SLOT, prompts)
+    issuer = Issuer(prompts)
+    worker._loop_cls = ExactLoop
+    worker._loop_kwargs["dataset"] = issuer.dataset
+    trainer.add_callback(Trained(trainer, prompts))
+
+    def start(before: Any) -> None:
+        # What TRL has read of its own position: prompts are counted here.
+        worker._loop_kwargs["dataset_start_index"] = 0
+        trainer._groups_before_resume = prompts.next - len(prompts.in_flight)
+        before()
+
+    def save(before: Any, *args: Any, **more: Any) -> None:
+        directory = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}")
+        directory.mkdir(parents=True, exist_ok=True)
+        state = {"step": trainer.state.global_step, "prompts": prompts.state_dict()}
+        write_atomic(directory / FILE, json.dumps(state).encode())
+        before(*args, **more)
+
+    def train(before: Any, *args: Any, **more: Any) -> Any:
+        if (found := more.get("resume_from_checkpoint")) is not None:
+            prompts.load_state_dict(_read(Path(os.fspath(found))))
+            log.info("megaresume: %d prompts in flight are issued again", len(prompts.in_flight))
+        return before(*args, **more)
+
+    hook(worker, "start", start)
+    hook(trainer, "_save_checkpoint", save)
+    hook(trainer, "_inner_training_loop", train)
+    return prompts
+
+
+def _without_number(train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+    inputs.pop(BATCH, None)
+    return train(model, inputs, *args, **more)
+
+
+def _read(directory: Path) -> Any:
+    """The state in a checkpoint. Raises StateError: there is none, or it is of another step."""
+    step = int(json.loads((directory / "trainer_state.json").read_bytes())["global_step"])
+    try:
+        found = json.loads((directory / FILE).read_bytes())
+    except FileNotFoundError as error:
+        raise StateError(
+            "the checkpoint has no state of its prompts",
+            found=f"no {FILE} in {directory}",
+            expected="the file that was saved with the weights",
+            cause="it was saved without megaresume, or the file was not copied along",
+            action="load another checkpoint; or start from its weights as a new model",
+        ) from error
+    except ValueError as error:
+        raise StateError(
+            "the state of the prompts cannot be read", found=f"{directory / FILE}: {error}", expected="JSON"
+        ) from error
+    if not isinstance(found, dict) or found.get("step") != step:
+        raise StateError(
+            "weights and prompts are from different steps",
+            found=f"weights of step {step}, {FILE} of step {found.get('step') if isinstance(found, dict) else None}",
+            expected="the same step",
+            cause="a file was copied from another checkpoint",
+            action="load another checkpoint",
+        )
+    return found["prompts"]

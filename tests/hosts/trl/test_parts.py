@@ -1,0 +1,101 @@
+"""The parts of the host of TRL's asynchronous GRPO, without its processes."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+import megaresume
+from megaresume import Prompts
+from megaresume.hosts.trl import FILE, Arrivals, Issuer, Member, Sample, _read
+from megaresume.stream.errors import StateError
+from tests.hosts.prompts.simulated import Texts
+
+
+def sample(prompt: Any, rollout: int, *, rows: int = 1, version: int = 0) -> Sample:
+    """A row of a rollout, as the worker sends it."""
+    empty: Any = np.zeros(1)
+    of_trl: dict[str, Any] = {field.name: empty for field in fields(RolloutSample)}
+    of_trl |= {"model_version": version, "group_id": 7}
+    return Sample(**of_trl, ordinal=prompt.ordinal, digest=prompt.digest, rollout=rollout, rows=rows)
+
+
+def arrivals(prompts: Prompts, *, requeues: bool = True, version: int = 0) -> Arrivals:
+    """Of a trainer whose weights have this version."""
+    trainer = SimpleNamespace(rollout_queue=queue.Queue(), model_version=version)
+    trainer.args, trainer._metrics = SimpleNamespace(max_staleness=2), {"train": {"sample/dropped_stale_total": []}}
+    return Arrivals(trainer, prompts, requeues=requeues)
+
+
+def test_a_worker_is_given_prompts_in_order() -> None:
+    prompts = Prompts(Texts("data", 20), rollouts=2)
+    dataset = Issuer(prompts).dataset
+    rows = iter(dataset)
+    found = [next(rows) for _ in range(3)]
+    expected = Prompts(Texts("data", 20)).issue(3)
+    assert found == [(prompt.ordinal, prompt.digest, prompt.content) for prompt in expected]
+    dataset.lost(1, found[1][1], [0, 1])
+    assert prompts.in_flight == [0, 2]
+    assert prompts.counts == {"dropped: empty": 2}
+
+
+def test_what_leaves_the_queue_is_wanted() -> None:
+    prompts = Prompts(Texts("data", 20), rollouts=2)
+    first, second = prompts.issue(2)
+    arriving = arrivals(prompts)
+    for one in (sample(first, 0, rows=2), sample(first, 0, rows=2), sample(first, 0), sample(second, 1)):
+        arriving._queue.put(one)
+    got = [arriving.get(timeout=1) for _ in range(3)]
+    assert [(one.group_id, one.group_id.rollout) for one in got] == [(0, 0), (0, 0), (1, 1)]
+    assert all(isinstance(one.group_id, Member) for one in got)
+    with pytest.raises(queue.Empty):
+        arriving.get(timeout=0.01)
+    assert prompts.counts == {"repeated": 1}
+
+
+@pytest.mark.parametrize("requeues", [True, False])
+def test_stale_rollouts(requeues: bool) -> None:
+    prompts = Prompts(Texts("data", 20))
+    (first,) = prompts.issue(1)
+    arriving = arrivals(prompts, requeues=requeues, version=3)
+    arriving._queue.put(sample(first, 0))
+    with pytest.raises(queue.Empty):
+        arriving.get(timeout=0.01)
+    assert [prompt.ordinal for prompt in prompts.issue(1)] == ([0] if requeues else [1])
+    assert prompts.counts == {("requeued: stale" if requeues else "dropped: stale"): 1}
+
+
+def test_a_checkpoint_without_its_prompts(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
+    with pytest.raises(StateError, match="no state of its prompts"):
+        _read(tmp_path)
+    (tmp_path / FILE).write_text('{"step": 3, "prompts": {}}')
+    with pytest.raises(StateError, match="from different steps"):
+        _read(tmp_path)
+    (tmp_path / FILE).write_text('{"step": 3, "pro')
+    with pytest.raises(StateError, match="cannot be read"):
+        _read(tmp_path)
+
+
+def test_a_worker_of_ones_own_is_refused() -> None:
+    kind = type("AsyncGRPOTrainer", (), {"__module__": "trl.experimental.async_grpo"})
+    trainer: Any = kind()
+    with pytest.raises(megaresume.MegaresumeError, match="not an asynchronous GRPO trainer"):
+        megaresume.attach(trainer)
+    for name in ("rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop"):
+        setattr(trainer, name, None)
+    trainer.accelerator, trainer.train_dataset = SimpleNamespace(is_main_process=True), None
+    trainer.rollout_worker = object()
+    with pytest.raises(megaresume.MegaresumeError, match="a rollout worker of your own"):
+        megaresume.attach(trainer)

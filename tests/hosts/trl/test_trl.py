@@ -1,0 +1,29 @@
+"""TRL's asynchronous GRPO, killed in its steps and started again: real trainer, worker process, loops and rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from megaresume.runs import prompts
+from tests.hosts.trl.killed import run, server
+from tests.release import release
+
+
+@pytest.mark.process
+@release(
+    "TRL: four launches of two processes each",
+    "`tests/hosts/trl/test_parts.py::test_what_leaves_the_queue_is_wanted`, "
+    "`tests/hosts/prompts/test_kills.py::test_killed_two_hundred_times`",
+)
+def test_killed_and_gone_on(tmp_path: Path) -> None:
+    with server(tmp_path) as port:
+        found = run(tmp_path / "0-run", port, attached=True, kills=3, seed=0)
+    assert found == {"kills": 3, "trained": 80, "repeated": 0, "lost": 0, "again": 0}
+    proof = prompts.prove(tmp_path / "0-run" / "run")
+    assert proof.holds, proof.problems
+    assert proof.trained == 80
