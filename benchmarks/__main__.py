@@ -22,6 +22,7 @@ NAMES = (
     "loader",
     "tokens",
     "items",
+    "prompts",
     "megatron",
     "guard",
     "resume",
