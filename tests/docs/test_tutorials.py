@@ -27,7 +27,13 @@ PATIENCE = 1500
 #: where a tutorial says that the reader has Megatron-LM: a clone, or else the stand-in of these tests.
 CLONE = os.environ.get("MEGARESUME_TEST_MEGATRON")
 #: a clone's script on CPUs.
-ON_CPUS = "import tests.upstream.cpu_shim\ntests.upstream.cpu_shim.install()\n"
+ON_CPUS = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests" / "upstream")!r})  # a clone has a package `tests` of its own
+import cpu_shim
+cpu_shim.install()
+del sys.path[0]
+"""
 
 
 @pytest.fixture

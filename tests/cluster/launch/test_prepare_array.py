@@ -48,7 +48,7 @@ def test_a_killed_part_is_done_again_alone(slurm: Cluster, tmp_path: Path) -> No
     def bash(script: str) -> str:
         done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.split()[-1]
+        return done.stdout.strip()
 
     def until(condition: str) -> None:
         deadline = time.monotonic() + 300
@@ -56,12 +56,12 @@ def test_a_killed_part_is_done_again_alone(slurm: Cluster, tmp_path: Path) -> No
             assert time.monotonic() < deadline, f"{condition}\n{slurm.slurm('squeue')}"
             time.sleep(0.2)
 
-    first = bash(merge + "echo $array\n")
+    first = bash(merge + "echo $array\n").split()[-1]
     until("test -e waited")
-    bash(f"scancel --signal=KILL --full {first}_2; echo")
+    bash(f"scancel --signal=KILL --full {first}_2")
     until("test $(squeue -h -r | wc -l) -le 1")  # the merge, which waits for what did not come
     assert not (tmp_path / "corpora" / "web.idx").exists()
-    bash("scancel --state=PENDING --user=$(id -un); echo")
+    bash("scancel --state=PENDING --user=$(id -un)")
     bash(again)
     until('test -e corpora/web.idx && test -z "$(squeue -h)"')
     for suffix in (".bin", ".idx"):
