@@ -24,16 +24,6 @@ pytestmark = pytest.mark.process
 QUICK = Path(__file__).parent / "quick"
 #: seconds until a tutorial counts as one that hangs.
 PATIENCE = 1500
-#: where a tutorial says that the reader has Megatron-LM: a clone, or else the stand-in of these tests.
-CLONE = os.environ.get("MEGARESUME_TEST_MEGATRON")
-#: a clone's script on CPUs.
-ON_CPUS = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "tests" / "upstream")!r})  # a clone has a package `tests` of its own
-import cpu_shim
-cpu_shim.install()
-del sys.path[0]
-"""
 
 
 @pytest.fixture
@@ -121,14 +111,9 @@ def test_deepspeed_with_conversations(directory: Path) -> None:
 )
 def test_a_running_megatron_job(directory: Path) -> None:
     needs("torch", "megatron")
-    clone = directory / "Megatron-LM"
-    if CLONE is None:
-        clone.mkdir()
-        (clone / "pretrain_gpt.py").write_text(PRETRAIN)
-    else:
-        subprocess.run(["cp", "-r", CLONE, clone], check=True)
-        script = clone / "pretrain_gpt.py"
-        script.write_text(ON_CPUS + script.read_text())
+    clone = directory / "Megatron-LM"  # the stand-in of these tests, which trains on CPUs
+    clone.mkdir()
+    (clone / "pretrain_gpt.py").write_text(PRETRAIN)
     run(MEGATRON, directory, MEGATRON=str(clone))
 
 
