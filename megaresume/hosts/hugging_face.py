@@ -27,7 +27,7 @@ import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -52,9 +52,16 @@ from megaresume.hosts.accelerate_backends import (
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, replaced
-from megaresume.hosts.count import Steps, words_of
+from megaresume.hosts.count import words_of
 from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, say_left_over
-from megaresume.hosts.hugging_face_data import check_methods, check_settings, let_epochs_end, loader_of
+from megaresume.hosts.hugging_face_data import (
+    Batches,
+    callback_of,
+    check_methods,
+    check_settings,
+    let_epochs_end,
+    loader_of,
+)
 from megaresume.hosts.trainer import Hook, TrainerHost, of_trainer, write_all
 from megaresume.stream.errors import StateError, UsageError
 
@@ -117,22 +124,6 @@ def attach(
     host = TransformersHost(trainer, data, options)
     host.attach(checkpoints, stop)
     return host.loader
-
-
-class Batches:
-    """What the Trainer trains from, in place of the loader that they are of."""
-
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps.feed.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["steps"].feed.loader, name)
 
 
 class TransformersHost(TrainerHost):
@@ -212,7 +203,7 @@ class TransformersHost(TrainerHost):
         self._attached_with = self._settings()
         batches = Batches(self.steps)
         self.trainer.get_train_dataloader = lambda: batches if self._ran else self.loader
-        self.trainer.callback_handler.callbacks.insert(0, _callback(self))  # before those that log the epoch
+        self.trainer.callback_handler.callbacks.insert(0, callback_of(self))  # before those that log the epoch
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
@@ -478,15 +469,3 @@ class TransformersHost(TrainerHost):
 
     def _steps(self, batches: int) -> int:
         return -(-batches // self.loader.accumulation)
-
-
-def _callback(host: TransformersHost) -> Any:
-    from transformers import TrainerCallback
-
-    class StepEnd(TrainerCallback):
-        """Counts the steps that were made."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            host.stepped()
-
-    return StepEnd()

@@ -1,11 +1,12 @@
 """What a Hugging Face Trainer trains: the loader that its settings describe, how its items become a batch, and which
-Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's).
+Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's); `Batches`, which
+it reads from, and the callback that tells of its steps.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megaresume.batches.item_options import ItemOptions
 from megaresume.batches.items import flatten
 from megaresume.checkpoint.records import records_dir
 from megaresume.hosts.attach import kind_of, refuse
+from megaresume.hosts.count import Steps
 from megaresume.stream.errors import UsageError
 from megaresume.stream.schema import near
 
@@ -324,3 +326,32 @@ def _refused(cls: type, method: str, what: str) -> UsageError:
         cause="a class that changes the order of the data, or a method that was replaced",
         action=f"remove {method}; weigh datasets by data={{name: (dataset, weight)}}",
     )
+
+
+class Batches:
+    """What the Trainer trains from, in place of the loader that they are of."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps.feed.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["steps"].feed.loader, name)
+
+
+def callback_of(host: Any) -> Any:
+    """One that tells a `TransformersHost` of the steps that were made."""
+    from transformers import TrainerCallback
+
+    class StepEnd(TrainerCallback):
+        """Counts the steps that were made."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            host.stepped()
+
+    return StepEnd()
