@@ -38,6 +38,16 @@ class HostContract:
 
     #: ranks of the run that is killed.
     ranks = 2
+    #: whether the last step of a run may have fewer samples than the others; if not, a run ends before it.
+    short_last_step = True
+    #: whether one rank loads what several have saved.
+    elastic = True
+    #: whether the program asks for a load, and so can forget to.
+    asks_for_load = True
+    #: whether it saves and stops when it is asked to.
+    stops = True
+    #: what is said if items were added after those of the checkpoint, and if there are others.
+    grown, other = "10 items were added after", "99 items"
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -50,7 +60,7 @@ class HostContract:
     def whole(cls, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A run of one rank, which nobody stops."""
         directory = tmp_path_factory.mktemp("whole") / "run"
-        cls.ended(driver, Job(directory=directory))
+        cls.ended(driver, cls.of_one(directory=directory))
         return directory
 
     @pytest.fixture(scope="class")
@@ -58,7 +68,7 @@ class HostContract:
     def order(cls, whole: Path) -> list[int]:
         """The items that it has trained."""
         steps = trained(whole)
-        assert [len(step) for step in steps] == [STEP] * (3 * ITEMS // STEP) + [3 * ITEMS % STEP]
+        assert [len(step) for step in steps] == cls.sizes(3 * ITEMS)
         return items(steps)
 
     @pytest.fixture(scope="class")
@@ -93,9 +103,28 @@ class HostContract:
         return None if choice is None else choice.iteration
 
     @classmethod
+    def sizes(cls, samples: int, step: int = STEP) -> list[int]:
+        """Of the steps that train so many samples."""
+        left = samples % step if cls.short_last_step else 0
+        return [step] * (samples // step) + [left] * bool(left)
+
+    @classmethod
+    def of_one(cls, **options: Any) -> Job:
+        """A job of one rank, for three epochs."""
+        return Job(**{"steps": len(cls.sizes(3 * ITEMS))} | options)
+
+    @classmethod
     def of_ranks(cls, **options: Any) -> Job:
         """A job of several ranks, with the steps of one."""
-        return Job(ranks=cls.ranks, **{"batch": 4 // cls.ranks} | options)
+        return cls.of_one(ranks=cls.ranks, **{"batch": 4 // cls.ranks} | options)
+
+    @classmethod
+    def again(cls, directory: Path, *, batch: int = 4, **options: Any) -> Job:
+        """A job that goes on with a killed one: of one rank, if that can load."""
+        ranks = 1 if cls.elastic else cls.ranks
+        if batch % ranks:
+            pytest.skip("this trainer goes on with as many ranks as it has saved with")
+        return cls.of_one(directory=directory, attempt=2, ranks=ranks, batch=batch // ranks, **options)
 
     @staticmethod
     def ended(driver: Driver, job: Job) -> str:
@@ -112,7 +141,8 @@ class HostContract:
 
     def test_every_epoch_has_every_item_once(self, order: list[int]) -> None:
         epochs = [order[ITEMS * epoch : ITEMS * (epoch + 1)] for epoch in range(3)]
-        assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs)
+        assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs[:2])
+        assert len(set(epochs[2])) == len(epochs[2]) == sum(self.sizes(3 * ITEMS)) - 2 * ITEMS
         assert epochs[0] != epochs[1] != epochs[2]
 
     @pytest.mark.parametrize(
@@ -120,16 +150,19 @@ class HostContract:
         [(4, 2), (4, 1), (7, 1), (2, 3)],
         ids=["same", "halved", "the last batch is short", "the last step has fewer micro-batches"],
     )
-    def test_killed_in_a_save_and_gone_on_with_by_one_rank(
+    def test_killed_in_a_save_and_gone_on_with_steps_of_other_sizes(
         self, driver: Driver, copy: Path, order: list[int], batch: int, accumulation: int
     ) -> None:
-        said = self.ended(driver, Job(directory=copy, attempt=2, batch=batch, accumulation=accumulation))
+        sizes = self.sizes(3 * ITEMS - 16 * STEP, batch * accumulation)
+        job = self.again(copy, batch=batch, accumulation=accumulation, steps=16 + len(sizes))
+        said = self.ended(driver, job)
         assert "repeated 0 skipped 0" in said, said[-3000:]
-        size, left, steps = batch * accumulation, 3 * ITEMS - 16 * STEP, trained(copy)
-        assert items(steps) == order
-        assert [len(step) for step in steps[16:]] == [size] * (left // size) + [left % size] * bool(left % size)
+        steps = trained(copy)
+        handed = items(steps)
+        assert handed[: len(order)] == order[: len(handed)]
+        assert [len(step) for step in steps[16:]] == sizes
         entries = read_ledger(ledger_path(self.checkpoints_of(copy))).entries
-        assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 3 * ITEMS)]
+        assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), len(handed))]
         assert self.newest(copy) == len(steps)
 
     def test_the_same_ranks_go_on_bit_for_bit(
@@ -146,41 +179,47 @@ class HostContract:
     ) -> None:
         """The checkpoint is that of the end of an epoch."""
         job: dict[str, Any] = {"directory": tmp_path / "run", "save_every": 13}
-        assert driver.run(Job(kill=("step", 17), **job)).status != 0
-        self.ended(driver, Job(attempt=2, **job))
+        assert driver.run(self.of_one(kill=("step", 17), **job)).status != 0
+        self.ended(driver, self.of_one(attempt=2, **job))
         assert next(line["step"] for line in lines(tmp_path / "run") if line["attempt"] == 2) == 14
         assert losses(tmp_path / "run") == losses(whole)
 
     def test_it_saves_and_stops_when_asked(self, driver: Driver, tmp_path: Path, order: list[int]) -> None:
+        if not self.stops:
+            pytest.skip("this trainer is not asked")
         directory = tmp_path / "run"
-        driver.run(Job(directory=directory, stop_after=7))
+        driver.run(self.of_one(directory=directory, stop_after=7))
         assert self.newest(directory) == len(trained(directory)) == 7
-        self.ended(driver, Job(directory=directory, attempt=2, epochs=1))
-        assert items(trained(directory)) == order[:ITEMS]
+        sizes = self.sizes(ITEMS)
+        self.ended(driver, self.of_one(directory=directory, attempt=2, epochs=1, steps=len(sizes)))
+        assert items(trained(directory)) == order[: sum(sizes)]
 
     def test_more_items(self, driver: Driver, copy: Path, order: list[int]) -> None:
         more = ITEMS + 10
-        self.refused(driver, Job(directory=copy, attempt=2, items=more), "10 items were added after")
-        self.ended(driver, Job(directory=copy, attempt=2, items=more, append="next_epoch"))
+        steps = -(-(2 * ITEMS + more) // STEP)
+        self.refused(driver, self.again(copy, items=more, steps=steps), self.grown)
+        self.ended(driver, self.again(copy, items=more, append="next_epoch", steps=steps))
         handed = items(trained(copy))
         assert handed[: 2 * ITEMS] == order[: 2 * ITEMS]
-        assert sorted(handed[2 * ITEMS :])[:more] == list(range(more))
+        assert sorted(handed[2 * ITEMS : 2 * ITEMS + more]) == list(range(more))
 
     def test_other_items_are_refused(self, driver: Driver, copy: Path) -> None:
-        self.refused(driver, Job(directory=copy, attempt=2, items=ITEMS - 1), "99 items")
+        self.refused(driver, self.again(copy, items=ITEMS - 1), self.other)
 
     def test_a_batch_that_was_taken_and_not_trained(self, driver: Driver, tmp_path: Path) -> None:
         words = ("taken and not trained", "something else read from the loader", "moved while it was being read")
-        self.refused(driver, Job(directory=tmp_path / "run", mistake="look"), *words)
+        self.refused(driver, self.of_one(directory=tmp_path / "run", mistake="look"), *words)
         assert self.newest(tmp_path / "run") is None
 
     def test_a_forgotten_load(self, driver: Driver, copy: Path) -> None:
         """Nothing is trained, and nothing that is there is changed."""
+        if not self.asks_for_load:
+            pytest.skip("this trainer loads by itself")
         choice = self.choice_of(copy)
         assert choice is not None
         files = {path: path.read_bytes() for path in choice.tag_dir.rglob("*") if path.is_file()}
         before = len(lines(copy))
-        self.refused(driver, Job(directory=copy, attempt=2, mistake="load"), "did not load a checkpoint")
+        self.refused(driver, self.again(copy, mistake="load"), "did not load a checkpoint")
         assert len(lines(copy)) == before and self.newest(copy) == 16
         assert all(path.read_bytes() == content for path, content in files.items())
 
@@ -190,6 +229,6 @@ class HostContract:
         max((path for path in choice.tag_dir.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size).write_bytes(
             b""
         )
-        self.ended(driver, Job(directory=copy, attempt=2))
+        self.ended(driver, self.again(copy))
         assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 9
         assert items(trained(copy)) == order

@@ -36,6 +36,8 @@ class Job:
     accumulation: int = 2
     #: after which the run ends. It saves at its end as well.
     epochs: int = 3
+    #: the same for a trainer that counts steps: the number of the last one, since the start of the run.
+    steps: int = 3 * ITEMS // STEP
     #: steps between two saves.
     save_every: int = 50
     #: SIGKILL to a rank that comes there: within the ``save`` of a step, with files half written, or after a ``step``.

@@ -1,10 +1,15 @@
-"""A driver of megaresume's own hosts: forks what is killed, or has several ranks; the rest trains in this process."""
+"""Drivers of megaresume's own hosts: `ForkingDriver` forks what is killed, or has several ranks, and trains the rest in
+this process; `LaunchingDriver` starts all of it, by torchrun of another interpreter.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,14 +30,15 @@ class ForkingDriver(Driver):
     Args:
         program: its file.
         train: its function, which trains as a job says.
+        in_process: whether it leaves nothing behind, so that it can train in this process.
     """
 
-    def __init__(self, program: str, train: Train) -> None:
-        self.program, self.train = program, train
+    def __init__(self, program: str, train: Train, *, in_process: bool = True) -> None:
+        self.program, self.train, self.in_process = program, train, in_process
 
     def run(self, job: Job) -> Ran:
         """See `Driver`."""
-        if job.ranks == 1 and not job.kill[0]:
+        if self.in_process and job.ranks == 1 and not job.kill[0]:
             return self._here(job)
         words, output = [json.dumps(asdict(job), default=str)], job.directory.with_name(f"{job.directory.name}.output")
         env = ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "contract", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(job.ranks)}
@@ -52,6 +58,30 @@ class ForkingDriver(Driver):
         return Ran(status, said.getvalue())
 
 
+class LaunchingDriver(Driver):
+    """Of a program that calls `main` if it is run.
+
+    Args:
+        program: its file.
+        python: the interpreter that has the trainer.
+    """
+
+    def __init__(self, program: str, python: str) -> None:
+        self.program, self.python = program, python
+
+    def run(self, job: Job) -> Ran:
+        """See `Driver`."""
+        words = [self.python, "-m", "torch.distributed.run", f"--nproc-per-node={job.ranks}"]
+        words += [
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+            self.program,
+            json.dumps(asdict(job), default=str),
+        ]
+        done = subprocess.run(words, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
+        return Ran(done.returncode, done.stdout + done.stderr)
+
+
 def main(train: Train) -> None:
     """Train as the job says that this program was given."""
     asked = json.loads(sys.argv[1])
@@ -67,6 +97,12 @@ def ask_to_stop(job: Job, step: int) -> None:
     """After each step."""
     if step == job.stop_after:
         _file(job).touch()
+
+
+def die_if_asked(job: Job, step: int) -> None:
+    """After each step."""
+    if job.kill == ("step", step):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _file(job: Job) -> Path:
