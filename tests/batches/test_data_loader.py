@@ -11,6 +11,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -380,6 +381,11 @@ def test_a_damaged_state_is_refused_and_the_loader_stays(order: list[int]) -> No
     assert first + merged(loaders, 2) == order[:16]
 
 
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
 def test_the_hash_of_an_item_sees_what_it_holds() -> None:
     items: list[Any] = [
         {"a": 1, "b": "x"},
@@ -394,6 +400,8 @@ def test_the_hash_of_an_item_sees_what_it_holds() -> None:
         {"a": None, "b": "x"},
         Numbers(3),
         Numbers(4),
+        Colour.RED,
+        Colour.BLUE,
     ]
     assert len({item_hash(item) for item in items}) == len(items)
     assert item_hash({"b": "x", "a": 1}) == item_hash(items[0])
