@@ -35,8 +35,8 @@ from megaresume.stream.stream import Stream
 log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "megaresume.prompts", 1
-#: ordinals planned at a time.
-BLOCK = 4096
+#: ordinals planned at a time, and how many such blocks are kept, for prompts that are issued again.
+BLOCK, BLOCKS = 4096, 32
 
 
 class Prompt(NamedTuple):
@@ -106,8 +106,8 @@ class Prompts:
         self._ledger = None if ledger is None else PromptLedger(Path(ledger))
         #: the orders that prompts in flight came from; the last one goes on.
         self._orders = [_Order(self._loader.stream)]
-        #: a block: the first ordinal, and (epoch, item, dataset, place) of each.
-        self._planned: tuple[int, list[tuple[int, int, str, Any]]] = (0, [])
+        #: blocks, the last used first: the first ordinal, and (epoch, item, dataset, place) of each.
+        self._planned: list[tuple[int, list[tuple[int, int, str, Any]]]] = []
         self._lock = threading.RLock()
 
     # A run
@@ -289,7 +289,7 @@ class Prompts:
                 raise
             if self._ledger is not None:
                 self._ledger.id = line
-            self._flights, self._orders, self._planned = flights, orders, (0, [])
+            self._flights, self._orders, self._planned = flights, orders, []
             for said in self._loader.stream.accepted:
                 log.info("megaresume: %s", said)
 
@@ -357,12 +357,18 @@ class Prompts:
         """Of at most so many ordinals from this one on; none at the end of the data."""
         if n <= 0:
             return []
-        first, places = self._planned
-        if not first <= ordinal < first + len(places):
-            order = next(one for one in self._orders if one.stop is None or ordinal < one.stop)
-            there = order.stop - ordinal if order.stop is not None else available(order.stream, ordinal, BLOCK)
-            first, places = ordinal, self._loader.places(ordinal, ordinal + min(there, BLOCK), order.stream)
-            self._planned = first, places
+        for at, (first, places) in enumerate(self._planned):
+            if first <= ordinal < first + len(places):
+                if at:
+                    self._planned.insert(0, self._planned.pop(at))
+                return places[ordinal - first : ordinal - first + n]
+        order = next(one for one in self._orders if one.stop is None or ordinal < one.stop)
+        first = max(order.stream.start, ordinal - ordinal % BLOCK)
+        there = order.stop - first if order.stop is not None else available(order.stream, first, BLOCK)
+        if ordinal - first >= there:
+            return []
+        places = self._loader.places(first, first + min(there, BLOCK), order.stream)
+        self._planned = [(first, places), *self._planned[: BLOCKS - 1]]
         return places[ordinal - first : ordinal - first + n]
 
 

@@ -380,7 +380,10 @@ class InFlight:
         opened = sorted(self.open)
         partial = [[k, f"{one.gone:x}", one.step] for k in opened if (one := self.open[k]).gone]
         fields: dict[str, Any] = {"open": to_runs(opened), "partial": partial}
-        if len(text := json.dumps(fields, separators=(",", ":"))) > LARGE:
+        if len(json.dumps(fields, separators=(",", ":"))) > LARGE:
+            # By column: what is alike lies side by side.
+            ordinals, gone, steps = ([one[k] for one in partial] for k in range(3))
+            text = json.dumps([fields["open"], to_runs(ordinals), gone, steps], separators=(",", ":"))
             fields = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
         head = {"rollouts": self.rollouts, "step": self.step, "weights": self.version}
         return head | {"frontier": self.frontier, "next": self.next} | fields
@@ -431,7 +434,8 @@ def unpacked(fields: Mapping[str, Any]) -> dict[str, Any]:
         text = zlib.decompress(base64.b85decode(fields["packed"]))
     except zlib.error as error:
         raise ValueError(f"packed: {error}") from error
-    return {**fields, **parse_json(text)}
+    opened, ordinals, gone, steps = parse_json(text)
+    return {**fields, "open": opened, "partial": list(zip(from_runs(ordinals), gone, steps, strict=True))}
 
 
 def to_runs(ordinals: Sequence[int]) -> list[int]:

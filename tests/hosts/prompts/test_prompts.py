@@ -229,6 +229,36 @@ def test_a_state_of_ten_thousand_exceptions_is_small() -> None:
     assert again.issue(3) == left[:3]
 
 
+def test_a_state_of_ten_thousand_groups_in_part_is_small() -> None:
+    prompts, draw = made(10**8, rollouts=8), random.Random(1)
+    issued = prompts.issue(20_000)
+    for step, prompt in enumerate(draw.sample(issued, 10_000)):
+        rollouts = draw.sample(range(8), draw.randrange(1, 8))
+        finish(prompts, prompt._replace(rollouts=tuple(rollouts)))
+        prompts.trained(step // 50, [(prompt.ordinal, rollout) for rollout in rollouts])
+    state = prompts.state_dict()
+    assert len(json.dumps(state)) < 64 << 10
+    again = made(10**8, rollouts=8)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert again.state_dict() == state
+    wanted = [prompt.rollouts for prompt in again.issue(20_000)]
+    for prompt in issued:
+        prompts.drop(prompt.ordinal, "failed", requeue=True)
+    assert [prompt.rollouts for prompt in prompts.issue(20_000)] == wanted
+
+
+def test_prompts_that_are_requeued_are_not_planned_again_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = made(10**6)
+    issued = prompts.issue(50_000)
+    plan, calls = megaresume.DataLoader.places, []
+    monkeypatch.setattr(megaresume.DataLoader, "places", lambda *given: calls.append(1) or plan(*given))
+    for ordinal in range(0, 50_000, 500):
+        prompts.drop(ordinal, "failed", requeue=True)
+        again, new = prompts.issue(2)
+        assert (again, new.ordinal) == (issued[ordinal], 50_000 + ordinal // 500)
+    assert len(calls) <= 1
+
+
 def test_a_prompt_that_cannot_be_read_is_issued_later() -> None:
     class Broken(Texts):
         broken = False
