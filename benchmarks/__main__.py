@@ -31,6 +31,7 @@ NAMES = (
     "memory",
     "simulation",
     "saving",
+    "metrics",
     "vlm",
     "far",
     "cold",

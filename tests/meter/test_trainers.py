@@ -13,6 +13,8 @@ import torch
 import megaresume
 from megaresume import Checkpoints
 from megaresume.stream.errors import UsageError
+from tests.hosts.torch.program import without_shared_memory
+from tests.meter.runs import config_of, write_sources
 
 pytestmark = pytest.mark.process  # their packages ask the system what it is
 
@@ -146,3 +148,40 @@ def test_a_loop_has_no_loggers(tmp_path: Path) -> None:
             checkpoints=Checkpoints(save_dir=tmp_path / "run"),
             metrics="trainer",
         )
+
+
+def test_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    documents = write_sources(tmp_path)
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    without_shared_memory()
+    model = torch.nn.Embedding(2000, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "logs"), "job_name": "run"},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    checkpoints = Checkpoints(save_dir=tmp_path / "run")
+    data = megaresume.attach(engine, config_of(tmp_path), checkpoints=checkpoints, metrics=[*METRICS, "jsonl"])
+    tokens = dict.fromkeys(documents, 0)
+    for batch in data:
+        if engine.global_steps == 100:
+            break
+        for k, name in enumerate(documents):
+            tokens[name] += int((batch["tokens"] // 1000 == k).sum())
+        data.meter.losses(batch, batch["tokens"].float())
+        engine.backward(engine(batch["tokens"]).sum())
+        engine.step()
+    data.close()
+    lines = [json.loads(line) for line in (tmp_path / "run/megaresume/meter/figures.jsonl").open()]
+    assert lines[-1]["figures"]["megaresume.step"] == 100
+    assert lines[-1]["figures"]["megaresume.source.tokens"] == tokens
+    assert set(lines[-1]["figures"]["megaresume.source.loss"]) == set(documents)
+    [path] = (tmp_path / "logs").rglob("*source_tokens_web*.csv")
+    assert len(path.read_text().splitlines()) > 2
