@@ -18,7 +18,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -116,8 +116,10 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 def fsync_file(descriptor: int) -> None:
     """Force a file's content to the disk, where the filesystem can."""
     whole = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, whose fsync leaves it in the memory of the disk
-    ways = [lambda: fcntl.fcntl(descriptor, whole)] if whole is not None else []
-    for force in (*ways, lambda: os.fsync(descriptor)):
+    ways: list[Callable[[], object]] = [lambda: os.fsync(descriptor)]
+    if whole is not None:
+        ways.insert(0, lambda: fcntl.fcntl(descriptor, whole))
+    for force in ways:
         try:
             force()
             return
