@@ -86,57 +86,6 @@ def assemble(records: Iterable[dict[str, Any]]) -> RunRecords:
     return RunRecords(starts=tuple(starts), steps=steps, lost=tuple(lost), validations=validations, held_out=held_out)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordComparison:
-    """Whether the run trained on what the twin trained on."""
-
-    steps: int
-    #: steps that were done twice, since a kill came between them and the next checkpoint.
-    redone: int
-    #: numbers of the steps, in order, whose samples, or their content, are not the twin's; that the run lacks.
-    different_samples: tuple[int, ...]
-    different_content: tuple[int, ...]
-    missing: tuple[int, ...]
-    #: steps whose loss is bit for bit the twin's, and the largest difference of the others.
-    equal_losses: int
-    largest_difference: float
-
-    @property
-    def holds(self) -> bool:
-        """The same samples with the same content in the same steps, none missing."""
-        return not (self.different_samples or self.different_content or self.missing) and self.steps > 0
-
-
-def compare_all(twin: RunRecords, run: RunRecords) -> RecordComparison:
-    """Compare every step that the run did, also those that a kill made it do again."""
-    done: dict[int, list[dict[str, Any]]] = {step: [record] for step, record in run.steps.items()}
-    for record in run.lost:
-        done.setdefault(record["step"], []).append(record)
-
-    def differing(*fields: str) -> tuple[int, ...]:
-        return tuple(
-            step
-            for step, expected in sorted(twin.steps.items())
-            if any(record[field] != expected[field] for record in done.get(step, ()) for field in fields)
-        )
-
-    # Records that ranks wrote have no losses.
-    both = [
-        (run.steps[step], expected)
-        for step, expected in twin.steps.items()
-        if step in run.steps and "loss_hex" in run.steps[step] and "loss_hex" in expected
-    ]
-    return RecordComparison(
-        steps=len(twin.steps),
-        redone=len(run.lost),
-        different_samples=differing("samples", "order", "digest"),
-        different_content=differing("content"),
-        missing=tuple(step for step in sorted(twin.steps) if step not in run.steps),
-        equal_losses=sum(a["loss_hex"] == b["loss_hex"] for a, b in both),
-        largest_difference=max((abs(a["loss"] - b["loss"]) for a, b in both), default=0.0),
-    )
-
-
 def read_any(path: Path) -> RunRecords | None:
     """The records of a run; None if there are none yet.
 
@@ -232,34 +181,41 @@ class Losses:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The comparison."""
+class RunComparison:
+    """Whether a run trained on what the reference trained on: every step that it did, also those that it did again."""
 
-    all: RecordComparison
-    losses: Losses
+    #: of the reference.
+    steps: int
+    #: steps that were done twice, since a kill came between them and the next checkpoint.
+    redone: int
+    #: numbers of the steps, in order, whose samples, or their content, are not the reference's; that the run lacks.
+    different_samples: tuple[int, ...]
+    different_content: tuple[int, ...]
+    missing: tuple[int, ...]
     #: steps that both runs have; steps whose hashes can be compared directly.
     compared: int
     hashed: int
+    losses: Losses
     #: the first difference, in words; None if there is none.
     first: str | None
 
     @property
     def holds(self) -> bool:
         """Whether nothing differs."""
-        return self.first is None and self.all.steps > 0
+        return self.first is None and self.steps > 0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
         return {
             "holds": self.holds,
             "first_difference": self.first,
-            "steps": self.all.steps,
+            "steps": self.steps,
             "compared": self.compared,
             "hashed": self.hashed,
-            "trained_again": self.all.redone,
-            "different_samples": list(self.all.different_samples),
-            "different_content": list(self.all.different_content),
-            "missing": list(self.all.missing),
+            "trained_again": self.redone,
+            "different_samples": list(self.different_samples),
+            "different_content": list(self.different_content),
+            "missing": list(self.missing),
             "losses": asdict(self.losses),
         }
 
@@ -269,35 +225,50 @@ def compare_runs(
     run: RunRecords,
     *,
     steps: int,
-    done: int,
-    tolerance: float,
-    exact: bool,
-    nodes: Sequence[int],
-) -> Outcome:
+    done: int | None = None,
+    tolerance: float = math.inf,
+    exact: bool = False,
+    nodes: Sequence[int] = (),
+) -> RunComparison:
     """Compare every step that the run did, also those that it did again.
 
     Args:
         reference, run: their records.
         steps: of the reference.
-        done: steps that the run must have; fewer where the test was given up.
-        tolerance: relative difference of losses that another order of sums may make.
+        done: steps that the run must have; fewer where the test was given up. None: all.
+        tolerance: relative difference of losses that another order of sums may make; infinity: any number.
         exact: losses must be equal bit for bit as long as the layout is that of the reference.
         nodes: by start of the run; the first is that of the reference, too.
     """
-    both = compare_all(reference, run)
+    trained: dict[int, list[dict[str, Any]]] = {step: [record] for step, record in run.steps.items()}
+    for record in run.lost:
+        trained.setdefault(record["step"], []).append(record)
+
+    def differing(*fields: str) -> tuple[int, ...]:
+        return tuple(
+            step
+            for step, expected in sorted(reference.steps.items())
+            if any(record[field] != expected[field] for record in trained.get(step, ()) for field in fields)
+        )
+
     losses, wrong = _losses(reference, run, tolerance, exact, nodes)
     found = [
         *_incomplete("the reference", reference, steps),
-        *_incomplete("the run", run, done),
+        *_incomplete("the run", run, steps if done is None else done),
         *_starts(reference, run),
         *_differences(reference, run),
         *wrong,
     ]
-    return Outcome(
-        all=both,
+    both = reference.steps.keys() & run.steps.keys()
+    return RunComparison(
+        steps=len(reference.steps),
+        redone=len(run.lost),
+        different_samples=differing("samples", "order", "digest"),
+        different_content=differing("content"),
+        missing=tuple(sorted(reference.steps.keys() - run.steps.keys())),
+        compared=len(both),
+        hashed=sum(_comparable(run.steps[step], reference.steps[step]) for step in both),
         losses=losses,
-        compared=len(reference.steps.keys() & run.steps.keys()),
-        hashed=sum(_comparable(run.steps[s], r) for s, r in reference.steps.items() if s in run.steps),
         first=min(found, key=lambda difference: difference[0])[1] if found else None,
     )
 

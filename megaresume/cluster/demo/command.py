@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from megaresume.checkpoint.records import ledger_path
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, Extra
 from megaresume.cluster.job import Kind, Launch, own_directory
 from megaresume.cluster.local import LocalPrograms, ask
-from megaresume.cluster.records import RecordComparison, RunRecords, compare_all, read_records
+from megaresume.cluster.records import RunComparison, RunRecords, compare_runs, read_records
 from megaresume.cluster.scenario import Attempt, Found, Say, Scenario, Stop
 from megaresume.command_line import need_packages
 from megaresume.render import COLOURS, html_table, page, svg
@@ -112,7 +112,7 @@ def run_demo(demo: Demo, out: Path, *, steps: int, overwrite: bool, quiet: bool)
     twin, trained = read_records(out / "twin.jsonl"), read_records(out / "run.jsonl")
 
     say("4. Comparing every step, and planning the whole stream again: megaresume verify")
-    comparison = compare_all(twin, trained)
+    comparison = compare_runs(twin, trained, steps=steps)
     verified = ask("verify", str(out / "run"))
     samples, config = steps * GLOBAL_BATCH_SIZE, demo.config(out, data)
     extra = demo.extra(out)
@@ -139,7 +139,7 @@ def run_demo(demo: Demo, out: Path, *, steps: int, overwrite: bool, quiet: bool)
     say(f"\nreport: {report}")
     say(f"look around: megaresume inspect {out / 'run'}    megaresume stream {config} --samples 0:8")
     numbers = {"seconds": round(facts.seconds, 1), "report": str(report)}
-    return {"holds": facts.holds, **asdict(comparison), **numbers, **facts.extra.result}
+    return {**comparison.to_dict(), "holds": facts.holds, **numbers, **facts.extra.result}
 
 
 class _Run(Scenario):
@@ -228,7 +228,9 @@ def _table(facts: Facts) -> str:
         ("time", f"{facts.seconds:.0f} s"),
     ]
     lines = [f"   {what:<44} {result}" for what, result in rows]
-    verdict = "exact: what was done again was as before, and nothing was skipped" if facts.holds else "NOT EXACT"
+    verdict = "exact: what was done again was as before, and nothing was skipped"
+    if not facts.holds:
+        verdict = "NOT EXACT" + (f": {facts.comparison.first}" if facts.comparison.first else "")
     return "\n".join(["", *lines, "", f"   {verdict}"])
 
 
@@ -253,7 +255,7 @@ class Facts:
     demo: Demo
     extra: Extra
     holds: bool
-    comparison: RecordComparison
+    comparison: RunComparison
     twin: RunRecords
     run: RunRecords
     starts: Sequence[ReportedStart]
@@ -282,7 +284,8 @@ def _page(facts: Facts, stream: Stream) -> str:
         f"<p class='verdict {'holds' if facts.holds else 'fails'}'>{verdict}</p>",
         "<h2>What was checked</h2>",
         html_table(("", "result"), checks(facts)),
-        "<p>With other processes or micro-batches the sums of a loss are taken in another order. megaresume verify: "
+        "<p>With other processes or micro-batches the sums of a loss are taken in another order; the difference is "
+        "relative to the twin's loss. megaresume verify: "
         f"{len(facts.verified['points'])} recorded points, planned again on a CPU.</p>",
         "<h2>Loss, step by step</h2>",
         _losses(facts),
@@ -317,7 +320,7 @@ def _packing(facts: Facts, stream: Stream) -> tuple[str, ...]:
 
 def checks(facts: Facts) -> list[tuple[str, str]]:
     """What was checked, and what came of it."""
-    c = facts.comparison
+    c, losses = facts.comparison, facts.comparison.losses
 
     def identical(different: Sequence[int]) -> str:
         found = f"{c.steps - len(different)} of {c.steps} identical"
@@ -329,7 +332,10 @@ def checks(facts: Facts) -> list[tuple[str, str]]:
         ("samples of every step", identical(c.different_samples)),
         (facts.demo.content, identical(c.different_content)),
         ("steps missing", ", ".join(map(str, c.missing)) or "none"),
-        ("losses, bit for bit", f"{c.equal_losses} of {c.steps}, the others within {c.largest_difference:.1e}"),
+        (
+            "losses, bit for bit",
+            f"{losses.equal} of {losses.compared}, the others within {losses.largest:.1e}",
+        ),
         ("megaresume verify", "proved" if facts.verified["holds"] else "NOT PROVED"),
         *facts.extra.rows,
     ]

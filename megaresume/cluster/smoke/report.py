@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.records import Outcome, RunRecords
+from megaresume.cluster.records import RunComparison, RunRecords
 from megaresume.cluster.scenario import Found, StopResult
 from megaresume.cluster.smoke.plan import SmokePlan
 from megaresume.render import COLOURS, escape, html_table, page, svg
@@ -27,7 +27,7 @@ class Result(Found):
     where: str
     reference: RunRecords | None = None
     run: RunRecords | None = None
-    outcome: Outcome | None = None
+    outcome: RunComparison | None = None
     #: what ``megaresume verify`` found of the run; None if it could not be asked.
     verified: bool | None = None
     seconds: float = 0.0
@@ -150,15 +150,18 @@ def _checks(result: Result) -> list[tuple[str, str]]:
     outcome = result.outcome
     if outcome is None:
         return [("steps compared", "none")]
-    both, losses = outcome.all, outcome.losses
+    losses = outcome.losses
     rows = [
-        ("steps", f"{outcome.compared} of {result.plan.steps} compared; {both.redone} were trained again after a stop"),
-        ("samples, order, digest", _all_but(both.different_samples, outcome.compared)),
-        ("content", _all_but(both.different_content, outcome.compared)),
-        ("steps missing", _listed(both.missing) or "none"),
+        (
+            "steps",
+            f"{outcome.compared} of {result.plan.steps} compared; {outcome.redone} were trained again after a stop",
+        ),
+        ("samples, order, digest", _all_but(outcome.different_samples, outcome.compared)),
+        ("content", _all_but(outcome.different_content, outcome.compared)),
+        ("steps missing", _listed(outcome.missing) or "none"),
     ]
     if outcome.hashed < outcome.compared:
-        rows[1] = ("samples", _all_but(both.different_samples, outcome.compared))
+        rows[1] = ("samples", _all_but(outcome.different_samples, outcome.compared))
         rows[2] = ("order, content", f"hashes of {outcome.hashed} steps compared; the others by megaresume verify")
     if losses.compared:
         exact = f"{losses.exact_equal} of {losses.exact} with an unchanged layout bit for bit; " if losses.exact else ""

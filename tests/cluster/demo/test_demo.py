@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from megaresume.cluster.records import compare_all, read_records
+from megaresume.cluster.records import compare_runs, read_records
 from tests.cli.conftest import megaresume_process
 
 pytestmark = pytest.mark.process
@@ -31,7 +31,7 @@ def test_it_proves_a_run_that_was_killed_twice(demo):
     assert records.starts[0]["step"] == 0 and len(records.starts) == 3
     assert [(s["topology"]["dp"], s["topology"]["num_workers"]) for s in records.starts] == [(2, 0), (1, 2), (2, 1)]
     assert 0 < records.starts[1]["step"] < records.starts[2]["step"] < 30
-    assert result["largest_difference"] < 1e-4
+    assert result["losses"]["largest"] < 1e-4
 
 
 def test_the_report_is_one_page_with_everything_inside(demo):
@@ -71,9 +71,9 @@ def test_it_removes_nothing_that_it_did_not_make(demo, tmp_path):
 def test_a_different_step_is_found(demo, field):
     out, _ = demo
     twin, run = read_records(out / "twin.jsonl"), read_records(out / "run.jsonl")
-    assert compare_all(twin, run).holds
+    assert compare_runs(twin, run, steps=30).holds
     run.steps[17] = run.steps[17] | {field: [1, 2] if field == "samples" else "0" * 16}
-    comparison = compare_all(twin, run)
+    comparison = compare_runs(twin, run, steps=30)
     assert not comparison.holds
     assert (comparison.different_content if field == "content" else comparison.different_samples) == (17,)
 
@@ -84,11 +84,11 @@ def test_a_step_that_only_an_earlier_attempt_did_differently_is_found(demo):
     assert run.lost
     wrong = run.lost[0] | {"order": "0" * 16}
     changed = dataclasses.replace(run, lost=(wrong, *run.lost[1:]))
-    assert compare_all(twin, changed).different_samples == (wrong["step"],)
+    assert compare_runs(twin, changed, steps=30).different_samples == (wrong["step"],)
 
 
 def test_a_missing_step_is_found(demo):
     out, _ = demo
     twin, run = read_records(out / "twin.jsonl"), read_records(out / "run.jsonl")
     del run.steps[30]
-    assert compare_all(twin, run).missing == (30,)
+    assert compare_runs(twin, run, steps=30).missing == (30,)

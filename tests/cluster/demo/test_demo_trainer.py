@@ -71,8 +71,8 @@ def test_a_batch_is_padded_and_its_padding_is_no_label(data: Path) -> None:
 @pytest.mark.process
 def test_all_of_it_short(tmp_path: Path) -> None:
     result = run_demo(TRAINER, tmp_path / "out", steps=24, overwrite=False, quiet=True)
-    assert result["holds"] and result["steps"] == 24 and result["largest_difference"] < 1e-4
-    assert result["different_samples"] == result["different_content"] == result["missing"] == ()
+    assert result["holds"] and result["steps"] == 24 and result["losses"]["largest"] < 1e-4
+    assert result["different_samples"] == result["different_content"] == result["missing"] == []
     records = read_records(tmp_path / "out" / "run.jsonl")
     assert [(s["topology"]["dp"], s["topology"]["num_workers"]) for s in records.starts] == [(2, 0), (1, 2), (2, 1)]
     page = (tmp_path / "out" / "report.html").read_text()
