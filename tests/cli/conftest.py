@@ -45,7 +45,7 @@ def megaresume(*words: object) -> subprocess.CompletedProcess[str]:
 def megaresume_process(*words: object) -> subprocess.CompletedProcess[str]:
     """The same, in a process of its own."""
     command = [sys.executable, "-m", "megaresume", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500)
 
 
 @pytest.fixture
