@@ -29,6 +29,7 @@ Checkpoints hold what a replica that joins is given. The first replica of the qu
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -155,6 +156,12 @@ class Ballot:
         return 0
 
 
+def _package() -> str:
+    """Under which name torchft is installed."""
+    names = ("torchft", "torchft-nightly")
+    return next((name for name in names if any(importlib.metadata.distributions(name=name))), names[0])
+
+
 class TorchftHost(TrainerHost):
     """See `TrainerHost`.
 
@@ -165,7 +172,7 @@ class TorchftHost(TrainerHost):
         log_samples: where each process writes down what it has trained; None: nowhere.
     """
 
-    package = "torchft"
+    package = _package()
     words = words_of(trainer="the manager", clock="manager.should_commit()", name="loop")
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"

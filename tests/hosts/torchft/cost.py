@@ -66,7 +66,7 @@ def replica(directory: Path, number: int, port: int, steps: int, seconds: float,
         checkpoints = megaresume.Checkpoints(save_dir=directory / "checkpoints", max_starts=0)
         loop = megaresume.attach(manager, loader, global_batch_size=SIZE, checkpoints=checkpoints, log_samples=log)
     times: list[tuple[float, int]] = []
-    step = 0
+    step, is_alone = 0, False
     while step < steps or number:  # the other one ends by being killed
         optimizer.zero_grad()
         for batch in loop if loop is not None else [next(plain)]:  # type: ignore[call-overload]
@@ -79,7 +79,8 @@ def replica(directory: Path, number: int, port: int, steps: int, seconds: float,
         if manager.current_step() > step:
             times.append((time.perf_counter(), manager.num_participants()))
         step = manager.current_step()
-        if number == 0 and step == steps - 10:
+        if number == 0 and step == steps - 10 and not is_alone:
+            is_alone = True
             os.kill(int((directory / "pid_1").read_text()), signal.SIGKILL)
     if number == 0:
         (directory / "times.json").write_text(json.dumps(times))

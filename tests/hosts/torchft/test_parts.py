@@ -94,6 +94,20 @@ def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], launc
     assert len(reported) == (launch is None)
 
 
+def test_a_replica_that_is_being_healed_commits_with_the_others() -> None:
+    """It contributes nothing, and is still at the position that it came with."""
+    others = SimpleNamespace(wait=lambda: None)
+    of_torchft = SimpleNamespace(
+        allreduce=lambda tensor, reduce_op: tensor.add_(torch.tensor([8, 32, 7])) is None or others,
+        errored=lambda: None,
+        report_error=lambda error: pytest.fail(str(error)),
+    )
+    ballot = Ballot(
+        of_torchft, samples=0, position=16, launch=0, contributes=False, replicas=1, device=torch.device("cpu")
+    )
+    assert ballot.launch(8) == 7
+
+
 def steps_of(log: RankLog, *, launch: int, step: int, rank: int, events: str, first: int) -> None:
     """Votes (v) and decided steps (s), of 4 samples each; step after step."""
     log.start(
