@@ -642,7 +642,8 @@ class ReplicaLoop(StepLoop):
         after the last micro-batch, scale the gradients by the number of participants and divide by this.
 
         Args:
-            number: of this process; 0 counts for micro-batches without weight.
+            number: of this process, without micro-batches of weight 0; if a replica has several processes, the mean of
+                them.
         """
         self.host.is_weighed = True
         sum_of = torch.tensor([number], dtype=torch.float64, device=self.host._reduces_on)

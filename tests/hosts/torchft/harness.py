@@ -189,6 +189,7 @@ def run(
         "seconds": rng.choice([0.005, 0.02]),
         "save_every": rng.choice([3, 7]),
     }
+    base["sums"] = not base["ddp"] and rng.random() < 0.4
     size = size or rng.randint(1, 4)
     job = Job(replica=0, **base)
     kills: collections.Counter[str] = collections.Counter()
@@ -263,7 +264,7 @@ def stale_group(directory: Path, **options: Any) -> Found:
     directory.mkdir(parents=True)
     port = free_port()
     base: dict[str, Any] = {"directory": str(directory), "lighthouse": f"http://127.0.0.1:{port}", "seconds": 0.05}
-    base |= {"steps": 12, "timeout": 2.0} | options
+    base |= {"steps": 12, "timeout": 2.0, "quorum_timeout": 90.0} | options
     tower = forked(lambda: lighthouse(port), directory / "lighthouse.log")
     replicas = [forked(lambda: main(Job(replica=0, **base)), directory / "replica_0.log")]
     lines = directory / "replica_0.jsonl"

@@ -44,6 +44,8 @@ class Job:
     asynchronous: bool = False
     #: torchft's DistributedDataParallel; else each gradient is all-reduced by hand.
     ddp: bool = False
+    #: a loss that is a sum, divided by what all replicas have summed; without DDP.
+    sums: bool = False
     #: seconds that a micro-batch takes.
     seconds: float = 0.0
     save_every: int = 0
@@ -57,6 +59,7 @@ class Job:
     locals: int = 1
     port: int = 0
     timeout: float = 5.0
+    quorum_timeout: float = 20.0
 
 
 class Witness(torch.nn.Module):
@@ -115,7 +118,7 @@ def main(job: Job) -> None:
         lighthouse_addr=job.lighthouse,
         hostname="127.0.0.1",
         timeout=timedelta(seconds=job.timeout),
-        quorum_timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=job.quorum_timeout),
         connect_timeout=timedelta(seconds=10),
         quorum_retries=20,
     )
@@ -141,7 +144,7 @@ def main(job: Job) -> None:
         while loop.step < job.steps:
             optimizer.zero_grad()
             before = model.tally.detach().clone()
-            losses, handed = 0.0, []
+            losses, summed, handed = 0.0, 0, []
             for batch in loop:
                 # The forward, too: that is where DDP is told whether this backward ends in an all-reduce.
                 with trained.no_sync() if isinstance(trained, DDP) and not loop.ends_step else nullcontext():
@@ -150,14 +153,20 @@ def main(job: Job) -> None:
                         handed += batch.tolist()
                     die_at("forward")
                     time.sleep(job.seconds)
-                    ((count + loss) * loop.weight).backward()
+                    if job.sums:
+                        summed += len(batch) * bool(loop.weight)
+                        ((count + loss) * len(batch) * bool(loop.weight)).backward()
+                    else:
+                        ((count + loss) * loop.weight).backward()
                 losses += float(loss.detach()) * loop.weight
             if not job.ddp:
+                scale = manager.num_participants() / loop.total(summed) if job.sums else 1.0
                 for parameter in model.parameters():
                     if job.locals > 1:  # as FSDP does, within the replica
                         dist.all_reduce(parameter.grad)
                         parameter.grad /= job.locals
                     manager.allreduce(parameter.grad).wait()
+                    parameter.grad *= scale
                     die_at("reducing")
             die_at("reduced")
             replicas, step = manager.num_participants(), loop.step
