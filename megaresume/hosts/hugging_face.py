@@ -11,7 +11,7 @@ Hooked on the Trainer:
     set_initial_training_values      how many steps the run has
     _init_training_state             at which epoch it continues: the Trainer skips nothing, as our loader is there
     _run_epoch                       how many batches this epoch has
-    on_step_end (a callback)         a step was made
+    on_pre_optimizer_step, on_step_end (a callback)     the weights are about to change; a step was made
     _save_checkpoint                 saved by the session: commit, lock, ledger, retention
     _evaluate                        draws nothing from the generators of the training
     log                              figures go where it logs, if that is asked for
@@ -143,6 +143,12 @@ class TransformersHost(TrainerHost):
             "a callback or a method took a batch of train_dataloader; or the first of the callbacks was removed",
             "to look at a batch: trainer.data_collator([dataset[0], dataset[1]])",
         ),
+        early_save=(
+            "trainer._save_checkpoint was called within a step; or after an exception that ended the training between "
+            "the change of the weights and on_step_end, which counts it",
+            "to save, set control.should_save in on_step_end; after such an exception go on from the checkpoint before "
+            "it: trainer.train(resume_from_checkpoint=True) in a new process",
+        ),
         other_count=(
             "the Trainer's state was changed by hand, or loaded from another checkpoint",
             "trainer.train(resume_from_checkpoint=True), and nothing else, loads checkpoints",
@@ -163,6 +169,8 @@ class TransformersHost(TrainerHost):
         self._epoch = 0, 0
         #: that are to be logged.
         self._figures: Mapping[str, float] = {}
+        #: the optimizer that tells of its steps.
+        self._watched: Any = None
 
     def check(self) -> None:
         """See `TrainerHost`."""
@@ -351,8 +359,18 @@ class TransformersHost(TrainerHost):
             UsageError: the epoch before it was ended early.
         """
         self.check_epoch(more["epoch"])
+        self._watch()
         batches, steps = self.batches_of_epoch()
         return run(**more | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
+
+    def _watch(self) -> None:
+        """DeepSpeed makes its step within `training_step`, before any callback is called."""
+        optimizer = self.trainer.optimizer
+        while (inner := getattr(optimizer, "optimizer", None)) is not None:
+            optimizer = inner
+        if optimizer is not self._watched:
+            self._watched = optimizer
+            self.watch([optimizer])
 
     def save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
         """Save and commit."""
@@ -382,7 +400,8 @@ class TransformersHost(TrainerHost):
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
 
         def write_files() -> None:
-            with failing_late(self.trainer.accelerator, (self.trainer, "_save")) as errors:
+            files = failing_late(self.trainer.accelerator, (self.trainer, "_save"))
+            with files as errors, replaced(self, is_at_files=True):
                 write()
                 if errors:
                     raise errors[0]

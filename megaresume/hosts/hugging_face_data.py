@@ -351,6 +351,9 @@ def callback_of(host: Any) -> Any:
     class StepEnd(TrainerCallback):
         """Counts the steps that were made."""
 
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            host.steps.changed()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             host.stepped()
 

@@ -218,3 +218,48 @@ def test_the_working_directory_was_changed(tmp_path: Path, order: list[int], mon
     trainer.train()
     assert [path.name for path in sorted(tmp_path.glob("run/checkpoint-*"))][:2] == ["checkpoint-10", "checkpoint-15"]
     assert not list((tmp_path / "elsewhere").rglob("*"))
+
+
+class Interrupting(TrainerCallback):
+    """Raises KeyboardInterrupt in one of its methods, in step 8."""
+
+    def __init__(self, where: str) -> None:
+        setattr(self, where, self._interrupt)
+
+    def _interrupt(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 7:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["on_optimizer_step", "on_pre_optimizer_step"])
+def test_saved_by_hand_after_an_interrupt_that_left_the_weights_ahead(
+    tmp_path: Path, order: list[int], where: str
+) -> None:
+    """The weights have made step 8, perhaps, and neither the Trainer nor the data has counted it."""
+    trainer = make(tmp_path / "run", num_train_epochs=1)
+    trainer.add_callback(Interrupting(where))
+    megaresume.attach(trainer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    for _ in range(2):
+        with pytest.raises(StateError, match="a checkpoint was asked for in the middle of a step"):
+            trainer._save_checkpoint(trainer.model, None)
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-5"]
+    trainer = make(tmp_path / "run", num_train_epochs=1, attempt=2)
+    megaresume.attach(trainer)
+    trainer.train(resume_from_checkpoint=True)
+    assert items(trained(tmp_path / "run")) == order
+
+
+def test_saved_by_hand_after_an_interrupt_within_a_micro_batch(tmp_path: Path, order: list[int]) -> None:
+    """The weights are those of step 7."""
+    trainer = make(tmp_path / "run", num_train_epochs=1, kill=("interrupt", 8))
+    megaresume.attach(trainer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer._save_checkpoint(trainer.model, None)
+    trainer = make(tmp_path / "run", num_train_epochs=1, attempt=2)
+    megaresume.attach(trainer)
+    trainer.train(resume_from_checkpoint=True)
+    assert next(line["step"] for line in lines(tmp_path / "run") if line["attempt"] == 2) == 8
+    assert items(trained(tmp_path / "run")) == order
