@@ -225,6 +225,11 @@ class StreamConfig:
         return max(min(MIN_FRAGMENT, self.seq_length // MIN_FRAGMENT), 1) if given is None else given
 
     @property
+    def is_of_items(self) -> bool:
+        """Whether a sample is one item, of which no tokens are counted."""
+        return self.packing.traits.is_one_document and self.seq_length == 1
+
+    @property
     def packed_by(self) -> str:
         """The packing in words: ``best_fit``; with sources that fill, ``best_fit filled with web``."""
         names = [source.label for source, fills in zip(self.sources, self.fillers, strict=True) if fills]

@@ -104,7 +104,7 @@ class Blocks:
     def size(self) -> int:
         """Samples of a block."""
         config = self._config
-        most = ITEM_BLOCK if config.packing.traits.is_one_document and config.seq_length == 1 else BLOCK
+        most = ITEM_BLOCK if config.is_of_items else BLOCK
         # A snapshot grows with the sources: the more there are, the longer the blocks.
         return min(max(BLOCK_TOKENS // config.seq_length, 1), most) * (1 + len(self._sources) // BLOCK)
 

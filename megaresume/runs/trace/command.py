@@ -9,6 +9,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,8 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
         columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *_more_columns(args, trace)]
         print(",".join([*columns, *(["text"] if args.text else [])]))
     lines = _decoded(args, trace, sources, form) if args.text or args.records else None
-    writer = TraceWriter(form, trace.names, numbered=numbered, shards=trace.records.shards)
+    of_items = trace.is_of_items
+    writer = TraceWriter(form, trace.names, numbered=numbered, shards=trace.records.shards, of_items=of_items)
     shown = ""
     with _progress("tracing", trace.work(first, stop)) as update:
         for piece in trace.pieces(first, stop, progress=update):
@@ -237,19 +239,20 @@ def _decoded(
         return lambda piece: (json.dumps(row, ensure_ascii=False) + "\n" for row in rows(piece))
     if form == "csv":
         return of_csv
-    return lambda piece: (_text_of(row) for row in rows(piece))
+    return lambda piece: (_text_of(row, of_items=trace.is_of_items) for row in rows(piece))
 
 
-def _text_of(row: Mapping[str, Any]) -> str:
+def _text_of(row: Mapping[str, Any], *, of_items: bool) -> str:
     names = ("step", "sample", "rank", "micro_batch")
     words = [f"{name.replace('_', '-')} {'?' if row[name] is None else row[name]}" for name in names]
     if "absolute" in row:
         words[1] += f" (absolute {row['absolute']})"
-    lines = ["  ".join([*words, f"{row['tokens']} tokens", row["hash"]])]
+    tokens = [] if of_items else [f"{row['tokens']} tokens"]
+    lines = ["  ".join([*words, *tokens, row["hash"]])]
     for s in row["segments"]:
         epoch = f" epoch {s['epoch']}" if s["epoch"] else ""
-        place = f"  {s['source']}:{s['document']}[{s['offset']}:{s['offset'] + s['length']}]{epoch}"
-        lines.append(place + record_words(s))
+        part = "" if of_items else f"[{s['offset']}:{s['offset'] + s['length']}]"
+        lines.append(f"  {s['source']}:{s['document']}{part}{epoch}{record_words(s)}")
         if "fault" in s:
             lines.append(f"    {s['fault']['policy']}: {s['fault']['reason']}")
         text = s["text"] if "text" in s else marked_ids(s.get("token_ids", []), s.get("trained", ()), s["offset"])
@@ -300,11 +303,11 @@ def _find(args: argparse.Namespace, trace: Trace) -> None:
     with _progress("looking for documents", ahead) as update:
         found = find(trace, documents, epochs=args.epochs, until_sample=until, progress=update)
     for document in found:
-        document.give(_found_text, as_json=args.json)
+        document.give(partial(_found_text, of_items=trace.is_of_items), as_json=args.json)
 
 
-def _found_text(found: Sought) -> str:
-    lines = [f"{found.source}:{found.document}  {found.tokens:,} tokens"]
+def _found_text(found: Sought, *, of_items: bool) -> str:
+    lines = [f"{found.source}:{found.document}" + ("" if of_items else f"  {found.tokens:,} tokens")]
     if not found.tokens:
         lines.append("  an empty document: passed over in every epoch")
     elif not found.occurrences:
@@ -314,7 +317,8 @@ def _found_text(found: Sought) -> str:
         for part in occurrence.parts:
             words = {"step": part.step, "sample": part.sample, "rank": part.rank, "micro-batch": part.micro_batch}
             where = "  ".join(f"{name} {'?' if value is None else value}" for name, value in words.items())
-            lines.append(f"    {where}  place {part.place}  tokens [{part.offset}:{part.offset + part.length}]")
+            within = "" if of_items else f"  place {part.place}  tokens [{part.offset}:{part.offset + part.length}]"
+            lines.append(f"    {where}{within}")
     return "\n".join(lines)
 
 

@@ -133,7 +133,7 @@ def _if_known(words: Sequence[Word], wanted: bool) -> list[Word]:
     return [f"+{len(words)}", *words] if wanted else []
 
 
-def _sections(form: Format, numbered: bool, with_shards: bool) -> tuple[Sequence[Word], ...]:
+def _sections(form: Format, numbered: bool, with_shards: bool, of_items: bool) -> tuple[Sequence[Word], ...]:
     """What is written of a sample: before its segments, of each, between two, after them.
 
     Bytes as they are, text for the number, name or hash of that name.
@@ -158,8 +158,10 @@ def _sections(form: Format, numbered: bool, with_shards: bool) -> tuple[Sequence
         *absolute,
         *(b"  rank ", "rank", b"  micro-batch "),
     ]
-    head += [*("micro_batch", b"  ", "tokens", b" tokens  ", "hash", b"  ")]
-    row: list[Word] = ["source", b":", "document", b"[", "offset", b":", "end", b"]", "?epoch", b" epoch ", "epoch"]
+    tokens: list[Word] = [] if of_items else ["tokens", b" tokens  "]
+    part: list[Word] = [] if of_items else [b"[", "offset", b":", "end", b"]"]
+    head += ["micro_batch", b"  ", *tokens, "hash", b"  "]
+    row: list[Word] = ["source", b":", "document", *part, "?epoch", b" epoch ", "epoch"]
     return head, [*row, *_if_known(RECORD_WORDS, with_shards)], [b", "], [b"\n"]
 
 
@@ -181,10 +183,17 @@ class TraceWriter:
         names: of the sources.
         numbered: with the absolute numbers of samples.
         shards: the tar shards of the run, if it has any.
+        of_items: of what has no tokens: in text, none are named.
     """
 
     def __init__(
-        self, form: Format, names: Sequence[str], *, numbered: bool = False, shards: Sequence[str] = ()
+        self,
+        form: Format,
+        names: Sequence[str],
+        *,
+        numbered: bool = False,
+        shards: Sequence[str] = (),
+        of_items: bool = False,
     ) -> None:
         self._first_shard = 1 + len(names)
         self._literals = [
@@ -192,7 +201,7 @@ class TraceWriter:
             *(_NAMES[form](name).encode("utf-8", "surrogateescape") for name in [*names, *shards]),
         ]
         self._longest_name = max((len(literal) for literal in self._literals[1:]), default=0)
-        sections = _sections(form, numbered, bool(shards))
+        sections = _sections(form, numbered, bool(shards), of_items)
         self._programs = [self._program(words) for words in sections]
         self._bytes = [self._most_bytes(words) for words in sections]
         self._text = np.frombuffer(b"".join(self._literals), np.uint8)
@@ -262,7 +271,12 @@ def heading(piece: TracePiece) -> str:
         ("left out" if piece.past else "to be left out") if piece.left_out else "trained" if piece.past else "to come"
     )
     parts = [when, f"stage {piece.stage}"]
-    parts.append(f"{config.packed_by} into {config.seq_length} tokens")
+    if config.is_of_items:
+        parts.append("an item a sample")
+    elif config.packing.traits.is_one_document:
+        parts.append(f"a document a sample, of {config.seq_length} tokens at most")
+    else:
+        parts.append(f"{config.packed_by} into {config.seq_length} tokens")
     if piece.left_out:
         return "# " + ", ".join(parts)
     parts.append("batch size ?" if span.batch_size is None else f"batch size {span.batch_size}")

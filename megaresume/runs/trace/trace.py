@@ -273,6 +273,11 @@ class Trace:
         """Of the sources."""
         return self.replan.names
 
+    @property
+    def is_of_items(self) -> bool:
+        """See `StreamConfig.is_of_items`."""
+        return StreamConfig.recorded(self.history.state.stages[-1].config).is_of_items
+
     def place(self, sample: int) -> tuple[int | None, int | None, int | None]:
         """(step, rank, micro-batch) of a sample; None if no record tells.
 
