@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import copy
 import functools
 import logging
 import math
@@ -48,6 +49,9 @@ import torch.utils.data
 from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
+
+#: of what torch says then, whatever it was that ended the worker.
+_A_WORKER_DIED = "DataLoader worker (pid"
 
 #: seconds that the end of a program waits for a batch that is being read, fewer than a scheduler leaves between its
 #: signals (Slurm's KillWait: 30); and those after which it says so.
@@ -293,7 +297,8 @@ class Workers:
         """The batches. Raises what the requests raise, after the batches before it; and as `check_main_guard`.
 
         Raises:
-            RuntimeError: a dataset or collate_fn raised StopIteration.
+            RuntimeError: a dataset or collate_fn raised StopIteration; or a worker has died. The next ``for`` starts
+                other workers.
         """
         if self.torch.num_workers:
             context = self.torch.multiprocessing_context
@@ -311,10 +316,32 @@ class Workers:
                     text = f":\n{error.value}" if error.value else ""
                     raise RuntimeError(f"a dataset or its collate_fn raised StopIteration{text}") from error
                 break
+            except RuntimeError as error:
+                if _A_WORKER_DIED not in str(error):
+                    raise
+                self._drop_workers()
+                raise RuntimeError(
+                    f"{str(error).rstrip('. ')}. No batch is lost: a new `for` starts other workers and continues "
+                    "after the last batch that was handed out. If the machine was short of memory (dmesg tells), use "
+                    "fewer num_workers or a smaller prefetch_factor"
+                ) from error
             taken += 1
             yield self.inbox.unpack(batch) if self.torch.num_workers else batch
         if self._requests.ended is not None:
             raise self._requests.ended
+
+    def _drop_workers(self) -> None:
+        """torch keeps ``persistent_workers`` also after one of them has died, and every later ``for`` would fail."""
+        kept, self.torch._iterator = self.torch._iterator, None
+        if kept is not None:
+            kept._shutdown_workers()  # type: ignore[attr-defined]
+        self.inbox = Inbox(pin_memory=self._copies_to_pinned)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To be copied, or pickled: without the worker processes that are kept, and without their rooms."""
+        loader = copy.copy(self.torch)
+        loader._iterator = None
+        return self.__dict__ | {"torch": loader, "inbox": Inbox(pin_memory=self._copies_to_pinned)}
 
 
 class _Requests:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from itertools import islice, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -496,3 +499,52 @@ def test_an_error_of_the_planning_comes_after_the_batches_before_it(
         for batch in loader:
             handed += numbers(batch)
     assert (handed, loader.samples) == (order[:10], 10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("copied", [copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_has_workers_of_its_own(copied: Callable[[Any], Any]) -> None:
+    """Persistent workers belong to one loader; their copies begin at the same sample."""
+    first = megaresume.DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True)
+    expected = [numbers(batch) for batch in megaresume.DataLoader(Numbers(), 4)]
+    batches = iter(first)
+    assert [numbers(batch) for batch in islice(batches, 3)] == expected[:3]
+    second = copied(first)
+    assert [numbers(batch) for batch in second] == expected[3:]
+    assert [numbers(batch) for batch in batches] == expected[3:]
+
+
+class Mortal(Numbers):
+    """Its worker is killed at the eleventh item that it reads in its life, if that file is there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def __getitem__(self, i: int) -> Any:
+        if self.file.exists() and self.file.stat().st_size == 10:
+            self.file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.file.exists():
+            with self.file.open("a") as file:
+                file.write("x")
+        return super().__getitem__(i)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_worker_that_is_killed(tmp_path: Path, persistent_workers: bool) -> None:
+    """The error says how to go on, and a new ``for`` continues where the batches ended."""
+    dataset = Mortal(tmp_path / "reads")
+    loader = megaresume.DataLoader(dataset, 4, num_workers=1, prefetch_factor=1, persistent_workers=persistent_workers)
+    reference = megaresume.DataLoader(Numbers(), 4)
+    expected, later = ([numbers(batch) for batch in reference] for _ in range(2))
+    dataset.file.touch()
+    found = []
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\D*\d+\)(.|\n)*a new `for` starts other workers"):
+        for batch in loader:
+            found.append(numbers(batch))  # noqa: PERF401  what came before the error counts
+    assert 0 < len(found) < len(expected)
+    found += [numbers(batch) for batch in loader]
+    assert found == expected
+    assert [numbers(batch) for batch in loader] == later
