@@ -42,7 +42,7 @@ class Installed:
         ours = Path(megaresume.__file__).parent
         shutil.copytree(ours / "stream", self.package / "stream", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ours / "__init__.py", self.package)
-        self.caches = self.package / "stream" / "documents" / "__pycache__"
+        self.caches = self.package / "stream" / "__pycache__"
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         self.directory = directory
