@@ -453,7 +453,7 @@ class Session:
             self.begin()
         elif self.meter is not None:
             self.meter.start()
-            if isinstance(self.host, HasLoggers):
+            if self.meter.pending is not None and isinstance(self.host, HasLoggers):
                 self.meter.give(self.host.log)
         if self.random is not None:
             self.random.step_begins()
