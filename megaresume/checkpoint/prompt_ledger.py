@@ -21,7 +21,7 @@ from typing import Any
 from megaresume.checkpoint.ledger import append_lines
 from megaresume.checkpoint.records import SealError, seal, unseal
 from megaresume.files import read_file
-from megaresume.stream.errors import StateError, as_count
+from megaresume.stream.errors import StateError, UsageError, as_count
 from megaresume.stream.state import is_version
 
 FORMAT, VERSION = "megaresume.prompts", 1
@@ -75,9 +75,18 @@ class PromptLedger:
 
     Args:
         path: of the file; made when it is first written.
+
+    Raises:
+        UsageError: it is a directory, which the first save would find out.
     """
 
     def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            raise UsageError(
+                "the ledger of prompts is a file",
+                found=f"a directory, {path}",
+                expected=f"ledger={str(path / PROMPTS)!r}",
+            )
         self.path = path
         #: the line of the last state that was taken or loaded.
         self.id: str | None = None

@@ -151,3 +151,8 @@ def test_a_ledger_of_which_the_beginning_is_gone(tmp_path: Path) -> None:
         again.load_state_dict(state)
     assert again.next == 0
     made().load_state_dict(state)
+
+
+def test_a_ledger_that_is_a_directory_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a file"):
+        made(ledger=tmp_path)
