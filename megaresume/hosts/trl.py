@@ -15,6 +15,7 @@ step has trained it:
                          the collator: which rollouts are in a micro-batch
                          training_step, then on_step_end: they are trained
                          _save_checkpoint: ``prompts.json``, in the checkpoint's directory, before TRL writes there
+                         train: True is the newest checkpoint that is whole
                          _inner_training_loop: the state of the checkpoint that TRL loads
 
 TRL generates whole groups: of a group that was trained in part, the rollouts that are trained already are not used
@@ -304,6 +305,13 @@ def attach(
         headline="this is not an asynchronous GRPO trainer of TRL's",
         expected="an AsyncGRPOTrainer; that of TRL 1.16.0 was tried",
     )
+
+    def resume(before: Any, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_whole(Path(trainer.args.output_dir)) or True
+        return before(resume_from_checkpoint, *args, **more)
+
+    hook(trainer, "train", resume)  # on every rank: all load the same one
     if not trainer.accelerator.is_main_process:
         hook(trainer, "training_step", _without_number)
         return None
@@ -353,6 +361,19 @@ def attach(
     hook(trainer, "_save_checkpoint", save)
     hook(trainer, "_inner_training_loop", train)
     return prompts
+
+
+def newest_whole(output_dir: Path) -> str | None:
+    """The newest checkpoint whose save ended: the Trainer writes ``trainer_state.json`` last. None: there is none."""
+    found = {int(path.name.rpartition("-")[2]): path for path in output_dir.glob("checkpoint-*[0-9]")}
+    for step in sorted(found, reverse=True):
+        try:
+            _read(found[step])
+        except (FileNotFoundError, ValueError, KeyError):  # of the Trainer's own file
+            log.warning("megaresume: %s is incomplete, its save was killed: passed over", found[step].name)
+        else:
+            return str(found[step])
+    return None
 
 
 def _without_number(train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:

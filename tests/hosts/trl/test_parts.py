@@ -18,7 +18,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import megaresume
 from megaresume import Prompts
-from megaresume.hosts.trl import FILE, Arrivals, Issuer, Member, Sample, _read
+from megaresume.hosts.trl import FILE, Arrivals, Issuer, Member, Sample, _read, newest_whole
 from megaresume.stream.errors import StateError
 from tests.hosts.prompts.simulated import Texts
 
@@ -88,12 +88,27 @@ def test_a_checkpoint_without_its_prompts(tmp_path: Path) -> None:
         _read(tmp_path)
 
 
+def test_a_save_that_was_killed_is_passed_over(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path) is None
+    for step in (3, 6, 9, 12):
+        path = tmp_path / f"checkpoint-{step}"
+        path.mkdir()
+        (path / FILE).write_text(f'{{"step": {step}, "prompts": {{}}}}')
+        (path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    (tmp_path / "checkpoint-12" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"global_st')
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / FILE).unlink()  # saved without megaresume
+    with pytest.raises(StateError, match="no state of its prompts"):
+        newest_whole(tmp_path)
+
+
 def test_a_worker_of_ones_own_is_refused() -> None:
     kind = type("AsyncGRPOTrainer", (), {"__module__": "trl.experimental.async_grpo"})
     trainer: Any = kind()
     with pytest.raises(megaresume.MegaresumeError, match="not an asynchronous GRPO trainer"):
         megaresume.attach(trainer)
-    for name in ("rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop"):
+    for name in ("rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop", "train"):
         setattr(trainer, name, None)
     trainer.accelerator, trainer.train_dataset = SimpleNamespace(is_main_process=True), None
     trainer.rollout_worker = object()
