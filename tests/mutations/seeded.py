@@ -350,8 +350,8 @@ SESSION = (
     ),
     Mutation(
         "save a step twice when it is stopped",
-        "        self.settled_step = state.iteration\n        return result\n",
-        "        return result\n",
+        "        self.settled_step = state.iteration\n        return result, state\n",
+        "        return result, state\n",
         LOOP,
     ),
     Mutation(
