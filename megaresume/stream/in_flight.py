@@ -378,12 +378,13 @@ class InFlight:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; the prompts in flight are packed if they are many."""
         opened = sorted(self.open)
-        partial = [[k, f"{one.gone:x}", one.step] for k in opened if (one := self.open[k]).gone]
+        partial = [(k, f"{one.gone:x}", one.step) for k in opened if (one := self.open[k]).gone]
         fields: dict[str, Any] = {"open": to_runs(opened), "partial": partial}
         if len(json.dumps(fields, separators=(",", ":"))) > LARGE:
             # By column: what is alike lies side by side.
-            ordinals, gone, steps = ([one[k] for one in partial] for k in range(3))
-            text = json.dumps([fields["open"], to_runs(ordinals), gone, steps], separators=(",", ":"))
+            ordinals = to_runs([ordinal for ordinal, _, _ in partial])
+            columns = [fields["open"], ordinals, [gone for _, gone, _ in partial], [step for _, _, step in partial]]
+            text = json.dumps(columns, separators=(",", ":"))
             fields = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
         head = {"rollouts": self.rollouts, "step": self.step, "weights": self.version}
         return head | {"frontier": self.frontier, "next": self.next} | fields
