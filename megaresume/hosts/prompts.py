@@ -79,14 +79,14 @@ class Prompts:
         data: a `DataLoader` whose items are not packed; or what makes one: a map-style dataset, or several,
             ``{name: (dataset, weight)}``.
         rollouts: of each prompt (GRPO's group).
-        least: with how many rollouts a group may be trained while others are out; None: with all.
+        min_rollouts: with how many rollouts a group may be trained while others are out; None: with all.
         max_staleness: by how many versions the weights may be newer than those that made a rollout; None: no bound.
         on_stale: what becomes of an older one: ``requeue`` issues the prompt again, ``drop`` gives the rollout up.
         ledger: file to which every state adds a line of what was trained and dropped since; None: no proof.
         order: options of `DataLoader`, unless that is given: seed, max_epochs, append, on_change, blend, stages, skip.
 
     Raises:
-        UsageError: such numbers do not exist, or items are packed.
+        UsageError: a number is out of range, or items are packed.
         ConfigError, CorpusError: as `DataLoader`.
     """
 
@@ -95,13 +95,15 @@ class Prompts:
         data: Any,
         *,
         rollouts: int = 1,
-        least: int | None = None,
+        min_rollouts: int | None = None,
         max_staleness: int | None = None,
         on_stale: OnStale = "requeue",
         ledger: str | Path | None = None,
         **order: Any,
     ) -> None:
-        self._flights = InFlight(rollouts=rollouts, least=least, max_staleness=max_staleness, on_stale=on_stale)
+        self._flights = InFlight(
+            rollouts=rollouts, min_rollouts=min_rollouts, max_staleness=max_staleness, on_stale=on_stale
+        )
         self._loader = _loader_of(data, order)
         self._ledger = None if ledger is None else PromptLedger(Path(ledger))
         #: the orders that prompts in flight came from; the last one goes on.
@@ -116,17 +118,19 @@ class Prompts:
         """The next prompts: those in flight at the crash and requeued ones first, in the order of ordinals.
 
         Args:
-            n: at most. There are fewer at the end of the data (``max_epochs``), none after it.
+            n: how many. Fewer are returned at the end of the data (``max_epochs``), and none after it.
 
         Raises:
             CorpusError: an item cannot be read.
-            UsageError: n is no such number.
+            UsageError: n is negative, or not a whole number.
         """
         n = as_number("n", n)
         if n < 0:
             raise UsageError("bad n", found=str(n), expected="how many prompts are wanted")
         with self._lock:
             flights = self._flights
+            # First those that wait: they are the oldest, the frontier does not move past them, and their place in the
+            # order is before any new one.
             again = flights.take_waiting(n)
             try:
                 places = [self._place(ordinal) for ordinal in again]
@@ -168,11 +172,10 @@ class Prompts:
         with self._lock:
             flights = self._flights
             ordinal = as_number("ordinal", ordinal)
-            flight = flights.open.get(ordinal)
-            if flight is None and flights.flight(ordinal, "done()") is None:
+            flight = flights.flight(ordinal, "done()")
+            if flight is None:
                 flights.counts["late"] += 1
                 return False
-            assert flight is not None
             if (flight.digest or self._digest(ordinal, flight)) != digest:
                 raise StateError(
                     "a rollout is of another prompt",
@@ -272,7 +275,7 @@ class Prompts:
             options = self._flights
             flights = InFlight(
                 rollouts=options.rollouts,
-                least=options.least,
+                min_rollouts=options.min_rollouts,
                 max_staleness=options.max_staleness,
                 on_stale=options.on_stale,
             )
@@ -339,7 +342,7 @@ class Prompts:
     @property
     def version(self) -> int:
         """Of the weights, as `advance` said."""
-        return self._flights.version
+        return self._flights.weights_version
 
     # Which item an ordinal is
 

@@ -1,15 +1,39 @@
 """`InFlight`: what became of every prompt of reinforcement learning, exactly once, in whatever order rollouts end.
 
-    new(), again()  ->  done(), a rollout came back  ->  trained() at a step: settled
-          ^                 |                   \\
-          +---- requeued ---+-- failed, stale    -> drop() for a reason: settled
+A prompt is known by its ordinal, the number of a sample of the stream, and has ``rollouts`` rollouts, numbered from 0:
+a group may come back, be trained and be issued again in parts. Each of its rollouts is in one of four states:
 
-A prompt is known by its ordinal, the number of a sample of the stream. Those below the *frontier* are settled; above it
-some are (the exceptions). A prompt has ``rollouts`` rollouts, numbered from 0: a group may come back, be trained and be
-issued again in parts. They are bits of a number here.
+               new(), issue_again()           done()           trained()
+      MISSING ----------------------> FLYING --------> DONE --------------> GONE
+         ^                               |               |                    ^
+         |  drop(requeue=True), stale    |               |    drop(), stale   |
+         +-------------------------------+---------------+--------------------+
+
+    told            MISSING             FLYING              DONE                       GONE
+    issue_again()   FLYING              stays               stays                      stays
+    done()          DONE: outlived the  DONE                not wanted: repeated       not wanted: repeated, or late
+                    crash                                                              if the prompt is settled
+      too old       as drop(), or its requeue, by on_stale  as above                   as above
+      too new       refused; after a resume from before     as above                   as above
+                    its weights, MISSING
+    advance()       stays               stays               as drop(), if too old now  stays
+    trained(), one  refused             refused             GONE                       refused
+    trained(), all  GONE, if min_rollouts of the prompt are DONE, or all that are not GONE     stays
+    drop()          GONE                GONE                GONE                       refused; stays if all are meant
+      requeue       stays               MISSING             MISSING                    refused; stays if all are meant
+    load()          stays               MISSING             MISSING                    stays
+
+The words, also of the attributes: sets of rollouts are the bits of a number.
+
+    flying      asked for, and not back
+    done        back and wanted, and not trained yet
+    gone        trained or dropped: never asked for again
+    missing     none of these: to be asked for. The prompt then *waits*
+    made        by which weights those that are back were made: bits by version
+    settled     a prompt whose rollouts are all gone: no longer in `open`. All below the *frontier* are, and some above
 
 The state says which prompts are open and which of their rollouts are gone, no more: after a resume all that was open is
-issued again first, in order of ordinals. A rollout that outlived the crash counts if it is handed in again.
+issued again first, in order of ordinals.
 
 Imports neither numpy nor numba.
 """
@@ -45,7 +69,7 @@ class Flight:
     def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
         #: of its content; None until somebody asks, after a resume.
         self.digest: str | None = None
-        #: rollouts that were asked for, that came back, and that are trained or dropped: bits.
+        #: rollouts, as bits: see the words above. None is in two of these.
         self.flying, self.done, self.gone = flying, 0, gone
         #: the last step that has trained a rollout of it.
         self.step = step
@@ -60,34 +84,37 @@ class InFlight:
 
     Args:
         rollouts: of each prompt.
-        least: with how many that came back a group may be trained while others are out; None: with all.
+        min_rollouts: with how many that came back a group may be trained while others are out; None: with all.
         max_staleness: by how many versions the weights may be newer than those that made a rollout; None: no bound.
         on_stale: what becomes of an older one.
 
     Raises:
-        UsageError: there are no such numbers.
+        UsageError: a number is out of range, or no whole number.
     """
 
     def __init__(
         self,
         *,
         rollouts: int = 1,
-        least: int | None = None,
+        min_rollouts: int | None = None,
         max_staleness: int | None = None,
         on_stale: OnStale = "requeue",
     ) -> None:
         rollouts = _check("rollouts", rollouts, 1)
-        least = rollouts if least is None else _check("least", least, 1, rollouts)
+        min_rollouts = rollouts if min_rollouts is None else _check("min_rollouts", min_rollouts, 1, rollouts)
         if max_staleness is not None:
             max_staleness = _check("max_staleness", max_staleness, 0)
         if on_stale not in ("requeue", "drop"):
             raise UsageError("bad on_stale", found=repr(on_stale), expected="'requeue' or 'drop'")
-        self.rollouts, self.least, self.max_staleness, self.on_stale = rollouts, least, max_staleness, on_stale
+        self.rollouts, self.min_rollouts = rollouts, min_rollouts
+        self.max_staleness, self.on_stale = max_staleness, on_stale
         self._all = (1 << rollouts) - 1
         self.open: dict[int, Flight] = {}
+        #: a heap of the ordinals that wait, cleaned lazily: one that was settled, or that lacks nothing any more, stays
+        #: in it until `take_waiting` pops it.
         self._waiting: list[int] = []
-        #: the next ordinal; the last step that trained; the version of the weights.
-        self.next, self.step, self.version = 0, 0, 0
+        #: the next ordinal; the last step that trained; the version of the weights that roll out.
+        self.next, self.step, self.weights_version = 0, 0, 0
         #: whether there may be rollouts of weights that a resume went back before.
         self.is_resumed = False
         #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
@@ -181,7 +208,7 @@ class InFlight:
                 )
         else:
             version = as_number("version", version)
-            if version > self.version:
+            if version > self.weights_version:
                 self._of_later_weights(ordinal, flight, bit, version)
                 return False
             if self._is_stale(version):
@@ -199,7 +226,7 @@ class InFlight:
             raise UsageError(
                 "done(): no weights of this version yet",
                 found=f"version={version}",
-                expected=f"at most {self.version}, as advance() said last",
+                expected=f"at most {self.weights_version}, as advance() said last",
                 cause="the weights that roll out were updated, and advance() was not called, or later",
                 action="call prompts.advance(version) before the new weights roll out",
             )
@@ -230,7 +257,7 @@ class InFlight:
 
     def advance(self, version: int) -> list[tuple[int, int]]:
         """See `Prompts.advance`."""
-        self.version = _check("version", version, self.version)
+        self.weights_version = _check("version", version, self.weights_version)
         stale = [(ordinal, bits) for ordinal, flight in self.open.items() if (bits := self._stale(flight))]
         for ordinal, bits in stale:
             self._drop(ordinal, self.open[ordinal], bits, STALE, requeue=self.on_stale == "requeue")
@@ -286,7 +313,7 @@ class InFlight:
     def _check_trained(self, step: int, ordinal: int) -> None:
         flight = self._trainable(step, ordinal)
         is_all = (flight.done | flight.gone) == self._all
-        if not flight.done or not (is_all or flight.done.bit_count() >= self.least):
+        if not flight.done or not (is_all or flight.done.bit_count() >= self.min_rollouts):
             raise self._not_done(step, ordinal, flight)
 
     def _trainable(self, step: int, ordinal: int) -> Flight:
@@ -298,14 +325,14 @@ class InFlight:
     def _not_done(self, step: int, ordinal: int, flight: Flight, rollout: int | None = None) -> StateError:
         back, gone = self.numbers(flight.done), self.numbers(flight.gone)
         what = f"prompt {ordinal}" if rollout is None else f"rollout {rollout} of prompt {ordinal}"
-        wanted = min(self.least, self.rollouts - len(gone))
+        wanted = min(self.min_rollouts, self.rollouts - len(gone))
         return StateError(
             f"trained({step}): {what} has not come back",
             found=f"rollouts {back} of {self.rollouts}, and {gone} trained or dropped before",
             expected=f"at least {wanted} that came back" if rollout is None else f"rollout {rollout} among them",
             cause="done() was not called, or said False: the rollout was stale, repeated, or its prompt was requeued",
             action="train only rollouts for which done() said True, and that advance() has not named since; for "
-            "smaller groups: Prompts(least=...)",
+            "smaller groups: Prompts(min_rollouts=...)",
         )
 
     def _settled(self, ordinal: int, call: str) -> StateError:
@@ -330,7 +357,7 @@ class InFlight:
         return rollout
 
     def _is_stale(self, version: int) -> bool:
-        return self.max_staleness is not None and self.version - version > self.max_staleness
+        return self.max_staleness is not None and self.weights_version - version > self.max_staleness
 
     def _drop(self, ordinal: int, flight: Flight, bits: int, reason: str, *, requeue: bool) -> None:
         flight.done &= ~bits
@@ -386,7 +413,7 @@ class InFlight:
             columns = [fields["open"], ordinals, [gone for _, gone, _ in partial], [step for _, _, step in partial]]
             text = json.dumps(columns, separators=(",", ":"))
             fields = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
-        head = {"rollouts": self.rollouts, "step": self.step, "weights": self.version}
+        head = {"rollouts": self.rollouts, "step": self.step, "weights_version": self.weights_version}
         return head | {"frontier": self.frontier, "next": self.next} | fields
 
     def load(self, fields: Mapping[str, Any]) -> None:
@@ -411,13 +438,14 @@ class InFlight:
         if (opened and opened[-1] >= stop) or not partial.keys() <= set(opened):
             raise ValueError("prompts in flight that were never issued")
         if any(not 0 < gone < self._all for gone, _ in partial.values()):
-            raise ValueError("a group that is no part of one")
+            raise ValueError("a group that is not trained in part")
         nothing: tuple[int, int | None] = (0, None)
         self.open = {
             k: Flight(gone=gone, step=step, waits=True) for k in opened for gone, step in [partial.get(k, nothing)]
         }
-        self._waiting = opened  # sorted: a heap
-        self.next, self.step, self.version = stop, as_count(fields["step"]), as_count(fields["weights"])
+        self._waiting = opened  # ascending, and so a heap
+        self.next, self.step = stop, as_count(fields["step"])
+        self.weights_version = as_count(fields["weights_version"])
         self.is_resumed = True
         self.counts.clear()
         self.forget_settled()

@@ -336,7 +336,7 @@ _CONTENT = (
 
 
 def jinja_of(style: Sequence[Role]) -> str:
-    """The style as a chat template that says itself what the assistant says."""
+    """The style as a chat template that marks what the assistant says, with ``{% generation %}``."""
     turns, prompt = "", ""
     for number, role in enumerate(style):
         said = _CONTENT + _written(role.end)

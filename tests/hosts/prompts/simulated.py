@@ -41,7 +41,7 @@ class Plan:
 
     seed: int
     rollouts: int
-    least: int | None
+    min_rollouts: int | None
     max_staleness: int | None
     on_stale: str
     #: items of each dataset; the first start has these.
@@ -61,7 +61,7 @@ class Plan:
         return cls(
             seed=seed,
             rollouts=rollouts,
-            least=draw.choice([None, max(1, rollouts // 2)]),
+            min_rollouts=draw.choice([None, max(1, rollouts // 2)]),
             max_staleness=draw.choice([None, 1, 3]),
             on_stale=draw.choice(["requeue", "drop"]),
             items={"web": draw.randrange(30, 120), "code": draw.randrange(10, 60)} if blended else {"data": 60},
@@ -82,7 +82,7 @@ class Plan:
         return megaresume.Prompts(
             data if self.blended else data["data"][0],
             rollouts=self.rollouts,
-            least=self.least,
+            min_rollouts=self.min_rollouts,
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
             ledger=world.directory / "prompts.jsonl",
@@ -213,7 +213,7 @@ class Life:
             groups.setdefault(ordinal, []).append(rollout)
         step, chosen, used = self.prompts.step + 1, [], []
         for ordinal, rollouts in groups.items():
-            enough = len(rollouts) >= (self.plan.least or self.plan.rollouts)
+            enough = len(rollouts) >= (self.plan.min_rollouts or self.plan.rollouts)
             if enough and self.draw.random() < 0.7:
                 chosen.append(ordinal)
                 used += [(ordinal, rollout) for rollout in rollouts]

@@ -86,7 +86,7 @@ def test_what_a_full_disk_kept_out_of_the_ledger_is_in_the_next_line(tmp_path: P
 
 @pytest.mark.parametrize("on_stale", ["requeue", "drop"])
 def test_a_rollout_is_as_old_as_its_own_weights(on_stale: Any) -> None:
-    prompts = made(rollouts=3, least=1, max_staleness=1, on_stale=on_stale)
+    prompts = made(rollouts=3, min_rollouts=1, max_staleness=1, on_stale=on_stale)
     one, two = prompts.issue(2)
     assert prompts.done(0, one.digest, 0, version=0)
     assert prompts.done(1, two.digest, 0, version=0)

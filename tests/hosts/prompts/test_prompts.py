@@ -109,7 +109,7 @@ def test_groups_come_back_and_are_trained_in_parts() -> None:
 
 
 def test_a_group_that_is_large_enough() -> None:
-    prompts = made(rollouts=4, least=2)
+    prompts = made(rollouts=4, min_rollouts=2)
     first, second = prompts.issue(2)
     assert prompts.done(0, first.digest, 1)
     with pytest.raises(StateError, match="has not come back"):
@@ -297,7 +297,7 @@ MISUSES: dict[str, Any] = {
     "done of a rollout that is not there": lambda p: p.done(1, prompts_digest(1), 7),
     "weights that get older": lambda p: (p.advance(3), p.advance(2)),
     "no rollouts": lambda p: made(rollouts=0),
-    "a smaller group than none": lambda p: made(rollouts=4, least=5),
+    "a smaller group than none": lambda p: made(rollouts=4, min_rollouts=5),
     "another word for stale": lambda p: made(on_stale="keep"),
     "packed": lambda p: made(seq_length=128),
     "not a number": lambda p: p.issue("3"),
