@@ -19,8 +19,7 @@ cluster/       launching, the resume test of a cluster, the demo, and their smal
 runs/          a run's directory, and every question that is asked of it, with its command
 run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
 hosts/         DeepSpeed, Megatron, other people's loaders
-checkpoint/    the protocol: save, choose, lock, keep; and the process that follows it, whatever trains
-meter/         live figures: what is trained, by source and by document, and where the time goes
+checkpoint/    the protocol: save, choose, lock, keep; the process that follows it, whatever trains; its live figures
 batches/       samples to batches
 data/          documents and records, and what a data config names, opened
 encoding/      records to what is trained on: text to tokens, images to tokens and pixels

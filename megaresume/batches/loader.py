@@ -168,7 +168,7 @@ class RankLoader:
 
     #: micro-batches that are read ahead; without workers by a thread, or by nobody if it is 0.
     prefetch = 0
-    #: of the live figures, once a trainer is attached with ``metrics=``: `megaresume.meter.meter.Meter`.
+    #: of the live figures, once a trainer is attached with ``metrics=``: `megaresume.checkpoint.meter.meter.Meter`.
     meter: Any = None
     #: what a sample is called, for people.
     _unit = "samples"

@@ -63,11 +63,12 @@ and what they write and read:
     step_file.py        data state and marker of a step
     manifest.py         every file, its size and checksum; the files of each rank
     ledger.py           one line for every checkpoint, start and end; prompt_ledger.py: what became of every prompt
-    goodput.py          what became of the time of a run; figures.py: live figures of a session
+    goodput.py          what became of the time of a run
+    meter/              live figures while it trains: what, by source and by document; figures.py: those of a session
     rank_log.py         what every rank trained, step by step, as it writes it down
     system.py           time, process, mounts, how a run is laid out; dead locks of builds
     foreign.py          checkpoints of other programs; foreign_layouts.py: of each of them
 
-Only random_state.py imports torch, and no file of a checkpoint is unpickled here. Importing this package imports
-neither torch nor DeepSpeed nor Megatron.
+Only random_state.py and meter/losses.py import torch, and no file of a checkpoint is unpickled here. Importing this
+package imports neither torch nor DeepSpeed nor Megatron.
 """

@@ -11,13 +11,13 @@ from typing import Any
 from megaresume.checkpoint.goodput import all_marks, goodput_of
 from megaresume.checkpoint.host import HasLoggers, Host
 from megaresume.checkpoint.ledger import LedgerEntry, newest_entries, read_ledger
+from megaresume.checkpoint.meter.clocks import Clocks
+from megaresume.checkpoint.meter.figures import Value
+from megaresume.checkpoint.meter.meter import Meter
+from megaresume.checkpoint.meter.record import Mark
+from megaresume.checkpoint.meter.words import parse
 from megaresume.checkpoint.ranks import rank
 from megaresume.checkpoint.records import ledger_path
-from megaresume.meter.clocks import Clocks
-from megaresume.meter.figures import Value
-from megaresume.meter.meter import Meter
-from megaresume.meter.record import Mark
-from megaresume.meter.words import parse
 from megaresume.stream.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
     """The meter of a session; None if no figures are asked for.
 
     Args:
-        metrics: who is told: see `megaresume.meter.words`.
+        metrics: who is told: see `megaresume.checkpoint.meter.words`.
         clocks: of this process.
         host: of the session.
 
@@ -51,7 +51,7 @@ def figures_of_run(root: Path | None, marks: Sequence[Mark]) -> dict[str, Value]
 
     Args:
         root: where it saves; None: nowhere.
-        marks: see `megaresume.meter.record`; the last one is of now.
+        marks: see `megaresume.checkpoint.meter.record`; the last one is of now.
     """
     found: dict[str, Value] = {}
     if root is not None:

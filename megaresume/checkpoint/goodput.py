@@ -12,8 +12,8 @@ Every second since the first process was started is of one kind:
     waiting    from the end of one process to the start of the next: the queue, a node, a launcher
     goodput    the rest
 
-Of a run that was measured (`megaresume.meter`) the seconds are those of rank 0. Of one that was not, the ledger tells
-starts and saves alone: it does not know when a process died, nor who waited for data.
+Of a run that was measured (`megaresume.checkpoint.meter`) the seconds are those of rank 0. Of one that was not, the
+ledger tells starts and saves alone: it does not know when a process died, nor who waited for data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.meter.record import Mark
+from megaresume.checkpoint.meter.record import Mark
 
 CAUSES = ("startup", "data", "saving", "lost", "waiting")
 
@@ -149,7 +149,7 @@ def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry]) -> list[
     """The marks of a run: as they were measured; before that, as the ledger tells.
 
     Args:
-        measured: see `megaresume.meter.record.marks_of`.
+        measured: see `megaresume.checkpoint.meter.record.marks_of`.
         entries: of the ledger.
     """
     first = measured[0].time if measured else float("inf")

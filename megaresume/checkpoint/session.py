@@ -60,6 +60,8 @@ from megaresume.checkpoint.host import (
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import claim_directory, release, take
 from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.meter.clocks import Clocks
+from megaresume.checkpoint.meter.meter import Watched
 from megaresume.checkpoint.random_state import RandomState, Snapshot
 from megaresume.checkpoint.ranks import (
     gather,
@@ -77,8 +79,6 @@ from megaresume.checkpoint.staging import Staged
 from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age
-from megaresume.meter.clocks import Clocks
-from megaresume.meter.meter import Watched
 from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Session:
         stop: when to save and exit.
         on_stop: how to save then; None if the host is told to stop by other means.
         retries: what to do if a save fails for a reason that may pass.
-        metrics: who is told live figures, see `megaresume.meter.words`; None: nobody.
+        metrics: who is told live figures, see `megaresume.checkpoint.meter.words`; None: nobody.
     """
 
     def __init__(

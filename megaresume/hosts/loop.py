@@ -24,6 +24,7 @@ from typing import Any, get_args
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Resume, Save
+from megaresume.checkpoint.meter.meter import Meter
 from megaresume.checkpoint.ranks import all_come, is_rank_0, on_all_ranks
 from megaresume.checkpoint.records import deepspeed_tag
 from megaresume.checkpoint.search import Choice
@@ -34,7 +35,6 @@ from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
-from megaresume.meter.meter import Meter
 from megaresume.stream.errors import UsageError
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.goodput import CAUSES, all_marks, goodput_of
+from megaresume.checkpoint.meter.record import Mark, marks_of, meter_dir, read_lines, read_pulse
 from megaresume.checkpoint.records import split_root
 from megaresume.command_line import at_least
-from megaresume.meter.record import Mark, marks_of, meter_dir, read_lines, read_pulse
 from megaresume.render import spell_bytes, text_table
 from megaresume.runs.answer import Answer
 from megaresume.runs.run import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megaresume.meter.figures import FIGURES
-from megaresume.meter.words import WORDS
+from megaresume.checkpoint.meter.figures import FIGURES
+from megaresume.checkpoint.meter.words import WORDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megaresume.checkpoint.goodput import CAUSES
-from megaresume.meter.figures import BY_NAME
+from megaresume.checkpoint.meter.figures import BY_NAME
 from tests.docs.figures_table import DOCUMENT, renewed
 
 RULES = DOCUMENT.with_name("prometheus-rules.yml")

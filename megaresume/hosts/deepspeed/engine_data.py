@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 import torch
 
 from megaresume.checkpoint.host import Resume
+from megaresume.checkpoint.meter.meter import Meter
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.rank_log import Noted
 from megaresume.checkpoint.session import Session
@@ -41,7 +42,6 @@ from megaresume.checkpoint.stopping import Stopped
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import Batches, EngineHost
-from megaresume.meter.meter import Meter
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.checkpoint.records import TRACKER
 from megaresume.files import read_file
 from megaresume.hosts.count import Count, Words
@@ -49,7 +50,6 @@ from megaresume.hosts.megatron.seams import (
     seam_name,
     without_state,
 )
-from megaresume.meter.clocks import Clocks
 from megaresume.stream.errors import MegaresumeError, SetupError, StateError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """``megaresume trace RUN --steps A:B --by-loss``: the documents of some steps, those with the highest loss first.
 
-The processes of the run have written down a sum for each segment (`megaresume.meter`); which document that is follows
-from the number of its sample. Of a sample that was trained again, after a kill, the later losses count.
+The processes of the run have written down a sum for each segment (`megaresume.checkpoint.meter`); which document that
+is follows from the number of its sample. Of a sample that was trained again, after a kill, the later losses count.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.meter.record import meter_dir
-from megaresume.meter.segments import Documents, SegmentLosses, read_losses
+from megaresume.checkpoint.meter.record import meter_dir
+from megaresume.checkpoint.meter.segments import Documents, SegmentLosses, read_losses
 from megaresume.render import text_table
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.trace.documents import Decoder

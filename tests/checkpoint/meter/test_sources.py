@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megaresume import BatchSchedule, Stream, StreamLoader, open_stream
+from megaresume.checkpoint.meter.sources import SourceFigures
 from megaresume.data.source import scan_fingerprint
 from megaresume.encoding.images.document import EncodedDocument, EncodedImage, Key
-from megaresume.meter.sources import SourceFigures
 from megaresume.stream.state import Fingerprint
+from tests.checkpoint.meter.runs import Counts, config_of, count, nothing, write_sources
 from tests.corpora import write_spans
-from tests.meter.runs import Counts, config_of, count, nothing, write_sources
 
 IMAGE = 2999
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaresume.meter.figures import FIGURES, Reading
-from megaresume.meter.record import Lines
+from megaresume.checkpoint.meter.figures import FIGURES, Reading
+from megaresume.checkpoint.meter.record import Lines
 from megaresume.stream.errors import SetupError, UsageError, missing_package
 
 log = logging.getLogger(__name__)
@@ -350,7 +350,7 @@ def check(word: str, where: str) -> None:
 
 
 def outlet_of(word: str, where: str, directory: Path | None, run: str) -> Outlet:
-    """One that was asked for by a word; see `megaresume.meter.words`.
+    """One that was asked for by a word; see `megaresume.checkpoint.meter.words`.
 
     Args:
         word, where: of it.

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from megaresume.checkpoint.meter.figures import Value
 from megaresume.data.source import Source, is_document_source
-from megaresume.meter.figures import Value
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE, Int64Array
 from megaresume.stream.planner import Plan
 from megaresume.stream.source import LengthSource, count_trained

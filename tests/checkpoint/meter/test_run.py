@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megaresume.checkpoint.step_file import read_step_file
-from tests.meter.program import losses_of
-from tests.meter.runs import Chain, config_of, write_sources
+from tests.checkpoint.meter.program import losses_of
+from tests.checkpoint.meter.runs import Chain, config_of, write_sources
 
 pytestmark = pytest.mark.process
 

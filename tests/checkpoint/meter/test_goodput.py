@@ -8,8 +8,8 @@ import pytest
 
 from megaresume.checkpoint.goodput import all_marks, goodput_of, marks_of_ledger
 from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.checkpoint.meter.record import Mark
 from megaresume.checkpoint.system import Topology, utc
-from megaresume.meter.record import Mark
 
 
 def mark(event: str, time: float, step: int, waited: float = 0.0, saving: float = 0.0, born: float = 0.0) -> Mark:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.meter.record import read_lines
+from megaresume.checkpoint.meter.record import read_lines
 from megaresume.stream.kernel import DOCUMENT, SOURCE, Int64Array
 
 

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megaresume.meter.clocks import Clocks
-from megaresume.meter.figures import Reading, Value
-from megaresume.meter.record import (
+from megaresume.checkpoint.meter.clocks import Clocks
+from megaresume.checkpoint.meter.figures import Reading, Value
+from megaresume.checkpoint.meter.record import (
     Lines,
     Mark,
     RunRecord,
@@ -35,10 +35,10 @@ from megaresume.meter.record import (
     rank_path,
     read_lines,
 )
-from megaresume.meter.segments import Documents
-from megaresume.meter.sinks import Function, Outlet, check, outlet_of
-from megaresume.meter.sources import SourceFigures
-from megaresume.meter.words import Asked
+from megaresume.checkpoint.meter.segments import Documents
+from megaresume.checkpoint.meter.sinks import Function, Outlet, check, outlet_of
+from megaresume.checkpoint.meter.sources import SourceFigures
+from megaresume.checkpoint.meter.words import Asked
 from megaresume.stream.errors import MegaresumeError, UsageError
 from megaresume.stream.stream import Stream
 
@@ -144,7 +144,7 @@ class Meter:
         if watched is None or watched.stream is None:
             return
         if self._sums is None:
-            from megaresume.meter.losses import SegmentSums
+            from megaresume.checkpoint.meter.losses import SegmentSums
 
             self._sums = SegmentSums(watched.stream)
         is_batch = isinstance(batch, Mapping)
@@ -362,7 +362,7 @@ class Looker:
         return line
 
     def _by_source(self, done: Sequence[Any]) -> dict[str, list[float]]:
-        from megaresume.meter.losses import segments_of
+        from megaresume.checkpoint.meter.losses import segments_of
 
         stream = self._watched.stream
         assert stream is not None
@@ -383,7 +383,7 @@ class Looker:
         if self._slowest:
             found["megaresume.data.wait.slowest_rank"] = max(self._slowest.values())
         if sums or self._averages is not None:
-            from megaresume.meter.losses import Averages
+            from megaresume.checkpoint.meter.losses import Averages
 
             self._averages = self._averages or Averages()
             self._averages.add(sums, steps)

@@ -13,8 +13,8 @@ import torch
 import megaresume
 from megaresume import Checkpoints
 from megaresume.stream.errors import UsageError
+from tests.checkpoint.meter.runs import config_of, write_sources
 from tests.hosts.torch.program import without_shared_memory
-from tests.meter.runs import config_of, write_sources
 
 pytestmark = pytest.mark.process  # their packages ask the system what it is
 

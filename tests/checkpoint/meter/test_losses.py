@@ -14,13 +14,13 @@ import torch
 
 import megaresume
 from megaresume import BatchSchedule, Checkpoints, StreamLoader, open_stream
-from megaresume.meter.losses import SegmentSums
-from megaresume.meter.meter import Meter
+from megaresume.checkpoint.meter.losses import SegmentSums
+from megaresume.checkpoint.meter.meter import Meter
 from megaresume.runs.top import look
 from megaresume.stream.errors import UsageError
+from tests.checkpoint.meter.runs import config_of, write_sources
 from tests.cli.conftest import megaresume as command
 from tests.corpora import write_corpus
-from tests.meter.runs import config_of, write_sources
 
 BAD, STEPS = 100, 70
 

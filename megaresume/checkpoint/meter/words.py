@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megaresume.meter.figures import Reading
+from megaresume.checkpoint.meter.figures import Reading
 from megaresume.stream.errors import UsageError
 from megaresume.stream.schema import near
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megaresume.meter.figures import FIGURES, Reading
-from megaresume.meter.sinks import MOST, Outlet, Sink, outlet_of
-from megaresume.meter.words import EVERY, parse
+from megaresume.checkpoint.meter.figures import FIGURES, Reading
+from megaresume.checkpoint.meter.sinks import MOST, Outlet, Sink, outlet_of
+from megaresume.checkpoint.meter.words import EVERY, parse
 from megaresume.stream.errors import UsageError
 
 READINGS = [
@@ -208,7 +208,7 @@ def test_words_that_mean_nothing(words: str) -> None:
 
 def test_a_function_is_told() -> None:
     told: list[Reading] = []
-    sink: Sink = __import__("megaresume.meter.sinks", fromlist=["Function"]).Function(told.append)
+    sink: Sink = __import__("megaresume.checkpoint.meter.sinks", fromlist=["Function"]).Function(told.append)
     outlet = Outlet("a function", lambda: sink)
     outlet.write(READINGS[0])
     outlet.close(60)

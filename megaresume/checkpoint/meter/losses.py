@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megaresume.meter.segments import SegmentLosses
+from megaresume.checkpoint.meter.segments import SegmentLosses
 from megaresume.stream.errors import UsageError
 from megaresume.stream.kernel import LENGTH
 from megaresume.stream.stream import Stream
