@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import io
 import os
-import re
 import sys
 import textwrap
 import traceback
@@ -190,15 +189,13 @@ def _report(error: MegaresumeError, status: int) -> int:
 
 
 #: packages that train -> the starting point of `megaresume new`.
-TRAINERS = {
+STARTING_POINTS = {
     "transformers": "trainer",
     "deepspeed": "deepspeed",
     "lightning": "lightning",
     "accelerate": "accelerate",
     "torch": "torch",
 }
-#: directories that trainers write, one for each checkpoint.
-_CHECKPOINT = re.compile(r"iter_\d+|global_step_?\d+|checkpoint-\d+")
 
 
 def welcome(directory: Path) -> str:
@@ -223,7 +220,7 @@ def welcome(directory: Path) -> str:
         lines += ["", "There is a data.yaml:"]
         lines += _rows({"megaresume stream data.yaml --samples 0:8": "the first samples that it gives"})
     begin = {"megaresume demo": "see a small run killed and resumed (needs the extra demo)"}
-    installed = [start for package, start in TRAINERS.items() if importlib.util.find_spec(package) is not None]
+    installed = [start for package, start in STARTING_POINTS.items() if importlib.util.find_spec(package) is not None]
     begin |= {f"megaresume new {installed[0] if installed else 'TRAINER'}": _starts(installed)}
     lines += ["", "To begin:", *_rows(begin)]
     return "\n".join([*lines, "", "megaresume --help lists all commands."])
@@ -241,10 +238,12 @@ def _rows(rows: dict[str, str]) -> list[str]:
 
 def _checkpoints(directory: Path) -> str | None:
     """The directory with checkpoints that was changed last, as it is written on a command line."""
+    from megaresume.checkpoint.records import tag_iteration
+
     found = []
     for place in [directory, *directory.iterdir()]:
         try:
-            if place.is_dir() and any(_CHECKPOINT.fullmatch(one.name) for one in place.iterdir()):
+            if place.is_dir() and any(tag_iteration(one.name) is not None for one in place.iterdir()):
                 found.append((place.stat().st_mtime, str(place.relative_to(directory))))
         except OSError:  # what may not be read is not what the user is asking about
             continue

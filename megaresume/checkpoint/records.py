@@ -59,7 +59,18 @@ _RECORD = re.compile(r"step_([0-9]{7,18})(\.manifest|\.saving)?(?:@(.+))?\.json"
 _OLDER = re.compile(r"\.step_([0-9]{7,18})@(.+)\.older")
 _RANK_FILE = re.compile(r"step_[0-9]{7,18}(?:@.+)?\.(loader|random)/rank_([0-9]{5,})\.[a-z]+")
 _ENDING: dict[RankFileKind, str] = {"loader": "pkl", "random": "json"}
-_TAG = re.compile(r"(?:global_step_?|checkpoint-|step-)([0-9]{1,18})|iter_([0-9]{7,18})")
+
+#: Names of tag directories that frameworks give by themselves: what stands before the step, and its digits at least.
+#: A host whose trainer has a name of its own adds a row here, and every command knows that name. Without one its
+#: directories are custom names: they resume and are inspected alike, and the names of their records carry the tag.
+USUAL_TAGS = {
+    "deepspeed": ("global_step", 1),
+    "megatron": ("iter_", 7),
+    "hugging_face": ("checkpoint-", 1),
+    "torchtitan": ("step-", 1),
+    "verl": ("global_step_", 1),
+}
+_TAG = re.compile("|".join(f"{re.escape(before)}([0-9]{{{digits},18}})" for before, digits in USUAL_TAGS.values()))
 #: bytes; a record's temporary file must stay below the 255 bytes that filesystems allow.
 _MAX_TAG_BYTES = 160
 _RESERVED = frozenset({RECORDS_DIR, LATEST, TRACKER})
@@ -75,41 +86,46 @@ class RecordName:
     tag: str | None
 
 
+def usual_tag(framework: str, iteration: int) -> str:
+    """The name that a framework of `USUAL_TAGS` gives to the tag directory of an iteration."""
+    before, digits = USUAL_TAGS[framework]
+    return f"{before}{iteration:0{digits}d}"
+
+
 def deepspeed_tag(iteration: int) -> str:
     """DeepSpeed's usual name of a tag directory: ``global_step10``."""
-    return f"global_step{iteration}"
+    return usual_tag("deepspeed", iteration)
 
 
 def megatron_tag(iteration: int) -> str:
     """Megatron's name of a tag directory: ``iter_0000010``."""
-    return f"iter_{iteration:07d}"
+    return usual_tag("megatron", iteration)
 
 
 def hugging_face_tag(iteration: int) -> str:
     """Name of a tag directory of Hugging Face's Trainer: ``checkpoint-10``."""
-    return f"checkpoint-{iteration}"
+    return usual_tag("hugging_face", iteration)
 
 
 def torchtitan_tag(iteration: int) -> str:
     """Name of a tag directory of torchtitan: ``step-10``."""
-    return f"step-{iteration}"
+    return usual_tag("torchtitan", iteration)
 
 
 def verl_tag(iteration: int) -> str:
     """Name of a tag directory of VeRL: ``global_step_10``."""
-    return f"global_step_{iteration}"
+    return usual_tag("verl", iteration)
 
 
 def usual_tags(iteration: int) -> tuple[str, ...]:
     """The names of a tag directory that frameworks give by themselves."""
-    names = deepspeed_tag, megatron_tag, hugging_face_tag, torchtitan_tag, verl_tag
-    return tuple(name(iteration) for name in names)
+    return tuple(usual_tag(framework, iteration) for framework in USUAL_TAGS)
 
 
 def tag_iteration(tag: str) -> int | None:
     """The iteration that a tag's name tells, or None for a custom name."""
     match = _TAG.fullmatch(tag)
-    return int(match[1] or match[2]) if match else None
+    return int(match[match.lastindex or 0]) if match else None
 
 
 def is_usual_tag(tag: str, iteration: int) -> bool:

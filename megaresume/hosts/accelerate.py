@@ -50,10 +50,10 @@ from megaresume.hosts.accelerate_backends import (
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, refuse, replaced
-from megaresume.hosts.count import words_of
 from megaresume.hosts.deepspeed.engine import forget_gradients
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
+from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
 

@@ -1,7 +1,8 @@
 """`megaresume.attach`: exact data resume for every trainer, by what it is given.
 
-`TRAINERS` has a row for each: how it is recognised, without importing it, and the module whose function ``attach`` does
-the work. That function's own signature says which options there are, so each is checked by its name here.
+`TRAINERS` has a row for each, in any order: how it is recognised, without importing it, and the module whose function
+``attach`` does the work; `OWN_LOOP` is the row of a loop of the user's own. That function's own signature says which
+options there are, so each is checked by its name here.
 
 What these functions do with a trainer, one instance and not its class: `check_new`, `refuse` settings under which the
 data would be other data, `hook` its methods, or have an attribute `replaced` for a while. What is attached is in its
@@ -33,13 +34,13 @@ class KnownTrainer:
     name: str
     #: the beginning of its call of `attach`.
     call: str
-    #: package and name of its class; subclasses count too. Empty: a mapping.
-    classes: tuple[tuple[str, str], ...]
+    #: package and name of its class. A subclass counts too, and goes to the nearest class that is in the table.
+    classes: tuple[tuple[str, str], ...] = ()
     #: the module with its function.
     module: str
     function: str = "attach"
-    #: this project's extra that installs all that it needs.
-    extra: str
+    #: this project's extra that installs the trainer; None: none does, and users install it by its own instructions.
+    extra: str | None = None
     #: methods after the first of which (that the class has) an instance can be attached. Empty: once it is made.
     made_by: tuple[str, ...] = ()
 
@@ -85,7 +86,6 @@ TRAINERS = (
         call="attach(Trainer",
         classes=(("torchtitan", "Trainer"),),
         module="megaresume.hosts.torchtitan",
-        extra="torch",
         made_by=("__init__",),
     ),
     KnownTrainer(
@@ -93,7 +93,6 @@ TRAINERS = (
         call="attach(SFTTrainer",
         classes=(("verl", "SFTTrainer"),),
         module="megaresume.hosts.verl",
-        extra="torch",
         made_by=("_build_ckpt_handler",),
     ),
     KnownTrainer(
@@ -102,7 +101,6 @@ TRAINERS = (
         classes=(("verl", "PPOTrainer"), ("verl", "RayPPOTrainer")),
         module="megaresume.hosts.verl",
         function="attach_prompts",
-        extra="torch",
         made_by=("_init_dataloader", "_create_dataloader"),
     ),
     KnownTrainer(
@@ -110,22 +108,20 @@ TRAINERS = (
         call="attach(config, loader_of",
         classes=(("megatron", "ConfigContainer"),),
         module="megaresume.hosts.megatron_bridge",
-        extra="torch",
     ),
     KnownTrainer(
         name="a Manager of torchft",
         call="attach(manager, loader",
         classes=(("torchft", "Manager"),),
         module="megaresume.hosts.torchft",
-        extra="torch",
     ),
-    KnownTrainer(
-        name="what a loop of your own saves, by name: {'model': model, 'optimizer': optimizer}",
-        call="attach({...}, loader",
-        classes=(),
-        module="megaresume.hosts.loop",
-        extra="torch",
-    ),
+)
+#: A loop of the user's own has no class: a mapping of what it saves goes to it. The only one outside of `TRAINERS`.
+OWN_LOOP = KnownTrainer(
+    name="what a loop of your own saves, by name: {'model': model, 'optimizer': optimizer}",
+    call="attach({...}, loader",
+    module="megaresume.hosts.loop",
+    extra="torch",
 )
 
 
@@ -184,11 +180,12 @@ def attach(
 
 def _trainer_of(thing: Any) -> KnownTrainer:
     if isinstance(thing, Mapping):
-        return TRAINERS[-1]
+        return OWN_LOOP
     kind = thing if isinstance(thing, type) else type(thing)
-    names = {(base.__module__.partition(".")[0], base.__qualname__) for base in kind.__mro__}
-    for trainer in TRAINERS:
-        if names & set(trainer.classes):
+    names = [(base.__module__.partition(".")[0], base.__qualname__) for base in kind.__mro__]
+    for name in names:
+        trainer = next((trainer for trainer in TRAINERS if name in trainer.classes), None)
+        if trainer is not None:
             if kind is not thing or trainer.made_by:
                 return trainer
             raise UsageError(
@@ -200,18 +197,18 @@ def _trainer_of(thing: Any) -> KnownTrainer:
     raise _unknown(thing, names)
 
 
-def _unknown(thing: Any, names: set[tuple[str, str]]) -> UsageError:
+def _unknown(thing: Any, names: Sequence[tuple[str, str]]) -> UsageError:
     own = "a loop of your own: megaresume.attach({'model': model, 'optimizer': optimizer}, loader, checkpoints=...)"
-    if names & {("megaresume", "DataLoader"), ("megaresume", "StreamLoader")}:
+    if not {("megaresume", "DataLoader"), ("megaresume", "StreamLoader")}.isdisjoint(names):
         action = f"the loader is the second argument, after what trains. For {own}"
     elif ("torch", "DataLoader") in names:
         action = f"megaresume.DataLoader(dataset, batch_size) replaces torch's, and is the second argument. For {own}"
     else:
         action = f"for {own}; for another trainer: docs/hosts.md"
     return UsageError(
-        "megaresume.attach does not know what this trains with",
+        "megaresume.attach does not recognise this trainer",
         found=f"the class {thing.__qualname__}" if isinstance(thing, type) else kind_of(thing),
-        expected="; ".join(trainer.name for trainer in TRAINERS),
+        expected="; ".join(trainer.name for trainer in (*TRAINERS, OWN_LOOP)),
         action=action,
     )
 
@@ -273,7 +270,7 @@ def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], 
         raise UsageError(
             "this class is attached already",
             found=f"{cls.__module__}.{cls.__qualname__}",
-            action="call megaresume.attach once, of the class that is made an instance of",
+            action="call megaresume.attach once, with the class that your program makes its trainer from",
         )
     setattr(cls, _ATTACHED, True)
     before: Callable[..., Any] = getattr(cls, name)

@@ -52,7 +52,6 @@ from megaresume.hosts.accelerate_backends import (
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, replaced
-from megaresume.hosts.count import words_of
 from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, say_left_over
 from megaresume.hosts.hugging_face_data import (
     Batches,
@@ -62,6 +61,7 @@ from megaresume.hosts.hugging_face_data import (
     let_epochs_end,
     loader_of,
 )
+from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Hook, TrainerHost, of_trainer, write_all
 from megaresume.stream.errors import StateError, UsageError
 

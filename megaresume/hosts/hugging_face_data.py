@@ -15,7 +15,7 @@ from megaresume.batches.item_options import ItemOptions
 from megaresume.batches.items import flatten
 from megaresume.checkpoint.records import records_dir
 from megaresume.hosts.attach import kind_of, refuse
-from megaresume.hosts.count import Steps
+from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import UsageError
 from megaresume.stream.schema import near
 

@@ -47,7 +47,6 @@ from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import replaced
-from megaresume.hosts.count import words_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.feeds import ItemFeed, micro_batches_to, say_left_over
 from megaresume.hosts.lightning_trainer import (
@@ -65,6 +64,7 @@ from megaresume.hosts.lightning_trainer import (
     make_room,
     not_made,
 )
+from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
 

@@ -23,7 +23,7 @@ from megaresume.checkpoint.ranks import on_rank_0
 from megaresume.checkpoint.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.session import Pick, Session
 from megaresume.hosts.attach import check_new, kind_of, refuse
-from megaresume.hosts.count import Steps
+from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 
 #: in a tag directory: a file, or under DeepSpeed and with sharded checkpoints a directory.

@@ -32,8 +32,8 @@ from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, check_new, refuse, replaced
-from megaresume.hosts.count import words_of
 from megaresume.hosts.feeds import Feed, Samples, feed_of
+from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Carried, TrainerHost, check_sizes, of_trainer, write_all
 from megaresume.stream.errors import UsageError
 

@@ -54,9 +54,9 @@ from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts.attach import check_new, refuse, replaced
-from megaresume.hosts.count import words_of
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
+from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.dealing import deal_evenly, in_even_parts, part_of

@@ -33,9 +33,9 @@ from megaresume.checkpoint.step_file import Envelope
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.attach import check_new, refuse, replaced
-from megaresume.hosts.count import Steps, words_of
 from megaresume.hosts.feeds import Feed, Samples, feed_of
 from megaresume.hosts.files import Background
+from megaresume.hosts.steps import Steps, words_of
 from megaresume.hosts.trainer import Carried, Hook, TrainerHost, check_sizes, of_trainer, write_all
 
 #: torchtitan's name of what a dataloader puts into a checkpoint, and its IGNORE_INDEX.

@@ -35,9 +35,10 @@ from megaresume.checkpoint.step_file import Envelope, StepFile
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, hook
-from megaresume.hosts.count import Steps, Words, words_of
+from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_shares
 from megaresume.hosts.files import Background
+from megaresume.hosts.steps import Steps, words_of
 from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
@@ -135,8 +136,8 @@ class TrainerHost(Host):
         self.put_hooks()
 
     def watch(self, optimizers: Iterable[Any]) -> None:
-        """Under a loop of the user's, who may leave it between the step of an optimizer and what counts it, and save:
-        the weights have trained what is out. See `Steps.changed`."""
+        """Report each step of these optimizers. A loop of the user's own may save after an optimizer step and before
+        the call that counts it: the micro-batches that are out are in the weights then. See `Steps.changed`."""
 
         def changed(*_: Any) -> None:
             if not self.is_at_files:
@@ -236,6 +237,11 @@ class TrainerHost(Host):
 
     def save_by(self, save_dir: str | os.PathLike[str], write: Callable[[Save], Any], *, tag: str, **more: Any) -> Any:
         """`Session.save`, unless it is asked for within a step.
+
+        Args:
+            save_dir, write, more: see `Session.save`.
+            tag: name of the directory. If the trainer gives its checkpoints a name that `records.USUAL_TAGS` does not
+                have, add a row there: ``megaresume inspect`` then tells the step from a bare directory.
 
         Raises, on every rank:
             StateError: see `Count.check_save`.

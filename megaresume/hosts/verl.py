@@ -43,8 +43,8 @@ from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
 from megaresume.hosts.attach import SLOT, check_new, hook, refuse, replaced
-from megaresume.hosts.count import Steps, words_of
 from megaresume.hosts.feeds import Feed, ItemFeed
+from megaresume.hosts.steps import Steps, words_of
 from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, write_all
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CheckpointError, StateError, UsageError

@@ -15,6 +15,7 @@ from megaresume.checkpoint.records import (
     split_root,
     step_path,
     tag_iteration,
+    usual_tags,
 )
 from megaresume.stream.errors import UsageError
 
@@ -30,6 +31,8 @@ def test_tags_tell_their_iteration(iteration: int) -> None:
 def test_names_are_those_of_the_frameworks() -> None:
     assert deepspeed_tag(10) == "global_step10"
     assert megatron_tag(10) == "iter_0000010"
+    assert usual_tags(10) == ("global_step10", "iter_0000010", "checkpoint-10", "step-10", "global_step_10")
+    assert [tag_iteration(tag) for tag in usual_tags(10)] == [10] * 5
     assert step_path(ROOT, 10, "global_step10") == ROOT / "megaresume/step_0000010.json"
     assert manifest_path(ROOT, 10, "iter_0000010") == ROOT / "megaresume/step_0000010.manifest.json"
 

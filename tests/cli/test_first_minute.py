@@ -25,7 +25,7 @@ def test_no_command_says_how_to_begin(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "checkpoints in" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["iter_0000010", "global_step40", "global_step_7", "checkpoint-10"])
+@pytest.mark.parametrize("name", ["iter_0000010", "global_step40", "global_step_7", "checkpoint-10", "step-10"])
 def test_no_command_beside_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / name).mkdir(parents=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.attach import TRAINERS
+from megaresume.hosts.attach import OWN_LOOP, TRAINERS
 from megaresume.stream.errors import SetupError, UsageError
 
 
@@ -27,7 +27,7 @@ def kind(package: str, name: str, **methods: Any) -> type:
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
     """What each trainer's own function was called with."""
     calls: list[tuple[str, Any, dict[str, Any]]] = []
-    for trainer in TRAINERS:
+    for trainer in (*TRAINERS, OWN_LOOP):
         module = importlib.import_module(trainer.module)
         signature = inspect.signature(getattr(module, trainer.function))
 
@@ -62,6 +62,24 @@ def test_whom_it_goes_to(taken: list[Any]) -> None:
         assert taken[-1] == (room, made, options)
     megaresume.attach({"model": 1}, 2, checkpoints=megaresume.Checkpoints(save_dir="run"), writer="torch")
     assert taken[-1][0] == "loop" and taken[-1][2]["writer"] == "torch"
+
+
+def test_the_order_of_the_table_means_nothing(taken: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that inherits from another one of the table goes to its own row; a mapping to the loop's."""
+    checkpoints = megaresume.Checkpoints(save_dir="run")
+    trl = kind("trl", "AsyncGRPOTrainer")
+    trl = type("AsyncGRPOTrainer", (trl, kind("transformers", "Trainer")), {"__module__": "__main__"})
+    for table in (TRAINERS, TRAINERS[::-1]):
+        monkeypatch.setattr("megaresume.hosts.attach.TRAINERS", table)
+        megaresume.attach(trl())
+        assert taken[-1][0] == "trl"
+        megaresume.attach({"model": 1}, 2, checkpoints=checkpoints)
+        assert taken[-1][0] == "loop"
+
+
+def test_every_row_has_a_class() -> None:
+    """Without one nothing would be recognised as that trainer."""
+    assert [trainer.name for trainer in TRAINERS if not trainer.classes] == []
 
 
 def test_real_classes() -> None:
@@ -122,7 +140,7 @@ def test_every_instance_of_a_class(taken: list[Any]) -> None:
     ],
 )
 def test_what_it_does_not_know(thing: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=r"does not know what this trains with(.|\n)*" + words):
+    with pytest.raises(UsageError, match=r"does not recognise this trainer(.|\n)*" + words):
         megaresume.attach(thing)
 
 
@@ -157,8 +175,7 @@ def test_a_trainer_of_verl_that_is_made() -> None:
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    (loop,) = [trainer for trainer in TRAINERS if not trainer.classes]
-    for module in (loop.module, "megaresume.hosts.files"):
+    for module in (OWN_LOOP.module, "megaresume.hosts.files"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match=r"megaresume\.attach needs the package 'torch'(.|\n)*megaresume\[torch\]"):
@@ -167,5 +184,5 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_has_a_section_for_each() -> None:
     page = (Path(megaresume.__file__).parents[1] / "docs" / "attach.md").read_text()
-    for trainer in TRAINERS:
+    for trainer in (*TRAINERS, OWN_LOOP):
         assert f"megaresume.{trainer.call}" in page, trainer.name

@@ -82,5 +82,5 @@ def test_ranks_that_find_the_same_say_it_once(tmp_path: Path) -> None:
     with WarmJob(str(tmp_path / "train.py"), [], num_processes=2, output=tmp_path / "out", launcher="env") as job:
         status, said = job.wait(60), job.text()
     assert status == 1, said
-    assert re.findall("megaresume: error: (.*)", said) == ["megaresume.attach does not know what this trains with"]
+    assert re.findall("megaresume: error: (.*)", said) == ["megaresume.attach does not recognise this trainer"]
     assert "Traceback" not in said

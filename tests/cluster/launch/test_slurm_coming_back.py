@@ -346,7 +346,5 @@ def test_a_script_that_srun_starts_says_a_refusal_once(slurm: Cluster, tmp_path:
     words = ["srun", "--nodes=1", "--ntasks=3", "--overcommit", sys.executable, str(tmp_path / "train.py")]
     done = subprocess.run(words, cwd=tmp_path, env=slurm.env, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert re.findall("megaresume: error: (.*)", done.stderr) == [
-        "megaresume.attach does not know what this trains with"
-    ]
+    assert re.findall("megaresume: error: (.*)", done.stderr) == ["megaresume.attach does not recognise this trainer"]
     assert "Traceback" not in done.stderr

@@ -32,9 +32,9 @@ import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
-from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.lightning import LightningHost
+from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.lightning.program import Module, attached, loader, newest, run, trainer_of
 from tests.hosts.torch.program import BASE, Numbers

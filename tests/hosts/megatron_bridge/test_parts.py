@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.count import Steps
+from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.megatron_bridge import BridgeHost, Carrying, attach
+from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import StateError, UsageError
 
 
@@ -101,7 +102,7 @@ class Opened(BridgeHost):
     def __init__(self, reads: bool = True) -> None:
         super().__init__(config(), lambda *_: None, lambda rank, ranks: [0, 1, 2])
         self.steps, self.reads = Steps(ItemFeed(loader())), reads
-        self.steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
+        self.steps.session = SimpleNamespace(step_begins=lambda: None, clocks=Clocks())  # type: ignore[assignment]
 
 
 def test_every_batch_is_read_for_the_step_that_is_counted() -> None:

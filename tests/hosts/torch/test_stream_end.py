@@ -16,9 +16,10 @@ import torch
 import megaresume
 from megaresume import BatchSchedule, Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.checkpoint.records import ledger_path
-from megaresume.hosts.count import Steps
 from megaresume.hosts.feeds import Feed, ItemFeed, Samples, micro_batches
+from megaresume.hosts.steps import Steps
 from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 
@@ -48,7 +49,7 @@ def stream_of(samples: int) -> Any:
 
 def steps_of(feed: Feed) -> Steps:
     steps = Steps(feed)
-    steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
+    steps.session = SimpleNamespace(step_begins=lambda: None, clocks=Clocks())  # type: ignore[assignment]
     return steps
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import megaresume
-from megaresume.hosts.count import Steps
+from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
+from megaresume.hosts.steps import Steps
 from megaresume.hosts.torchtitan import Batches, attach
 from megaresume.hosts.trainer import Carried
 from megaresume.stream.errors import StateError, UsageError
@@ -32,7 +33,7 @@ def batches(**options: Any) -> tuple[Batches, Steps]:
     """Two micro-batches a step, of seven items an epoch."""
     loader = megaresume.DataLoader(torch.arange(7), batch_size=2, accumulation=2, **options)
     steps = Steps(ItemFeed(loader))
-    steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
+    steps.session = SimpleNamespace(step_begins=lambda: None, clocks=Clocks())  # type: ignore[assignment]
     return Batches(steps, lambda batch: batch.tolist()), steps
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.count import Steps
+from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
+from megaresume.hosts.steps import Steps
 from megaresume.hosts.verl import Batches, Prompts, attach, attach_prompts
 from megaresume.stream.errors import StateError, UsageError
 
@@ -19,7 +20,7 @@ def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> t
     """Of ten items an epoch, from a state on."""
     feed = ItemFeed(megaresume.DataLoader(torch.arange(10), batch_size=batch_size, drop_last=True))
     steps = Steps(feed)
-    steps.session = SimpleNamespace(step_begins=lambda: None)  # type: ignore[assignment]
+    steps.session = SimpleNamespace(step_begins=lambda: None, clocks=Clocks())  # type: ignore[assignment]
     source = Batches(steps, epochs)
     if state is not None:
         feed.loader.load_state_dict(state)

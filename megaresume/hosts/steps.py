@@ -1,0 +1,181 @@
+"""`Steps`: the count of a trainer that takes its micro-batches from a `Feed` by a ``for``.
+
+Each call is one or two of the events of `Count`:
+
+    for batch in steps     take() and use(): whatever was handed out may be in the gradients
+    steps.stepped()        an optimizer step was made
+    steps.changed()        an optimizer has changed the weights, where a loop says only later that it made a step
+    a save                 between two steps; micro-batches that a ``for`` has left over when it ended may be out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megaresume.hosts.count import Count, Words
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+
+if TYPE_CHECKING:  # both need torch, which a launcher may be without
+    from megaresume.checkpoint.session import Session
+    from megaresume.hosts.feeds import Feed
+
+
+def words_of(*, trainer: str = "the loop", name: str = "loop", clock: str = "loop.stepped()", **other: Any) -> Words:
+    """The words of a loop that takes micro-batches by a ``for``.
+
+    Args:
+        trainer: what it is called.
+        name: of what it iterates over.
+        clock: how it says that a step was made.
+        other: what this trainer says in another way.
+    """
+    last = f"if {name}.ends_step" if clock == f"{name}.stepped()" else "with its last micro-batch"
+    words = Words(
+        trainer=trainer,
+        clock=clock,
+        next="the next batch is asked for",
+        untrained=(
+            "a batch was used for something else (its shape, a warm-up, an evaluation) or passed over with `continue`; "
+            f"a `for` was left in the middle of a step; {clock} is missing; or the loop accumulates more "
+            "micro-batches than the loader was told (accumulation=)",
+            "look at collate_fn([dataset[0]]) instead, evaluate on a separate loader, and remove items that are not "
+            "to be trained from the dataset",
+        ),
+        incomplete=(
+            "a batch was trained twice, or it came from another loader; or the loop accumulates fewer micro-batches "
+            "than the loader was told",
+            f"take each batch from `for batch in {name}`, and end a step {last}; nothing of this step was saved",
+        ),
+        early_save=(
+            "the loop saves before the optimizer step, or after every micro-batch of an accumulation"
+            + (f"; or a `for` was left between that step and {clock}" if clock == f"{name}.stepped()" else ""),
+            f"save after {clock}, and end a step {last}",
+        ),
+        other_count=(
+            "the trainer's count of steps was changed by hand, or loaded from elsewhere",
+            "let the trainer load its checkpoints, and nothing else",
+        ),
+    )
+    return replace(words, **other)
+
+
+_END = object()
+
+
+class Steps(Count[str]):
+    """The micro-batches of this rank, and the count of the steps that trained them.
+
+    Args:
+        feed: the micro-batches.
+        words: of the trainer; None: those of a custom loop.
+    """
+
+    #: told of every step that begins.
+    session: Session
+
+    def __init__(self, feed: Feed, words: Words | None = None) -> None:
+        self.feed = feed
+        #: the ``for`` that runs: only the last one may.
+        self._turn: object = None
+        self._is_changed = False
+        #: [first, stop) samples, of all ranks, of the micro-batch that was handed out last.
+        self.last = (0, 0)
+        super().__init__(words or words_of())
+
+    def loaded(self, step: int, samples: int) -> None:
+        """See `Count`. A ``for`` that runs is over."""
+        super().loaded(step, samples)
+        self._turn, self._is_changed = None, False
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around a load: if it fails, the weights may be loaded and the data is not, so nothing more is trained."""
+        try:
+            yield
+        except MegaresumeError as error:
+            self.fail(error)
+            raise
+
+    def stepped(self, unseen: Any = ()) -> Sequence[str]:
+        """See `Count`."""
+        done = super().stepped(unseen)
+        self._is_changed = False
+        self.feed.trained(self.samples)
+        return done
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of this rank: to the end of the epoch, or of the data.
+
+        Raises:
+            StateError: one was taken and not trained, or two ``for`` run at a time. From then on always the same.
+            Stopped: the run was asked to stop, and has saved.
+        """
+        self.check_idle("a new `for` begins")
+        turn = self._turn = object()
+        batches: Any = None
+        try:
+            batches, end = self.feed.read(self.samples), self.feed.pass_end(self.samples)
+            while True:
+                self._check_turn(turn)
+                self.check_more()
+                if self.is_idle:
+                    if end is not None and self.end >= end:
+                        return
+                    if not self.feed.has(self.end):
+                        next(batches, _END)  # there it is said what is left out
+                        return
+                    self.session.step_begins()
+                    self.begin(self.feed.size_at(self.samples))
+                batch = self.session.clocks.wait(next, batches, _END)
+                if batch is _END:
+                    return
+                self._hand_out(batch)
+                yield batch
+        except (StateError, UsageError) as error:
+            raise self.fail(error) from error.__cause__
+        finally:
+            if self._turn is turn:
+                self.leave()
+            if hasattr(batches, "close"):
+                batches.close()  # stop reading ahead
+
+    def to_the_end(self) -> Iterator[Any]:
+        """The micro-batches of this rank, epoch after epoch."""
+        while self.feed.has(self.samples):
+            yield from self
+
+    def changed(self) -> None:
+        """An optimizer has changed the weights: what is out is in them, and no save may follow before `stepped`."""
+        if self.out:
+            self._is_changed, self.used = True, len(self.out)
+
+    def leave(self) -> None:
+        """The ``for`` has ended: what it has left over of a step is in no gradient that counts. A save may follow,
+        unless the weights were `changed`."""
+        self._turn = None
+        if not self._is_changed:
+            self.used = 0
+
+    def _hand_out(self, batch: Any) -> None:
+        begin, end = self.end, self.feed.after(batch, self.end)
+        self.last = begin, end
+        is_last = end - self.samples < self.size and not self.feed.whole_steps and not self.feed.has(end)
+        self.take(f"samples {begin} to {end - 1}", end, is_last=is_last)
+        self.use()
+
+    def numbers(self) -> Sequence[int]:
+        """The samples of this rank in the micro-batch that was handed out last."""
+        return self.feed.numbers(*self.last, step=self.samples)
+
+    def _check_turn(self, turn: object) -> None:
+        self.check()
+        if self._turn is not turn:
+            raise StateError(
+                "the data was moved while it was being read",
+                found="another `for` over the same data, or a load, between two batches",
+                expected="one `for` at a time",
+                action="evaluate on a separate loader",
+            )
