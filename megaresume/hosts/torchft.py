@@ -14,15 +14,14 @@
 
 What a step trains depends on its number alone; who trains it, on who is in its quorum:
 
-    start_quorum     what is out of a step that was not committed comes again
-    for batch        waits for the quorum; the samples are dealt to those who contribute: `Share`
+    start_quorum     the samples of a step that was not committed are handed out again
+    for batch        waits for the quorum; the samples are dealt to those who contribute: `Contributors`
     should_commit    only if all of them were dealt, once, by replicas at the same position: `Ballot`
       committed      the position moves on by the global batch
       not committed  it stays: the step is trained again, by whoever is there then
     a replica joins  it is given the position with the weights, by torchft
 
-Who contributes is what torchft's all-reduce adds up. With the asynchronous quorum, torchft counts replicas that are
-healed in step 0 as participants, and adds nothing of theirs; so there they are asked.
+How a step is dealt and voted on is in `torchft_dealing`.
 
 Checkpoints hold what a replica that joins is given. The first replica of the quorum saves; the others pass over it.
 """
@@ -34,7 +33,7 @@ import os
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,103 +56,14 @@ from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.steps import words_of
+from megaresume.hosts.torchft_dealing import OF_MANAGER, Ballot, Contributors, Share, reduce_device, who_contributes
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.dealing import deal_evenly, in_even_parts, part_of
+from megaresume.stream.dealing import deal_evenly
 from megaresume.stream.errors import StateError, UsageError
 
 #: of ours in what torchft gives to a replica that joins.
 KEY = "megaresume"
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which samples of a step this process trains.
-
-    Args:
-        size: processes that contribute, of all replicas together.
-        rank: this one among them; None: it contributes nothing, and is given those of the first, without weight.
-        averaged: processes over which the gradients are averaged.
-    """
-
-    size: int
-    rank: int | None
-    averaged: int
-
-    def sizes(self, step: int, micro_batch_size: int) -> list[tuple[int, int]]:
-        """How many samples each micro-batch of a step has: of all processes together, and of this one."""
-        return [
-            (size, 0 if self.rank is None else _size(part_of(size, dp_rank=self.rank, dp_size=self.size)))
-            for size in in_even_parts(step, micro_batch_size=micro_batch_size, dp_size=self.size)
-        ]
-
-
-def _size(place: tuple[int, int]) -> int:
-    return place[1] - place[0]
-
-
-class Ballot:
-    """What the replicas tell each other about a step, added up by torchft as their gradients are: one all-reduce of
-    three numbers, while they train.
-
-    Args:
-        manager: torchft's.
-        samples: that this replica trains.
-        position: at which it is.
-        launch: of those who train together (see `rank_log`), above 0, from the first of them; 0 from all others.
-        contributes: whether its gradients count.
-        replicas: that contribute.
-        device: of the all-reduce.
-    """
-
-    def __init__(
-        self,
-        manager: Any,
-        *,
-        samples: int,
-        position: int,
-        launch: int,
-        contributes: bool,
-        replicas: int,
-        device: torch.device,
-    ) -> None:
-        self._manager, self._position, self._replicas, self._contributes = manager, position, replicas, contributes
-        self._told: int | None = None
-        told = [samples, position, launch] if contributes else [0, 0, 0]
-        # Whole numbers below 2 ** 53.
-        self._sum = torch.tensor(told, dtype=torch.float64, device=device)
-        self._work = manager.allreduce(self._sum, reduce_op=torch.distributed.ReduceOp.SUM)
-
-    def launch(self, step: int) -> int | None:
-        """Wait for it. If the replicas do not make up a step of so many samples, tell torchft, which does not commit it
-        then.
-
-        Returns:
-            the launch; None if it is not to be committed.
-        """
-        if self._told is None:
-            self._told = self._look(step)
-        return self._told or None
-
-    def _look(self, step: int) -> int:
-        self._work.wait()
-        if self._manager.errored():
-            return 0
-        samples, position, launch = (int(number) for number in self._sum.tolist())
-        # A replica that contributes nothing may be healed, and be told its position later.
-        position, expected = (position, self._position * self._replicas) if self._contributes else (0, 0)
-        if (samples, position) == (step, expected):
-            return launch
-        self._manager.report_error(
-            StateError(
-                "the replicas do not make up a step",
-                found=f"{samples} samples, and positions with the sum {position}",
-                expected=f"{step} samples, and the sum {expected}",
-                cause="torchft's process group is not that of its quorum, or replicas are in different steps",
-                action="none: the step is not committed, and trained again",
-            )
-        )
-        return 0
 
 
 def _package() -> str:
@@ -188,11 +98,14 @@ class TorchftHost(TrainerHost):
         self.share: Share | None = None
         #: weights of the micro-batch that was handed out last; whether any was asked for in this step.
         self.weight, self.is_weighed = 1.0, False
-        #: who trains together, and the number that they have: see `rank_log`.
+        #: who trains together, and the number of that membership: see `torchft_dealing`.
         self.members: Sequence[Any] = ()
-        self.launch, self._logged, self._noted = 0, 0, 0
-        #: replicas that contribute to this step.
-        self.replicas = 0
+        self.membership = 0
+        #: the membership under which this process last began its log, and the one of the ledger's last line: each has a
+        #: line for a new membership, the log when one of its steps is voted on, the ledger when one is committed.
+        self._logged_membership, self._ledger_membership = 0, 0
+        #: of this step.
+        self._contributors: Contributors | None = None
         self._ballot: Ballot | None = None
         #: samples of this process in the step, and their identities, once it has voted for it.
         self._lines: tuple[Any, Any] | None = None
@@ -207,8 +120,7 @@ class TorchftHost(TrainerHost):
     def check(self) -> None:
         """See `TrainerHost`."""
         manager = self.trainer
-        names = ("start_quorum", "should_commit", "wait_quorum", "allreduce", "register_state_dict_fn", "report_error")
-        missing = [name for name in names if not hasattr(manager, name)]
+        missing = [name for name in OF_MANAGER if not hasattr(manager, name)]
         check_new(manager, "Manager", missing=missing, headline="this is not a Manager of torchft's", expected="one")
         refuse(
             {
@@ -303,7 +215,7 @@ class TorchftHost(TrainerHost):
         """What a replica that joins is given, besides the weights. In a thread of torchft's, between two steps."""
         steps = self.steps
         state = Envelope(state=steps.feed.snapshot(steps.samples), iteration=steps.step, framework=self.framework)
-        return {"data": state.to_text(), "step": steps.step, "launch": self.launch}
+        return {"data": state.to_text(), "step": steps.step, "launch": self.membership}
 
     def joined(self, given: Mapping[str, Any]) -> None:
         """This replica was given the weights of another one.
@@ -316,7 +228,7 @@ class TorchftHost(TrainerHost):
         # No choice of a checkpoint: what is restored are samples alone.
         self.steps.feed.restore(envelope.state, None)  # type: ignore[arg-type]
         self.steps.loaded(envelope.iteration, envelope.samples)
-        self.launch, self.members, self._is_fresh = given["launch"], (), False
+        self.membership, self.members, self._is_fresh = given["launch"], (), False
         self.session.mark_as_own(self._root)
 
     # A step
@@ -356,66 +268,52 @@ class TorchftHost(TrainerHost):
             self._reads = share.size, share.rank or 0, end
             self.weight = share.averaged * mine / size
             if self.log is not None and number == len(sizes):
-                self._vote_in_log(share)
+                self._log_vote(share)
             yield batch
 
     def _deal(self) -> Share:
-        """Wait for the quorum, and see who contributes to its step."""
-        manager, steps = self.trainer, self.steps
-        size, place = manager.num_participants(), manager.participating_rank()
-        mine = place if manager.is_participating() else None
-        if self._saves and place != 0:  # before anybody can commit this step, and save it
+        """Wait for the quorum, deal its step, and begin the vote on it."""
+        self.trainer.wait_quorum()
+        self._let_another_save()
+        self._compare_step()
+        contributors = who_contributes(self.trainer, processes=self.locals, samples=self.global_batch_size)
+        self._begin_vote(contributors)
+        return contributors.share(self.local)
+
+    def _let_another_save(self) -> None:
+        """If this is not the first replica any more. Before anybody can commit this step, and save it."""
+        if self._saves and not self.is_first:
             self.session.hand_over(self._root)
             self._saves = False
-        if not manager.errored() and not manager._healing:
-            steps.compare(manager.current_step())
-            if self._is_fresh and not steps.step:
-                # No collective: of a replica's processes, some may have been healed by now, and others not.
-                check_fresh_start(self._root, cause=self.forgotten, load=self.load)
-            self._is_fresh = False
-        there = list(range(size))
-        if manager._use_async_quorum and not manager.current_step():
-            there = self._ask(size, mine) or there
-        index = there.index(mine) if mine in there else None
-        self._vote(there, index)
-        if index is None or index * self.locals + self.local >= self.global_batch_size:
-            return Share(min(len(there) * self.locals, self.global_batch_size) or 1, None, size * self.locals)
-        count = min(len(there) * self.locals, self.global_batch_size)
-        return Share(count, index * self.locals + self.local, size * self.locals)
 
-    def _ask(self, size: int, mine: int | None) -> list[int]:
-        """Those of the participants that contribute, whoever torchft counts."""
-        here = torch.zeros(size, device=self._reduces_on)
-        if mine is not None:
-            here[mine] = 1
-        self.trainer.allreduce(here, reduce_op=torch.distributed.ReduceOp.SUM).wait()
-        return [number for number, one in enumerate(here.tolist()) if one]
+    def _compare_step(self) -> None:
+        """Whether torchft counts the same steps, and no checkpoint waits to be loaded. Not if this replica is about to
+        be given another one's state."""
+        manager, steps = self.trainer, self.steps
+        if manager.errored() or manager._healing:
+            return
+        steps.compare(manager.current_step())
+        if self._is_fresh and not steps.step:
+            # No collective: of a replica's processes, some may have been healed by now, and others not.
+            check_fresh_start(self._root, cause=self.forgotten, load=self.load)
+        self._is_fresh = False
 
-    @property
-    def _reduces_on(self) -> torch.device:
-        """Where torchft's process group takes tensors."""
-        is_on_gpu = "nccl" in self.trainer._pg.getBackendName().lower()
-        return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
-
-    def _vote(self, there: Sequence[int], index: int | None) -> None:
-        """Begin the all-reduce about this step."""
-        members = (self.trainer._quorum_id, *there)
-        if members != self.members and index == 0:
-            self.members, self.launch = members, max(self.launch + 1, time.time_ns() // 1000)
-        count = min(len(there) * self.locals, self.global_batch_size)
-        mine = range(index * self.locals, min((index + 1) * self.locals, count)) if index is not None else range(0)
-        sizes = in_even_parts(
-            self.global_batch_size, micro_batch_size=self.data.micro_batch_size, dp_size=max(count, 1)
-        )
-        self.replicas = len(there)
+    def _begin_vote(self, contributors: Contributors) -> None:
+        """Begin the all-reduce about this step. The first replica has a new membership if others train than before."""
+        self._contributors = contributors
+        is_first = contributors.index == 0
+        members = (self.trainer._quorum_id, *contributors.replicas)
+        if is_first and members != self.members:
+            self.members, self.membership = members, max(self.membership + 1, time.time_ns() // 1000)
         self._ballot = Ballot(
             self.trainer,
-            samples=sum(_size(part_of(size, dp_rank=one, dp_size=count)) for size in sizes for one in mine),
+            samples=contributors.samples_here(self.data.micro_batch_size),
+            needed=self.global_batch_size,
             position=self.steps.samples,
-            launch=self.launch if index == 0 else 0,
-            contributes=index is not None,
-            replicas=len(there),
-            device=self._reduces_on,
+            membership=self.membership if is_first else 0,
+            contributes=contributors.index is not None,
+            replicas=len(contributors.replicas),
+            device=reduce_device(self.trainer),
         )
 
     def _next(self, share: Share) -> Any:
@@ -462,7 +360,7 @@ class TorchftHost(TrainerHost):
                 action="multiply each loss by loop.weight; a loss that is a sum of tokens: see loop.total",
             )
         size = self.global_batch_size
-        launch = ballot.launch(size)
+        membership = ballot.decide()
         try:
             is_committed = bool(should_commit(*args, **more))
         finally:
@@ -477,7 +375,7 @@ class TorchftHost(TrainerHost):
         steps.stepped()
         if self._lines is not None:
             self._write("step", steps.step)
-        self._note_members(share, launch or self.launch)
+        self._note_members(share, self.membership if membership is None else membership)
         return True
 
     @property
@@ -485,28 +383,29 @@ class TorchftHost(TrainerHost):
         """Whether this is the replica that saves: the first of the quorum."""
         return bool(self.trainer.participating_rank() == 0)
 
-    def _note_members(self, share: Share, launch: int) -> None:
+    def _note_members(self, share: Share, membership: int) -> None:
         """A line in the ledger if others than before have made this step."""
-        if launch == self._noted:
+        if membership == self._ledger_membership:
             return
-        self.launch = self._noted = launch
+        self.membership = self._ledger_membership = membership
         if not self.is_first:
             return
-        steps = self.steps
+        assert self._contributors is not None
+        steps, replicas = self.steps, len(self._contributors.replicas)
         state, topology = steps.feed.snapshot(steps.samples), replace(self.topology(), dp=share.size)
-        details = {"replicas": self.replicas, "quorum": self.trainer._quorum_id, "launch": launch}
+        details = {"replicas": replicas, "quorum": self.trainer._quorum_id, "launch": membership}
         on_rank_0(
             lambda: record_membership(self._root, iteration=steps.step, state=state, topology=topology, details=details)
         )
 
     # What each process writes down
 
-    def _vote_in_log(self, share: Share) -> None:
+    def _log_vote(self, share: Share) -> None:
         """Before this replica's last gradients are added up: whoever commits the step may be the only one to tell."""
         assert self.log is not None and self._ballot is not None
-        steps, loader, launch = self.steps, self.data, self._ballot.launch(self.global_batch_size)
+        steps, loader, membership = self.steps, self.data, self._ballot.decide()
         self._lines = None
-        if share.rank is None or launch is None:
+        if share.rank is None or membership is None:
             return
         first, size = steps.samples, self.global_batch_size
         plan = loader.stream.plan(first, first + size)
@@ -514,11 +413,11 @@ class TorchftHost(TrainerHost):
         samples = np.concatenate(deal_evenly(plan, loader.balance, **place))
         if not len(samples):
             return
-        if launch != self._logged:
-            self._logged, digest = launch, steps.feed.snapshot(first).digest
+        if membership != self._logged_membership:
+            self._logged_membership, digest = membership, steps.feed.snapshot(first).digest
             layout = {"dp": share.size, "dp_rank": share.rank, "micro_batch_size": loader.micro_batch_size, "pad_id": 0}
             self.log.start(
-                step=steps.step, samples=first, digest=digest, balance=loader.balance, launch=launch, **layout
+                step=steps.step, samples=first, digest=digest, balance=loader.balance, launch=membership, **layout
             )
         self._lines = samples, plan.hashes[samples - first]
         self._write("vote", steps.step + 1)
@@ -580,7 +479,7 @@ class TorchftHost(TrainerHost):
                 load(state["user"][name])
         manager.load_state_dict(state["torchft"])
         self._stop_reading()
-        self.launch, self._is_fresh = state["user"][KEY]["launch"], False
+        self.membership, self._is_fresh = state["user"][KEY]["launch"], False
         return self.resumed(state[KEY])
 
     def end(self) -> None:
@@ -646,7 +545,7 @@ class ReplicaLoop(StepLoop):
                 them.
         """
         self.host.is_weighed = True
-        sum_of = torch.tensor([number], dtype=torch.float64, device=self.host._reduces_on)
+        sum_of = torch.tensor([number], dtype=torch.float64, device=reduce_device(self.host.trainer))
         self.host.trainer.allreduce(sum_of, reduce_op=torch.distributed.ReduceOp.SUM).wait()
         return float(sum_of)
 

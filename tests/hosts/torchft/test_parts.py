@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,24 +15,53 @@ import torch
 import megaresume
 from megaresume.checkpoint.rank_log import RankLog
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.hosts.torchft import Ballot, Share, attach
+from megaresume.hosts import torchft, torchft_dealing
+from megaresume.hosts.torchft import attach
+from megaresume.hosts.torchft_dealing import Ballot, Contributors, Share
 from megaresume.runs.rank_steps import read_rank_steps
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.dealing import in_even_parts, part_of
-from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.errors import MegaresumeError, UsageError
 
 
 @pytest.mark.parametrize(
-    ("step", "micro", "size"), list(itertools.product((1, 6, 8, 32), (1, 2, 3, 8), (1, 2, 3, 5, 8)))
+    ("samples", "micro", "size"), list(itertools.product((1, 6, 8, 32), (1, 2, 3, 8), (1, 2, 3, 5, 8)))
 )
-def test_all_of_a_step_is_dealt_whoever_is_there(step: int, micro: int, size: int) -> None:
-    sizes = in_even_parts(step, micro_batch_size=micro, dp_size=size)
-    assert sum(sizes) == step and len(sizes) == -(-step // (micro * size)) and max(sizes) - min(sizes) <= 1
-    shares = [Share(size, rank, size).sizes(step, micro) for rank in range(size)]
+def test_all_of_a_step_is_dealt_whoever_is_there(samples: int, micro: int, size: int) -> None:
+    sizes = in_even_parts(samples, micro_batch_size=micro, dp_size=size)
+    assert sum(sizes) == samples and len(sizes) == -(-samples // (micro * size)) and max(sizes) - min(sizes) <= 1
+    shares = [Share(size, rank, size).sizes(samples, micro) for rank in range(size)]
     for number, whole in enumerate(sizes):
         mine = [share[number][1] for share in shares]
         assert sum(mine) == whole and max(mine) <= micro and max(mine) - min(mine) <= 1
-    assert all(mine == 0 for _, mine in Share(size, None, size).sizes(step, micro))
+    assert all(mine == 0 for _, mine in Share(size, None, size).sizes(samples, micro))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "index", "processes", "samples", "shares"),
+    [
+        ((0, 1, 2), 1, 1, 8, [Share(3, 1, 3)]),
+        ((0, 2), 1, 2, 8, [Share(4, 2, 6), Share(4, 3, 6)]),  # replica 1 is being healed
+        ((0, 2), None, 2, 8, [Share(4, None, 6), Share(4, None, 6)]),  # this is replica 1
+        ((0, 1, 2), 1, 2, 3, [Share(3, 2, 6), Share(3, None, 6)]),  # more processes than samples
+        ((), None, 1, 8, [Share(1, None, 3)]),  # all are being healed
+    ],
+)
+def test_who_trains_what(
+    replicas: tuple[int, ...], index: int | None, processes: int, samples: int, shares: list[Share]
+) -> None:
+    contributors = Contributors(replicas, index, 3, processes, samples)
+    assert [contributors.share(process) for process in range(processes)] == shares
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "samples", "micro"), list(itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 5, 8), (1, 2, 8)))
+)
+def test_what_the_replicas_vote_for_is_a_step(size: int, processes: int, samples: int, micro: int) -> None:
+    replicas = tuple(range(size))
+    votes = [Contributors(replicas, k, size, processes, samples).samples_here(micro) for k in replicas]
+    assert sum(votes) == samples
+    assert Contributors(replicas, None, size, processes, samples).samples_here(micro) == 0
 
 
 def loader(**options: Any) -> megaresume.DataLoader:
@@ -74,11 +104,11 @@ def test_the_ranks_make_up_the_step_in_order(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "launch"),
+    ("others", "membership"),
     [((4, 16, 0), 7), ((0, 0, 0), None), ((4, 8, 0), None), ((8, 16, 0), None)],
     ids=["whole", "the other one is not there", "it is in another step", "it has too many"],
 )
-def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], launch: int | None) -> None:
+def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], membership: int | None) -> None:
     reported: list[Exception] = []
 
     def allreduce(tensor: torch.Tensor, reduce_op: Any) -> Any:
@@ -87,11 +117,10 @@ def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], launc
         return SimpleNamespace(wait=lambda: None)
 
     of_torchft = SimpleNamespace(allreduce=allreduce, errored=lambda: None, report_error=reported.append)
-    ballot = Ballot(
-        of_torchft, samples=4, position=16, launch=7, contributes=True, replicas=2, device=torch.device("cpu")
-    )
-    assert [ballot.launch(8), ballot.launch(8)] == [launch, launch]
-    assert len(reported) == (launch is None)
+    place: dict[str, Any] = {"position": 16, "membership": 7, "device": torch.device("cpu")}
+    ballot = Ballot(of_torchft, samples=4, needed=8, contributes=True, replicas=2, **place)
+    assert [ballot.decide(), ballot.decide()] == [membership, membership]
+    assert len(reported) == (membership is None)
 
 
 def test_a_replica_that_is_being_healed_commits_with_the_others() -> None:
@@ -102,10 +131,9 @@ def test_a_replica_that_is_being_healed_commits_with_the_others() -> None:
         errored=lambda: None,
         report_error=lambda error: pytest.fail(str(error)),
     )
-    ballot = Ballot(
-        of_torchft, samples=0, position=16, launch=0, contributes=False, replicas=1, device=torch.device("cpu")
-    )
-    assert ballot.launch(8) == 7
+    place: dict[str, Any] = {"position": 16, "membership": 0, "device": torch.device("cpu")}
+    ballot = Ballot(of_torchft, samples=0, needed=8, contributes=False, replicas=1, **place)
+    assert ballot.decide() == 7
 
 
 def steps_of(log: RankLog, *, launch: int, step: int, rank: int, events: str, first: int) -> None:
@@ -136,10 +164,31 @@ def test_a_step_counts_if_one_replica_says_so(tmp_path: Path) -> None:
     assert [line.rank for line in found.steps[2]] == [2] and {line.step for line, _ in found.lost} == {2}
 
 
+def names_of_torchft() -> list[str]:
+    """What the source reads of torchft's Manager, and what it hooks."""
+    found = {"start_quorum", "should_commit"}
+    for module in (torchft, torchft_dealing):
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                if owner in ("manager", "_manager", "trainer"):
+                    found.add(node.attr)
+    return sorted(found)
+
+
 def manager(**values: Any) -> Any:
     """With all that is looked for."""
-    names = ("start_quorum", "should_commit", "wait_quorum", "allreduce", "register_state_dict_fn", "report_error")
-    return SimpleNamespace(**dict.fromkeys(names), **{"current_step": lambda: 0, "_use_async_quorum": True} | values)
+    known = {"current_step": lambda: 0, "_use_async_quorum": True}
+    return SimpleNamespace(**dict.fromkeys(names_of_torchft()) | known | values)
+
+
+@pytest.mark.parametrize("name", names_of_torchft())
+def test_another_version_of_torchft_is_refused(name: str, tmp_path: Path) -> None:
+    """Before the run begins, whatever it lacks: not in the middle of it with an AttributeError."""
+    of_torchft = manager()
+    delattr(of_torchft, name)
+    with pytest.raises(UsageError, match=rf"not a Manager of torchft's(.|\n)*without {name}\b"):
+        attach(of_torchft, loader(), global_batch_size=8, checkpoints=Checkpoints(save_dir=tmp_path))
 
 
 @pytest.mark.parametrize(

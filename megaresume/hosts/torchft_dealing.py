@@ -1,0 +1,204 @@
+"""Who trains which samples of a step of torchft's, and whether the step counts. It knows no session and no files.
+
+    the quorum is there   `who_contributes`: whose gradients torchft adds up   -> `Contributors`
+    the samples           `Contributors.share`: those of one process           -> `Share`
+    while it is trained   `Ballot`: samples, positions and memberships of all replicas, added up as the gradients are
+    before the commit     `Ballot.decide`: it counts if they make up one step, at one position
+
+A *membership* is a number that names those who train together. The first of them makes it up, greater than any before;
+the ballot tells it to the others. Logs call it ``launch``: see `rank_log`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaresume.stream.dealing import in_even_parts, part_of
+from megaresume.stream.errors import StateError
+
+#: what is used of torchft's Manager, here and in the host. Another version that lacks one is refused.
+OF_MANAGER = (
+    "_healing",
+    "_load_state_dict_fns",
+    "_manager_state_dict",
+    "_pg",
+    "_quorum_id",
+    "_replica_id",
+    "_store",
+    "_use_async_quorum",
+    "allreduce",
+    "current_step",
+    "errored",
+    "is_participating",
+    "load_state_dict",
+    "num_participants",
+    "participating_rank",
+    "register_state_dict_fn",
+    "report_error",
+    "should_commit",
+    "start_quorum",
+    "wait_quorum",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which samples of a step this process trains.
+
+    Args:
+        size: processes that are dealt samples, of all replicas together.
+        rank: this one among them; None: it contributes nothing, and is given those of the first, without weight.
+        averaged: processes over which the gradients are averaged.
+    """
+
+    size: int
+    rank: int | None
+    averaged: int
+
+    def sizes(self, samples: int, micro_batch_size: int) -> list[tuple[int, int]]:
+        """How many samples each micro-batch has, of a step of so many: of all processes together, and of this one."""
+        return [
+            (size, 0 if self.rank is None else _size(part_of(size, dp_rank=self.rank, dp_size=self.size)))
+            for size in in_even_parts(samples, micro_batch_size=micro_batch_size, dp_size=self.size)
+        ]
+
+
+def _size(place: tuple[int, int]) -> int:
+    return place[1] - place[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Contributors:
+    """The replicas whose gradients make a step.
+
+    Args:
+        replicas: that contribute, by their numbers in the quorum; ascending.
+        index: of this one among them; None: it contributes nothing.
+        participants: replicas that torchft counts, and divides the gradients by.
+        processes: of each replica.
+        samples: of a step, of all replicas together.
+    """
+
+    replicas: tuple[int, ...]
+    index: int | None
+    participants: int
+    processes: int
+    samples: int
+
+    @property
+    def size(self) -> int:
+        """Processes that are dealt samples: no more than there are samples."""
+        return min(len(self.replicas) * self.processes, self.samples)
+
+    def share(self, process: int) -> Share:
+        """What a process of this replica trains."""
+        rank = None if self.index is None else self.index * self.processes + process
+        if rank is not None and rank >= self.size:
+            rank = None
+        return Share(self.size or 1, rank, self.participants * self.processes)
+
+    def samples_here(self, micro_batch_size: int) -> int:
+        """Samples of the step that this replica trains, in all its processes."""
+        shares = [self.share(process) for process in range(self.processes)]
+        return sum(mine for share in shares for _, mine in share.sizes(self.samples, micro_batch_size))
+
+
+def who_contributes(manager: Any, *, processes: int, samples: int) -> Contributors:
+    """Wait for the quorum, and see whose gradients torchft adds up; see `Contributors`.
+
+    With the asynchronous quorum, torchft counts the replicas that are being healed in step 0 as participants, and adds
+    none of their gradients. So there they are asked.
+    """
+    participants, number = manager.num_participants(), manager.participating_rank()
+    mine = number if manager.is_participating() else None
+    replicas = list(range(participants))
+    if manager._use_async_quorum and not manager.current_step():
+        replicas = _ask(manager, participants, mine) or replicas
+    index = replicas.index(mine) if mine in replicas else None
+    return Contributors(tuple(replicas), index, participants, processes, samples)
+
+
+def _ask(manager: Any, participants: int, mine: int | None) -> list[int]:
+    """Those of the participants that say that they contribute."""
+    here = torch.zeros(participants, device=reduce_device(manager))
+    if mine is not None:
+        here[mine] = 1
+    manager.allreduce(here, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+    return [number for number, one in enumerate(here.tolist()) if one]
+
+
+def reduce_device(manager: Any) -> torch.device:
+    """Where torchft's process group takes tensors."""
+    is_on_gpu = "nccl" in manager._pg.getBackendName().lower()
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+
+
+class Ballot:
+    """What the replicas tell each other about a step, added up by torchft as their gradients are: one all-reduce of
+    three numbers, while they train.
+
+    Args:
+        manager: torchft's.
+        samples: that this replica trains.
+        needed: samples of the step, of all replicas together.
+        position: at which this replica is.
+        membership: from the first of the replicas, above 0; 0 from all others.
+        contributes: whether the gradients of this replica count.
+        replicas: that contribute.
+        device: of the all-reduce.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        samples: int,
+        needed: int,
+        position: int,
+        membership: int,
+        contributes: bool,
+        replicas: int,
+        device: torch.device,
+    ) -> None:
+        self._manager, self._needed, self._contributes = manager, needed, contributes
+        self._position, self._replicas = position, replicas
+        self._is_decided = False
+        self._membership: int | None = None
+        mine = [samples, position, membership] if contributes else [0, 0, 0]
+        # Whole numbers below 2 ** 53.
+        self._sum = torch.tensor(mine, dtype=torch.float64, device=device)
+        self._work = manager.allreduce(self._sum, reduce_op=torch.distributed.ReduceOp.SUM)
+
+    def decide(self) -> int | None:
+        """Wait for what all replicas tell. If they do not make up a step, report that to torchft, which then does not
+        commit it: once, also if this is called again.
+
+        Returns:
+            the membership; None if the step is not to be committed.
+        """
+        if not self._is_decided:
+            self._is_decided, self._membership = True, self._count()
+        return self._membership
+
+    def _count(self) -> int | None:
+        self._work.wait()
+        if self._manager.errored():
+            return None
+        samples, position, membership = (int(number) for number in self._sum.tolist())
+        # A replica that contributes nothing may be healed, and be told its position later.
+        position, expected = (position, self._position * self._replicas) if self._contributes else (0, 0)
+        if (samples, position) == (self._needed, expected):
+            return membership
+        self._manager.report_error(
+            StateError(
+                "the replicas do not make up a step",
+                found=f"{samples} samples, and positions with the sum {position}",
+                expected=f"{self._needed} samples, and the sum {expected}",
+                cause="torchft's process group is not that of its quorum, or replicas are in different steps",
+                action="none: the step is not committed, and trained again",
+            )
+        )
+        return None
