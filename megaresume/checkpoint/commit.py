@@ -110,7 +110,7 @@ def begin_save(
 ) -> PendingCheckpoint:
     """Announce a save and capture its values. On rank 0, before any rank writes a model file.
 
-    If the tag directory exists already (the same step saved a second time), call `older.make_room` first, and put a
+    If the tag directory exists already (the same step saved a second time), call `retention.make_room` first, and put a
     barrier between this and the first write of any rank. Without it the checkpoint does not count from here on, and the
     files that are there become part of this one.
 

@@ -187,8 +187,7 @@ class Manifest:
     #: digest of the data state that was committed with it.
     digest: str
     files: tuple[FileEntry, ...]
-    #: of the same save, relative to ``<save>/megaresume``: what each rank added (`checkpoint.beside`). Always with
-    #: checksums.
+    #: of the same save, relative to ``<save>/megaresume``: the files that each rank added. Always with checksums.
     beside: tuple[FileEntry, ...] = ()
 
     #: whether every file is on the disk, whatever becomes of the machines.

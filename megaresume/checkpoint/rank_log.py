@@ -13,7 +13,7 @@ it, and it grows whenever they are others. Their steps are dealt out evenly (``"
 
 Every process that is handed data writes a file of its own: no rank waits for another one, no collective is added to a
 step. ``seen``: these are the samples that the model's own forward was given
-(`megaresume.hosts.deepspeed.micro_batches`), and not only those that were handed out. A line is one append, of some 150
+(`megaresume.hosts.deepspeed.engine_data`), and not only those that were handed out. A line is one append, of some 150
 bytes, after its step (under Megatron: once the last micro-batch of the step was handed out); SIGKILL loses nothing that
 was appended, and a line that a dying machine cut short is closed off by the next start and passed over. Lines are
 sealed: what was damaged later is known as such.

@@ -195,7 +195,7 @@ def set_deadline(sources, i, units):  # type: ignore[no-untyped-def]
 
 @compiled
 def _select_of_few(release, deadline, stage_units):  # type: ignore[no-untyped-def]
-    """The same as `tournament.select`, but looks at every source: int64[n] twice, by place."""
+    """The same as `selection.select`, but looks at every source: int64[n] twice, by place."""
     best, earliest = -1, NEVER
     for k in range(release.size):
         # No branch: which source comes next is what no processor can predict.

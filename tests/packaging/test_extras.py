@@ -111,7 +111,7 @@ assert is_url("s3://bucket/web.bin") and fsspec.get_filesystem_class("s3").__mod
 LOADERS = """
 import megatron.energon, torch, megaresume
 from torchdata.stateful_dataloader import StatefulDataLoader
-from megaresume.hosts.loaders.adapters import adapter_of
+from megaresume.hosts.loaders import adapter_of
 print(adapter_of(StatefulDataLoader(range(8), batch_size=2)))
 """
 #: extra -> programs: `megaresume ...`, or Python.
