@@ -1,4 +1,4 @@
-"""Folders that are no code and lie in the package: in a checkout, links to those at its top.
+"""Folders of other files that the package contains (launch scripts, examples); in a checkout, links to the top level.
 
 python -m megaresume.shipped      ->  the folder of the launch scripts, to copy one from
 """

@@ -40,7 +40,7 @@ from megaresume.batches.items import (
 from megaresume.data.sidecar import written_atomically
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import OnChange
-from megaresume.stream.data_yaml import Append, BlendUnit
+from megaresume.stream.data_yaml import MODES, Append, BlendUnit
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.progress import progress
 from megaresume.stream.schema import check_keys
@@ -65,8 +65,8 @@ _REFUSED = {
 
 
 class ItemOptions(TypedDict, total=False):
-    """What of `megaresume.DataLoader` says which samples there are, and in which order: what a host that makes the
-    loader by itself still takes."""
+    """The options of `megaresume.DataLoader` that decide the samples and their order. A host that makes the loader by
+    itself takes them too."""
 
     append: Append | None
     on_change: OnChange
@@ -101,7 +101,8 @@ class Packing:
     @property
     def cuts(self) -> bool:
         """Whether items are cut."""
-        return self.seq_length is not None and self.settings["mode"] == "split"
+        mode = self.settings["mode"]  # as it was given: the stream's config refuses one that does not exist
+        return self.seq_length is not None and any(traits.cuts for name, traits in MODES.items() if name == mode)
 
 
 def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:

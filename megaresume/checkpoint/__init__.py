@@ -42,7 +42,7 @@ A save, and the next start::
 Files, in the order of a save and of a load:
 
     session.py          `Session`: start, load, begin, save, stop, close; the protocol, written once
-    host.py             `Host` and `Data`: what a session is told by what trains, and by what is trained
+    host.py             `Host` and `Data`: the interfaces of a trainer, and of its data, to a session
     settings.py         all settings, each declared once; flags.py: the flags that are made of them
     ranks.py            one rank decides, all ranks know; one fails, all ranks fail; how a process ends then
     lock.py             one job at a time, in a directory that all ranks see; claim.py: which job

@@ -48,6 +48,9 @@ from megaresume.files import make_dir, open_file, read_file, write_atomic
 from megaresume.stream.errors import CheckpointError, StateError, one_line
 
 FORMAT = "megaresume.manifest"
+#: Every megaresume refuses a manifest of a later version than its own. A member that it does not know is passed over.
+#: So a field that older programs may ignore is added without raising this; it is raised when an older program would
+#: resume wrongly by ignoring it. The same holds for the step file, the marker, the ledger and the lock.
 VERSION = 1
 ALGORITHM = "xxh3_128"
 

@@ -505,13 +505,17 @@ def from_members(cls: type[T], found: Mapping[str, Any], /, **readers: Callable[
     """A dataclass of the members of a record that have the names of its fields.
 
     Args:
-        cls: a field is a count, a text, a flag or a tuple of texts, as its type says, or has one of ``readers``.
+        cls: a field is a count, a text, a flag or a tuple of texts, as its type says, or has one of ``readers``. One
+            that is added later needs a default, or older records cannot be read.
         found: members that a later version added are passed over.
-        readers: by name of the field, which may not be missing then; they raise ValueError or TypeError.
+        readers: by name of the field. Its member may not be missing, even if the field has a default: a caller that
+            reads older records passes ``{"name": default, **found}``. They raise ValueError or TypeError.
 
     Raises:
         KeyError, ValueError, TypeError: one is missing that has no default and may not be None, or of another kind.
+        NotImplementedError: a fault of the class: nothing reads a field of this type, or a reader has no field.
     """
+    _check_readers(cls, tuple(readers))  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for name, kind, is_optional, has_default in _fields(cls):  # type: ignore[arg-type]
         read = readers.get(name)
@@ -528,6 +532,19 @@ def from_members(cls: type[T], found: Mapping[str, Any], /, **readers: Callable[
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
     return cls(**values)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_readers(cls: Any, readers: tuple[str, ...]) -> None:
+    """Raise NotImplementedError for a fault of the class: it is not one of the errors that blame the file."""
+    fields = _fields(cls)
+    unread = [f"{name}: {kind}" for name, kind, *_ in fields if name not in readers and kind not in _READERS]
+    unread += [f"a reader of {name}" for name in readers if name not in [field[0] for field in fields]]
+    if unread:
+        raise NotImplementedError(
+            f"{cls.__name__} has {', '.join(unread)}: give from_members a reader for each field whose type is not one "
+            f"of {', '.join(_READERS)}, or one of them | None"
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -61,7 +61,7 @@ class Ran:
 
 
 class Driver(ABC):
-    """How runs of one trainer are started. What is not killed, and has one rank, may train in the tests' process."""
+    """How runs of one trainer are started. A run of one rank that is not killed may train in the tests' process."""
 
     @abstractmethod
     def run(self, job: Job) -> Ran:

@@ -83,7 +83,7 @@ class Batches:
         return map(self.convert, self.steps.to_the_end())
 
     def close(self) -> None:
-        """Nothing of it is open."""
+        """Does nothing: there is no open file or worker to close."""
 
 
 class TitanHost(TrainerHost):

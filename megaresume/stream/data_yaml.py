@@ -23,7 +23,7 @@ SourcePacking = Literal["split"]
 BlendUnit = Literal["tokens", "trained", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
 StageUnit = Literal["samples", "tokens", "step"]
-#: When documents that a corpus has won take part: from its next epoch on, or in the one that has begun.
+#: When documents that were added to a corpus are first drawn: from its next epoch on, or in the one under way.
 Append = Literal["next_epoch", "now"]
 #: kinds of sources whose documents hold images.
 IMAGE_KINDS = ("webdataset", "energon", "image_folder")

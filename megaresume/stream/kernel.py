@@ -267,7 +267,8 @@ def hash_samples(table, starts, keys, digest, hashes, digests):  # type: ignore[
             most = max(most, counts[lane])
         for m in range(most):
             for lane in range(LANES):
-                row = np.uint64(min(at[lane] + m, last))  # of a sample that is through: any, for nothing
+                # Past the end of its sample a lane reads some other row, and its result is not used.
+                row = np.uint64(min(at[lane] + m, last))
                 source[lane] = keys[np.uint64(table[row, SOURCE])]
                 place[lane] = np.uint64(table[row, DOCUMENT]) ^ (np.uint64(table[row, POSITION]) * _GOLDEN)
                 extent[lane] = np.uint64(table[row, OFFSET]) ^ (np.uint64(table[row, LENGTH]) << _S32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.records import seal, unseal
+from megaresume.checkpoint.records import from_members, seal, unseal
 from megaresume.checkpoint.step_file import read_marker, read_step_file
 from megaresume.stream.errors import MegaresumeError
 
-RECORDS = Path(__file__).parent / "formats" / "version1"
+FORMATS = Path(__file__).parent / "formats"
+VERSIONS = sorted(path.name for path in FORMATS.iterdir() if path.is_dir())
 READERS: dict[str, Callable[[Path], object]] = {
     "step_0000010.json": read_step_file,
     "step_0000010.manifest.json": read_manifest,
@@ -22,11 +24,17 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 #: of an example of every kind, one that is not it.
 OTHERS = (None, -1, 1.5, True, "", "\x1b[2J", [], [1], {}, {"a": 1}, 1 << 63)
-#: the changes that pass: texts for people and ids may be empty, and counts of processes are information alone.
+#: the changes that pass, by version: texts for people and ids may be empty, counts of processes are information alone.
 PASSES = {
-    "step_0000010.json": [("run", ""), ("save_id", ""), ("saved_at", ""), ("topology", {}), ("topology", {"a": 1})],
-    "step_0000010.manifest.json": [("save_id", ""), ("digest", ""), ("files", [])],
-    "step_0000020.saving@best.json": [("save_id", ""), ("run", ""), ("began_at", "")],
+    "version1/step_0000010.json": [
+        ("run", ""),
+        ("save_id", ""),
+        ("saved_at", ""),
+        ("topology", {}),
+        ("topology", {"a": 1}),
+    ],
+    "version1/step_0000010.manifest.json": [("save_id", ""), ("digest", ""), ("files", [])],
+    "version1/step_0000020.saving@best.json": [("save_id", ""), ("run", ""), ("began_at", "")],
 }
 #: of the lines of the ledger, all of them; of a checkpoint's, whose details they are, three more.
 OF_LINES = [("tag", None), ("digest", ""), ("run", ""), ("time", ""), ("topology", {}), ("topology", {"a": 1})]
@@ -43,10 +51,10 @@ def changes(fields: dict[str, Any]) -> Iterator[tuple[str, object, dict[str, Any
                     yield name, other, rest | {name: other}
 
 
-def accepted(name: str, tmp_path: Path) -> list[tuple[str, object]]:
+def accepted(folder: Path, name: str, tmp_path: Path) -> list[tuple[str, object]]:
     path = tmp_path / name
     found = []
-    for member, what, fields in changes(unseal((RECORDS / name).read_bytes())):
+    for member, what, fields in changes(unseal((folder / name).read_bytes())):
         path.write_bytes(seal(fields, depth=1))
         try:
             READERS[name](path)
@@ -58,13 +66,30 @@ def accepted(name: str, tmp_path: Path) -> list[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_files(name: str, tmp_path: Path) -> None:
-    assert accepted(name, tmp_path) == PASSES[name]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_files(version: str, name: str, tmp_path: Path) -> None:
+    assert accepted(FORMATS / version, name, tmp_path) == PASSES[f"{version}/{name}"]
 
 
-def test_lines_of_the_ledger(tmp_path: Path) -> None:
+def test_a_field_that_nothing_reads() -> None:
+    """A fault of the program is not blamed on the file."""
+
+    @dataclass
+    class Record:
+        name: str
+        seconds: float = 0.0
+        by_rank: dict[str, int] | None = None
+
+    with pytest.raises(NotImplementedError, match=r"Record has seconds: float, by_rank: dict\[str, int\]: give"):
+        from_members(Record, {"name": "one"})
+    with pytest.raises(NotImplementedError, match="a reader of names"):
+        from_members(Record, {"name": "one"}, seconds=float, by_rank=dict, names=str)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_lines_of_the_ledger(version: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    for line in (RECORDS / "ledger.jsonl").read_bytes().splitlines(keepends=True):
+    for line in (FORMATS / version / "ledger.jsonl").read_bytes().splitlines(keepends=True):
         found = []
         original = unseal(line)
         for member, what, fields in changes(original):

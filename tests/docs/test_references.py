@@ -1,8 +1,8 @@
 """Docstrings, comments and documents name files and modules of this repository that exist.
 
-    megaresume.room.module.name   anywhere: the module exists, and has the name
-    `module.name`                 in the package, for a name that a module of ours defines: that module does
-    `room/file.py`, `room/folder` in backticks: the path exists, or is the end of one that does
+megaresume.room.module.name   anywhere: the module exists, and has the name
+`module.name`                 in the package, for a name that a module of ours defines: that module does
+`room/file.py`, `room/folder` in backticks: the path exists, or is the end of one that does
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def test_paths() -> None:
         f"{path}: {name}"
         for path, text in texts()
         for name in PATH.findall(text)
-        if not OF_OTHERS.search(name) and not any(one.endswith("/" + name.removeprefix("./").rstrip("/")) for one in known)
+        if not OF_OTHERS.search(name)
+        and not any(one.endswith("/" + name.removeprefix("./").rstrip("/")) for one in known)
     ]
     assert wrong == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from megaresume.stream import data_yaml
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -17,7 +18,14 @@ StreamOf = Callable[..., Stream]
 Lengths = dict[str, list[int]]
 #: best_fit with sources that fill what it leaves free.
 FILLED = "filled"
-MODES = ("best_fit", "knapsack", "split", "none", FILLED)
+MODES = (*data_yaml.MODES, FILLED)
+#: For each mode the settings that it has, and what is drawn for them: the kernel is compared with the reference there.
+SETTINGS: Mapping[str, Mapping[str, Sequence[int]]] = {
+    "best_fit": {"open_bins": [1, 2, 3, 8], "max_age": [1, 2, 5, 1000]},
+    "knapsack": {"lookahead": [1, 2, 5, 12], "max_age": [1, 2, 5, 1000]},
+    "split": {},
+    "none": {},
+}
 
 
 def _stream_of(
@@ -42,12 +50,7 @@ def _configs(draw: st.DrawFn, modes: Sequence[str] = MODES) -> tuple[dict[str, A
         "mode": "best_fit" if mode == FILLED else mode,
         "align": draw(st.sampled_from([a for a in (1, 2, 4, 5, 8) if seq_length % a == 0])),
     }
-    if packing["mode"] == "best_fit":
-        packing["open_bins"] = draw(st.sampled_from([1, 2, 3, 8]))
-    if packing["mode"] == "knapsack":
-        packing["lookahead"] = draw(st.sampled_from([1, 2, 5, 12]))
-    if packing["mode"] in ("best_fit", "knapsack"):
-        packing["max_age"] = draw(st.sampled_from([1, 2, 5, 1000]))
+    packing |= {name: draw(st.sampled_from(values)) for name, values in SETTINGS[packing["mode"]].items()}
     sources: dict[str, Any] = {}
     lengths: Lengths = {}
     length = st.one_of(

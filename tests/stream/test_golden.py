@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from megaresume.stream.config import StreamConfig
+from megaresume.stream.data_yaml import MODES
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from tests.stream.reference import reference_digests, reference_samples
@@ -109,6 +110,11 @@ def _lines(record: dict[str, Any]) -> str:
     samples = ",\n    ".join(json.dumps(s) for s in record["samples"])
     rest = {k: v for k, v in record.items() if k != "samples"}
     return json.dumps(rest, indent=2)[:-2] + f',\n  "samples": [\n    {samples}\n  ]\n}}\n'
+
+
+def test_every_mode_has_a_case() -> None:
+    modes = {StreamConfig.from_dict(_case(name)[0]).packing.mode for name in CASES}
+    assert sorted(modes) == sorted(MODES)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,16 +6,18 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaresume.stream import data_yaml, kernel
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planner import Planner
 from megaresume.stream.stages import Course
 from megaresume.testing import LengthList
+from tests.stream.conftest import MODES, SETTINGS
 from tests.stream.reference import reference_digests, reference_samples
 
 Configs = Callable[..., st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]]
@@ -53,9 +55,16 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
     return len(found)
 
 
+def test_every_mode_is_compared() -> None:
+    """`kernel.advance` packs a mode that it does not know as another one, without a word."""
+    assert list(get_args(data_yaml.PackingMode)) == list(data_yaml.MODES)
+    assert sorted(kernel.MODES) == sorted(SETTINGS) == sorted(data_yaml.MODES)
+    assert sorted(kernel.MODES.values()) == list(range(len(kernel.MODES)))
+
+
 @settings(max_examples=100)
 @given(drawn=st.data(), at_once=st.sampled_from([1, 7, NUM_SAMPLES]))
-@pytest.mark.parametrize("mode", ["best_fit", "knapsack", "split", "none", "filled"])
+@pytest.mark.parametrize("mode", MODES)
 def test_kernel_equals_reference(mode: str, configs: Configs, drawn: st.DataObject, at_once: int) -> None:
     data, lengths = drawn.draw(configs(modes=[mode]))
     _assert_equal(data, lengths, NUM_SAMPLES, at_once)

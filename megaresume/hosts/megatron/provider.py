@@ -373,7 +373,7 @@ def _check_align(args: Any, packing: PackingConfig, flag: str) -> None:
 
 
 def warnings_of(args: Any, form: SampleForm, packing: PackingConfig) -> list[str]:
-    """What is not wrong by the flags, but hardly meant: documents of one sample that see each other."""
+    """Warnings about flags that are allowed and hardly meant: documents of one sample that attend to each other."""
     if packing.traits.bins is None or form.cu_seqlens is not None:
         return []
     if not form.text and not form.attention_mask:
