@@ -25,7 +25,7 @@ def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
     """The meter of a session; None if no figures are asked for.
 
     Args:
-        metrics: who is told: see `megaresume.checkpoint.meter.words`.
+        metrics: sinks and options: see `megaresume.checkpoint.meter.words`.
         clocks: of this process.
         host: of the session.
 
@@ -35,15 +35,15 @@ def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
     """
     if not metrics:
         return None
-    asked = parse(metrics)
-    if asked.trainer and not isinstance(host, HasLoggers):
+    options = parse(metrics)
+    if options.trainer and not isinstance(host, HasLoggers):
         raise UsageError(
-            "this trainer has no loggers that could be told",
+            "metrics: this trainer has no loggers",
             found="metrics: trainer",
             expected="Hugging Face's Trainer, an Accelerator, Lightning's Trainer or a DeepSpeed engine",
-            action="name who is to be told: metrics='tensorboard'",
+            action="name another sink: metrics='tensorboard'",
         )
-    return Meter(asked, clocks, rank())
+    return Meter(options, clocks, rank())
 
 
 def figures_of_run(root: Path | None, marks: Sequence[Mark]) -> dict[str, Value]:

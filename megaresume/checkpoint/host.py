@@ -66,7 +66,7 @@ class Host(Protocol):
 
 @runtime_checkable
 class HasLoggers(Protocol):
-    """A host whose trainer has loggers, which can be told figures: a further method of a `Host`."""
+    """A host whose trainer has loggers, which are a sink of figures: a further method of a `Host`."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Tell them. On rank 0.

@@ -105,7 +105,7 @@ class Session:
         stop: when to save and exit.
         on_stop: how to save then; None if the host is told to stop by other means.
         retries: what to do if a save fails for a reason that may pass.
-        metrics: who is told live figures, see `megaresume.checkpoint.meter.words`; None: nobody.
+        metrics: sinks of live figures, see `megaresume.checkpoint.meter.words`; None: no figures.
     """
 
     def __init__(

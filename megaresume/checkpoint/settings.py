@@ -16,6 +16,7 @@ from typing import Any, Literal
 from megaresume.checkpoint.choose import MAX_STARTS
 from megaresume.checkpoint.file_errors import OnSaveFailure, Retries
 from megaresume.checkpoint.flags import described, setting
+from megaresume.checkpoint.meter.words import HELP as METRICS_HELP
 from megaresume.checkpoint.retention import Retention
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.batches import TOKEN_COST, Balance, Objective
@@ -189,12 +190,11 @@ class Checkpoints:
 
     metrics: Any = setting(
         None,
-        "live figures of the run, and who is told: jsonl, tensorboard, otlp, prometheus, wandb, mlflow, trainer, each "
-        "with =WHERE if need be; every=SECONDS between two readings",
+        METRICS_HELP,
         hosts="megatron trainer training",
         type=str,
         nargs="+",
-        metavar="WHO",
+        metavar="SINK",
     )
 
     def __post_init__(self) -> None:

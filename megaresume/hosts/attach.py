@@ -151,7 +151,7 @@ def attach(
             ``Checkpoints(save_dir=directory)``.
         stop: when it saves and exits, with `megaresume.Stopped`.
         loader: DeepSpeed: how batches are read ahead, and what they are.
-        metrics: live figures, and who is told: ``"jsonl tensorboard"``; see docs/metrics.md. None: nobody.
+        metrics: live figures, and their sinks: ``"jsonl tensorboard"``; see docs/metrics.md. None: no figures.
         options: options of this trainer only: see its section.
 
     Returns:

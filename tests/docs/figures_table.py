@@ -13,7 +13,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 
 def tables() -> dict[str, str]:
     """Name -> Markdown."""
-    words = ["| word | who is told |", "| --- | --- |", *(f"| `{word}` | {what} |" for word, what in WORDS.items())]
+    words = ["| word | sink |", "| --- | --- |", *(f"| `{word}` | {what} |" for word, what in WORDS.items())]
     figures = ["| figure | by | unit | kind | what |", "| --- | --- | --- | --- | --- |"]
     figures += [f"| `{f.name}` | {f.attribute} | `{f.unit}` | {f.kind} | {f.help} |" for f in FIGURES]
     return {"words": "\n".join(words) + "\n", "figures": "\n".join(figures) + "\n"}

@@ -7,6 +7,7 @@ The device is never waited for: what it has not done when the thread looks is lo
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from megaresume.stream.stream import Stream
 
 Int64Array = npt.NDArray[np.int64]
 
-#: micro-batches that wait for the thread; older ones are given up, and counted.
-MOST = 1 << 14
+log = logging.getLogger(__name__)
+
+#: micro-batches that wait for the thread; older ones are dropped.
+MAX_WAITING = 1 << 14
 #: steps over which a moving average forgets about two thirds.
 STEPS = 100
 
@@ -55,8 +58,7 @@ class SegmentSums:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._waiting: deque[_Waiting] = deque()
-        #: micro-batches that were given up.
-        self.lost = 0
+        self._has_dropped = False
 
     def add(self, samples: Sequence[int], losses: torch.Tensor, counts: torch.Tensor | None) -> None:
         """Add a micro-batch. No synchronisation with the device.
@@ -88,9 +90,15 @@ class SegmentSums:
                 sums = here.copy_(sums, non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
-        if len(self._waiting) >= MOST:
+        if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
-            self.lost += 1
+            if not self._has_dropped:
+                self._has_dropped = True
+                log.warning(
+                    "megaresume: metrics: losses of %d micro-batches wait to be counted, and the oldest are dropped: "
+                    "losses by source and by document are incomplete; this is logged once",
+                    MAX_WAITING,
+                )
         self._waiting.append(_Waiting(numbers, np.bincount(rows, minlength=len(numbers)), sums, event))
 
     def _places(self, samples: Int64Array, rows: Int64Array, table: Int64Array, shape: tuple[int, ...]) -> Int64Array:

@@ -1,12 +1,12 @@
-"""`Meter`: what one process tells of its run, from a thread of its own.
+"""`Meter`: the figures of one process, measured in a thread of its own.
 
     Session       began, saved, ended             -> a mark, written at once
     every second  how far is it?                  -> the pulse
     every 10 s    how many samples are trained?   -> a `Reading`, on rank 0 -> the sinks
                   the losses and waits of this process -> its file, which rank 0 reads
 
-The training is asked for one number, its samples; the step is what its schedule makes of them. Nothing that fails here
-reaches it.
+The thread reads one number of the training, its samples; the step is what its schedule makes of them. `Shared` is all
+that both threads use. Nothing that fails here reaches the training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.checkpoint.meter.figures import Reading, Value
@@ -38,26 +38,29 @@ from megaresume.checkpoint.meter.record import (
 from megaresume.checkpoint.meter.segments import Documents
 from megaresume.checkpoint.meter.sinks import Function, Outlet, check, outlet_of
 from megaresume.checkpoint.meter.sources import SourceFigures
-from megaresume.checkpoint.meter.words import Asked
+from megaresume.checkpoint.meter.words import MeterOptions
 from megaresume.stream.errors import MegaresumeError, UsageError
 from megaresume.stream.stream import Stream
 
+if TYPE_CHECKING:
+    from megaresume.checkpoint.meter.losses import Averages, SegmentSums
+
 log = logging.getLogger(__name__)
 
-#: seconds between two pulses; that a number which another thread writes must hold; that the end of a run waits.
-PULSE, SETTLED, PATIENCE = 1.0, 0.002, 5.0
+#: seconds between two pulses; after which a count that has not fallen is complete; that the end of a run waits for all.
+PULSE, SETTLED, JOIN_SECONDS = 1.0, 0.002, 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What a meter is told of its run, as training begins."""
+    """What a meter knows of its run, as training begins."""
 
     #: what is trained; None if it is no stream: there are no figures by source then.
     stream: Stream | None
     #: how many samples are trained, now; and optimizer steps.
     samples: Callable[[], int]
     step: Callable[[], int]
-    #: the samples of this process that were handed out last; None if nobody knows.
+    #: the samples of this process that were handed out last; None: not known.
     numbers: Callable[[], Sequence[int]] | None
     #: where it saves; None if nowhere.
     root: Path | None
@@ -70,46 +73,81 @@ class Watched:
     of_run: Callable[[Sequence[Mark]], Mapping[str, Value]] = lambda marks: {}
 
 
+@dataclass(slots=True)
+class Shared:
+    """What the thread that trains (`Meter`) and the thread that measures (`Looker`) both use."""
+
+    options: MeterOptions
+    #: written by the training.
+    clocks: Clocks
+    #: of this process in the job; rank 0 feeds the sinks.
+    rank: int
+    #: (step, samples) at which training began; written by the training, before the other thread starts.
+    first: tuple[int, int] = (0, 0)
+    #: losses: the training adds, the other thread takes. None until there are any.
+    sums: SegmentSums | None = None
+    #: the newest reading; written by the thread that measures.
+    latest: Reading | None = None
+    #: the same, until the loggers of the trainer have it: the training takes it.
+    pending: Reading | None = None
+
+    def mark(self, event: str, step: int, samples: int) -> Mark:
+        """A mark of now."""
+        return Mark(
+            event=event,
+            time=time.time(),
+            step=step,
+            samples=samples,
+            waited=round(self.clocks.waited, 6),
+            saving=round(self.clocks.saving, 6),
+        )
+
+
 class Meter:
     """See above.
 
     Args:
-        asked: who is to be told.
+        options: which sinks, and how often.
         clocks: of this process.
-        rank: of this process in the job; rank 0 tells.
+        rank: of this process in the job; rank 0 feeds the sinks.
 
     Raises:
-        SetupError, UsageError: somebody who cannot be told.
+        SetupError: the package of a sink is missing.
+        UsageError: a sink with a value that it cannot use.
     """
 
-    def __init__(self, asked: Asked, clocks: Clocks, rank: int) -> None:
-        self._asked, self._clocks, self._rank = asked, clocks, rank
+    def __init__(self, options: MeterOptions, clocks: Clocks, rank: int) -> None:
         if rank == 0:
-            for word, where in asked.sinks:
+            for word, where in options.sinks:
                 check(word, where)
-        #: the last reading, for the loggers of the trainer; None: they have it.
-        self.pending: Reading | None = None
-        #: the last one.
-        self.latest: Reading | None = None
+        self._shared = Shared(options, clocks, rank)
         self._watched: Watched | None = None
         self._events: list[Mark] = []
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._said: set[str] = set()
-        self._outlets: list[Outlet] = []
-        self._sums: Any = None
 
-    # What the training tells
+    @property
+    def latest(self) -> Reading | None:
+        """The newest reading."""
+        return self._shared.latest
+
+    @property
+    def pending(self) -> Reading | None:
+        """The newest reading, if the loggers of the trainer do not have it yet."""
+        return self._shared.pending
+
+    # Called by the training
 
     def begin(self, watched: Watched) -> None:
         """Training begins, or begins again after a load in one process."""
         if self._watched is not None:
             self.close()
         self._watched, self._closing = watched, False
-        self._first = watched.step(), watched.samples()
-        self._sums = None
-        mark = replace(self._mark("start", *self._first), born=watched.born, attempt=watched.attempt)
+        shared = self._shared
+        shared.first, shared.sums = (watched.step(), watched.samples()), None
+        mark = replace(shared.mark("start", *shared.first), born=watched.born, attempt=watched.attempt)
         self._events = [mark]
 
     def start(self) -> None:
@@ -123,7 +161,7 @@ class Meter:
         if self._watched is None:
             return
         with self._changed:
-            self._events.append(self._mark("save", step, samples))
+            self._events.append(self._shared.mark("save", step, samples))
             self._changed.notify()
         self.start()
 
@@ -143,10 +181,11 @@ class Meter:
         watched = self._watched
         if watched is None or watched.stream is None:
             return
-        if self._sums is None:
+        sums = self._shared.sums
+        if sums is None:
             from megaresume.checkpoint.meter.losses import SegmentSums
 
-            self._sums = SegmentSums(watched.stream)
+            sums = self._shared.sums = SegmentSums(watched.stream)
         is_batch = isinstance(batch, Mapping)
         samples = batch.get("samples") if is_batch else batch
         if samples is None and watched.numbers is not None:
@@ -161,24 +200,24 @@ class Meter:
             )
         if mask is None and is_batch:
             mask = batch.get("loss_mask")
-        self._sums.add([int(sample) for sample in samples], token_loss, mask)
+        sums.add([int(sample) for sample in samples], token_loss, mask)
 
-    def give(self, tell: Callable[[Mapping[str, float], int], Any]) -> None:
-        """Tell the loggers of the trainer, in its own thread, if there is something new.
+    def give(self, write: Callable[[Mapping[str, float], int], Any]) -> None:
+        """Pass a new reading to the loggers of the trainer, in its own thread; nothing if they have the newest.
 
         Args:
-            tell: given numbers by name, and the step.
+            write: called with numbers by name, and the step.
         """
-        reading, self.pending = self.pending, None
+        reading, self._shared.pending = self._shared.pending, None
         if reading is None:
             return
         try:
-            tell(reading.flat(), reading.step)
+            write(reading.flat(), reading.step)
         except Exception as error:  # noqa: BLE001  a logger of the trainer's must not end the training
             self._say("trainer", error)
 
     def close(self) -> None:
-        """The run ends: tell what is left, for a limited time."""
+        """The run ends: a last reading, for a limited time."""
         if self._watched is None:
             return
         self.start()
@@ -187,35 +226,26 @@ class Meter:
             self._closing = True
             self._changed.notify()
         if thread is not None:
-            thread.join(PATIENCE)
+            thread.join(JOIN_SECONDS)
         self._thread = self._watched = None
 
     # The thread
-
-    def _mark(self, event: str, step: int, samples: int) -> Mark:
-        clocks = self._clocks
-        return Mark(
-            event=event,
-            time=time.time(),
-            step=step,
-            samples=samples,
-            waited=round(clocks.waited, 6),
-            saving=round(clocks.saving, 6),
-        )
 
     def _say(self, what: str, error: BaseException) -> None:
         if what not in self._said:
             self._said.add(what)
             words = f"{type(error).__name__}: {error}"
-            log.warning("megaresume: metrics: %s: %s; the training is not affected, and this is said once", what, words)
+            log.warning(
+                "megaresume: metrics: %s: %s; the training is not affected, and this is logged once", what, words
+            )
 
     def _run(self) -> None:
         watched = self._watched
         assert watched is not None
-        looker = Looker(self, watched)
-        due, closing = time.monotonic() + self._asked.every, False
+        looker, every = Looker(self._shared, watched), self._shared.options.every
+        due, closing = time.monotonic() + every, False
         while not closing:
-            pause = min(due - time.monotonic(), PULSE, self._asked.every)
+            pause = min(due - time.monotonic(), PULSE, every)
             with self._changed:
                 self._changed.wait_for(lambda: self._events or self._closing, max(pause, 0.0))
                 events, self._events, closing = self._events, [], self._closing
@@ -223,11 +253,11 @@ class Meter:
                 for mark in events:
                     looker.note(mark)
                 if closing:
-                    looker.note(self._mark("end", *looker.position()))
+                    looker.note(self._shared.mark("end", *looker.position()))
                 else:
                     looker.pulse()
                 if closing or time.monotonic() >= due:
-                    due = time.monotonic() + self._asked.every
+                    due = time.monotonic() + every
                     looker.look()
             except Exception as error:  # noqa: BLE001  nothing that fails here may reach the training
                 self._say("figures", error)
@@ -238,14 +268,14 @@ class Looker:
     """What the thread of a meter does.
 
     Args:
-        meter: whose.
+        shared: with the meter.
         watched: the run.
     """
 
-    def __init__(self, meter: Meter, watched: Watched) -> None:
-        self._meter, self._watched = meter, watched
-        self._asked, self._clocks, self._rank = meter._asked, meter._clocks, meter._rank
-        self._step, self._samples = meter._first
+    def __init__(self, shared: Shared, watched: Watched) -> None:
+        self._shared, self._watched = shared, watched
+        self._options, self._clocks, self._rank = shared.options, shared.clocks, shared.rank
+        self._step, self._samples = shared.first
         self._last = time.time(), self._step
         self._directory = None if watched.root is None else meter_dir(watched.root)
         self._record: RunRecord | None = None
@@ -254,7 +284,7 @@ class Looker:
         self._tails: Tails | None = None
         self._marks: list[Mark] = []
         self._sources: SourceFigures | None = None
-        self._averages: Any = None
+        self._averages: Averages | None = None
         self._slowest: dict[str, float] = {}
         self._outlets: list[Outlet] = []
         self._is_open = False
@@ -275,26 +305,21 @@ class Looker:
                 self._marks = marks_of(lines)
             if watched.stream is not None:
                 self._sources = SourceFigures(watched.stream, self._samples, counts_at(lines, self._samples))
-            self._outlets = [Outlet("a function", partial(Function, f)) for f in self._asked.functions]
+            self._outlets = [Outlet("a function", partial(Function, f)) for f in self._options.functions]
             self._outlets += [
                 outlet_of(word, where, directory, watched.run)
-                for word, where in self._asked.sinks
-                if word != "trainer" and (word, where) != ("jsonl", "")
+                for word, where in self._options.sinks
+                if (word, where) != ("jsonl", "")  # that is `_figures`
             ]
         if directory is not None:
             self._own = Lines(rank_path(directory, self._rank))
 
     def position(self) -> tuple[int, int]:
         """(step, samples) that are trained."""
+        step, samples = self._settled()
         watched = self._watched
-        while True:
-            # Another thread writes it, perhaps in two parts: what is true now is not more than what is true later.
-            samples, step = watched.samples(), watched.step()
-            time.sleep(SETTLED)
-            if samples <= watched.samples():
-                break
         if watched.stream is not None and watched.stream.schedule is not None:
-            first_step, first = self._meter._first
+            first_step, first = self._shared.first
             try:
                 schedule = watched.stream.schedule
                 step = first_step + schedule.steps_before(samples) - schedule.steps_before(first)
@@ -302,6 +327,18 @@ class Looker:
                 pass
         self._step, self._samples = max(step, self._step), max(samples, self._samples)
         return self._step, self._samples
+
+    def _settled(self) -> tuple[int, int]:
+        """(step, samples) between two updates of the training.
+
+        It counts in another thread, without a lock, and perhaps in two parts: read in between, the samples may be too
+        many. Their number never falls, so one that has not fallen after `SETTLED` seconds was complete.
+        """
+        while True:
+            samples, step = self._watched.samples(), self._watched.step()
+            time.sleep(SETTLED)
+            if samples <= self._watched.samples():
+                return step, samples
 
     def note(self, mark: Mark) -> None:
         """Write a mark down, with what was counted by then."""
@@ -319,16 +356,16 @@ class Looker:
     def pulse(self) -> None:
         """Say how far it is."""
         if self._rank == 0 and self._record is not None:
-            self._record.pulse(self._meter._mark("now", *self.position()))
+            self._record.pulse(self._shared.mark("now", *self.position()))
 
     def look(self) -> None:
-        """Make a reading, and tell it."""
+        """Make a reading, and give it to the sinks."""
         self._open()
         step, samples = self.position()
         own = self._write_own(step)
         if self._rank:
             return
-        now = self._meter._mark("now", step, samples)
+        now = self._shared.mark("now", step, samples)
         figures: dict[str, Value] = {"megaresume.step": step, "megaresume.samples": samples}
         before, before_step = self._last
         if step > before_step:
@@ -348,11 +385,11 @@ class Looker:
         figures |= self._watched.of_run([*self._marks, now])
         if self._watched.root is not None:
             figures["megaresume.disk.free"] = shutil.disk_usage(self._watched.root).free
-        self._tell(Reading(time=now.time, step=step, samples=samples, figures=figures))
+        self._give(Reading(time=now.time, step=step, samples=samples, figures=figures))
 
     def _write_own(self, step: int) -> dict[str, Any]:
         """The waits and losses of this process, also into its file."""
-        sums = self._meter._sums
+        sums = self._shared.sums
         done = [] if sums is None else sums.take()
         line: dict[str, Any] = {"time": time.time(), "step": step, "waited": round(self._clocks.waited, 6)}
         if done:
@@ -390,17 +427,17 @@ class Looker:
             found["megaresume.source.loss"] = dict(self._averages)
         return found
 
-    def _tell(self, reading: Reading) -> None:
+    def _give(self, reading: Reading) -> None:
         if self._figures is not None:
             self._figures.append(reading.to_dict())
-        self._meter.latest = reading
-        if self._asked.trainer:
-            self._meter.pending = reading
+        self._shared.latest = reading
+        if self._options.trainer:
+            self._shared.pending = reading
         for outlet in self._outlets:
             outlet.write(reading)
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """No more readings."""
         for outlet in self._outlets:
             outlet.close()
         for file in (self._record, self._figures, self._own):

@@ -1,4 +1,4 @@
-"""What the processes of a run write down of it, in its directory; `megaresume top` and the next start read it.
+"""What the processes of a run record of it, in its directory; `megaresume top` and the next start read it.
 
     <save>/megaresume/meter/run.jsonl          rank 0: a line for each start, save and end
     <save>/megaresume/meter/pulse.json         rank 0, in place, once a second: how far it is, for a start after a kill
@@ -48,7 +48,7 @@ class Mark:
     saving: float = 0.0
     #: when the process was started, in seconds since 1970. Of a start.
     born: float = 0.0
-    #: what it began with, in words of the ledger. Of a start.
+    #: starts of the run, this one included. Of a start.
     attempt: int = 0
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Who is told the figures. A sink is given one `Reading` after another, in a thread of its own.
+"""Sinks: each is given one `Reading` after another, in a thread of its own. `SINKS` is the table of them.
 
-One that is away, slow, or fails, misses readings: the training never waits for it, and the log says so once. Nothing is
-sent that was not asked for; what listens does so on the loopback address unless it is told another one.
+One that is away, slow, or fails, misses readings: the training never waits for it. The log says so at the first one,
+and how many at the end. Nothing is sent to a sink that was not named; an exporter listens on the loopback address
+unless another one is named.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +25,8 @@ from megaresume.stream.errors import SetupError, UsageError, missing_package
 
 log = logging.getLogger(__name__)
 
-#: readings that wait for a sink; and seconds that the end of a run waits for one.
-MOST, PATIENCE = 16, 2.0
+#: readings that wait for a sink; and seconds that the end of a run waits for it to take them.
+MAX_QUEUED, DRAIN_SECONDS = 16, 2.0
 
 
 class Sink(Protocol):
@@ -46,7 +49,7 @@ class Outlet:
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name, self._make = name, make
-        self._queue: deque[Reading] = deque(maxlen=MOST)
+        self._queue: deque[Reading] = deque(maxlen=MAX_QUEUED)
         self._changed = threading.Condition()
         self._closing = self._done = False
         self._said = False
@@ -58,24 +61,27 @@ class Outlet:
     def write(self, reading: Reading) -> None:
         """Queue one; the oldest goes if too many wait. Returns at once."""
         with self._changed:
-            if len(self._queue) == MOST:
+            if len(self._queue) == MAX_QUEUED:
                 self.missed += 1
-                self._say(f"takes longer than the time between readings: {MOST} wait, and the oldest are left out")
+                self._say(f"takes longer than the time between readings: {MAX_QUEUED} wait, and the oldest are dropped")
             self._queue.append(reading)
             self._changed.notify()
 
-    def close(self, timeout: float = PATIENCE) -> None:
-        """Wait a limited time for what is left."""
+    def close(self, timeout: float = DRAIN_SECONDS) -> None:
+        """Wait a limited time for what is left, and log how many readings the sink missed."""
         with self._changed:
             self._closing = True
             self._changed.notify()
             self._changed.wait_for(lambda: self._done, timeout)
+            missed = self.missed + len(self._queue)
+        if missed:
+            log.warning("megaresume: metrics: %s missed %d readings", self._name, missed)
 
     def _say(self, what: str) -> None:
         if not self._said:
             self._said = True
             log.warning(
-                "megaresume: metrics: %s %s; the training is not affected, and this is said once", self._name, what
+                "megaresume: metrics: %s %s; the training is not affected, and this is logged once", self._name, what
             )
 
     def _run(self) -> None:
@@ -176,7 +182,7 @@ class OpenTelemetry:
 
     def close(self) -> None:
         """See `Sink`."""
-        self._provider.shutdown(timeout_millis=PATIENCE * 1000)
+        self._provider.shutdown(timeout_millis=DRAIN_SECONDS * 1000)
 
 
 class Otlp(OpenTelemetry):
@@ -201,7 +207,11 @@ class Otlp(OpenTelemetry):
         super().write(reading)
         found = self._reader.get_metrics_data()
         if found is not None and self._exporter.export(found) is self._failed:
-            raise SetupError(f"{self._url} does not take them", action="look whether a collector listens there")
+            raise SetupError(
+                "the OpenTelemetry collector did not accept the metrics",
+                found=f"otlp={self._url}",
+                action="check that a collector listens at this address, for OTLP over HTTP",
+            )
 
     def close(self) -> None:
         """See `Sink`."""
@@ -210,7 +220,7 @@ class Otlp(OpenTelemetry):
 
 
 class Prometheus(OpenTelemetry):
-    """Listens for a Prometheus.
+    """An exporter that Prometheus scrapes.
 
     Args:
         where: ``[HOST:]PORT``.
@@ -308,62 +318,108 @@ class MLflow:
 class Function:
     """A function of the user's."""
 
-    def __init__(self, tell: Callable[[Reading], Any]) -> None:
-        self._tell = tell
+    def __init__(self, function: Callable[[Reading], Any]) -> None:
+        self._function = function
 
     def write(self, reading: Reading) -> None:
         """See `Sink`."""
-        self._tell(reading)
+        self._function(reading)
 
     def close(self) -> None:
         """See `Sink`."""
 
 
-#: what keeps packages from telling their makers that they are used. Whoever sets it otherwise, has it so.
+#: turns off the usage reports of packages, unless the environment sets these variables already.
 _SILENT = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+
+def _check_port(where: str) -> None:
+    port = where.rpartition(":")[2]
+    if where and not port.isdigit():
+        raise UsageError("metrics: prometheus needs a port", found=f"prometheus={where}", expected="prometheus=9464")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SinkKind:
+    """A row of `SINKS`."""
+
+    #: for docs/metrics.md; a value after ``=`` says where.
+    help: str
+    #: makes one of: what stands after ``=``, or ""; a place of its own in the run's directory, or that value; the run.
+    make: Callable[[str, Path, str], Sink]
+    #: what it imports, of the extra ``metrics``.
+    modules: tuple[str, ...] = ()
+    #: raises UsageError for a value after ``=`` that it cannot use.
+    check: Callable[[str], None] = lambda where: None
+
+
+#: word -> its sink: the words of ``metrics=``, the text of that setting and the table in docs/metrics.md.
+SINKS = {
+    "jsonl": SinkKind(
+        help="lines of JSON in the run's directory, which are written whatever else is named. jsonl=FILE: to a file of "
+        "their own as well",
+        make=lambda where, own, run: JsonLines(own),
+    ),
+    "tensorboard": SinkKind(
+        help="event files, in the run's directory or tensorboard=DIR",
+        make=lambda where, own, run: TensorBoard(own),
+        modules=("tensorboard",),
+    ),
+    "otlp": SinkKind(
+        help="an OpenTelemetry collector, at http://localhost:4318 or otlp=URL",
+        make=lambda where, own, run: Otlp(where or "http://localhost:4318", run),
+        modules=("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    ),
+    "prometheus": SinkKind(
+        help="an exporter that Prometheus scrapes, on port 9464 of the loopback address, or prometheus=[HOST:]PORT",
+        make=lambda where, own, run: Prometheus(where or "9464", run),
+        modules=("opentelemetry.exporter.prometheus",),
+        check=_check_port,
+    ),
+    "wandb": SinkKind(
+        help="Weights & Biases, offline, in the run's directory or wandb=DIR",
+        make=lambda where, own, run: WeightsAndBiases(own, run),
+        modules=("wandb",),
+    ),
+    "mlflow": SinkKind(
+        help="MLflow's files, in the run's directory or mlflow=DIR",
+        make=lambda where, own, run: MLflow(where or str(own), run),
+        modules=("mlflow",),
+    ),
+}
 
 
 def check(word: str, where: str) -> None:
     """Look whether a sink can be made at all: before the training, where an error is of use.
 
+    Args:
+        word: of `SINKS`.
+        where: what stands after ``=``.
+
     Raises:
         SetupError: its package is missing.
-        UsageError: a place that cannot be.
+        UsageError: a value that it cannot use.
     """
-    modules = {
-        "tensorboard": ("tensorboard",),
-        "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
-        "prometheus": ("opentelemetry.exporter.prometheus",),
-        "wandb": ("wandb",),
-        "mlflow": ("mlflow",),
-    }
+    kind = SINKS[word]
     for name, value in _SILENT.items():
         os.environ.setdefault(name, value)
     try:
-        for name in modules.get(word, ()):
+        for name in kind.modules:
             importlib.import_module(name)
     except ModuleNotFoundError as error:
         explained = missing_package(error, f"metrics: {word}", "metrics")
         raise error if explained is None else explained from error
-    if word == "prometheus" and not (where.rpartition(":")[2] or "9464").isdigit():
-        raise UsageError("metrics: prometheus needs a port", found=f"prometheus={where}", expected="prometheus=9464")
+    kind.check(where)
 
 
 def outlet_of(word: str, where: str, directory: Path | None, run: str) -> Outlet:
-    """One that was asked for by a word; see `megaresume.checkpoint.meter.words`.
+    """A sink, and its thread.
 
     Args:
-        word, where: of it.
+        word: of `SINKS`.
+        where: what stands after ``=``.
         directory: of the files that have no place of their own; None: the run saves nowhere.
         run: of which run the figures are.
     """
     own = Path(where) if where else (directory or Path("megaresume-metrics")) / word
-    sinks: dict[str, Callable[[], Sink]] = {
-        "jsonl": lambda: JsonLines(own),
-        "tensorboard": lambda: TensorBoard(own),
-        "otlp": lambda: Otlp(where or "http://localhost:4318", run),
-        "prometheus": lambda: Prometheus(where or "9464", run),
-        "wandb": lambda: WeightsAndBiases(own, run),
-        "mlflow": lambda: MLflow(where or str(own), run),
-    }
-    return Outlet(word, sinks[word])
+    return Outlet(word, partial(SINKS[word].make, where, own, run))

@@ -24,7 +24,8 @@ from megaresume.stream.stream import Stream
 
 #: samples that are planned at a time.
 _CHUNK = 4096
-#: what is counted by source: names in `FIGURES`, after ``megaresume.source.``.
+#: what is counted by source: names in `FIGURES`, after ``megaresume.source.``. Every mark in run.jsonl saves these
+#: counts, and the next start continues them.
 COUNTED = ("tokens", "trained", "documents", "cut")
 
 
@@ -81,7 +82,7 @@ class SourceFigures:
         self._counts = dict.fromkeys(COUNTED, np.zeros(len(self.names), np.int64))
         self._counts["tokens"], self._counts["documents"] = in_samples(self._fields(sample), self._keys)
         #: sources that say which labels count before a document is read.
-        self._told = [
+        self._labelled = [
             k
             for k, source in enumerate(self._stream.sources)
             if isinstance(source, Source) and not is_document_source(source)
@@ -118,11 +119,11 @@ class SourceFigures:
         tokens, places = self._filled
         self._filled = [0, 0]
         found: dict[str, Value] = {}
-        if self._stream.shape_at(max(sample - 1, 0))[0] > 1:  # else samples are items, which nobody counted
+        if self._stream.shape_at(max(sample - 1, 0))[0] > 1:  # else samples are items, whose tokens are not known
             counts = self.counts
-            told = [self.names[source] for source in self._told]
+            labelled = [self.names[source] for source in self._labelled]
             found |= {f"megaresume.source.{name}": counts[name] for name in COUNTED if name != "trained"}
-            found["megaresume.source.trained"] = {name: counts["trained"][name] for name in told}
+            found["megaresume.source.trained"] = {name: counts["trained"][name] for name in labelled}
             found["megaresume.tokens"] = int(self._counts["tokens"].sum())
             if places:
                 found["megaresume.fill"] = tokens / places
@@ -145,7 +146,7 @@ class SourceFigures:
             of = self._stream.sources[source]
             begins = offsets == 0
             counts["tokens"][source] += lengths.sum()
-            if source in self._told:
+            if source in self._labelled:
                 counts["trained"][source] += labels_of(of, documents, offsets, lengths).sum()
             counts["documents"][source] += begins.sum()
             counts["cut"][source] += (begins & (lengths < of.lengths(documents))).sum()

@@ -171,6 +171,19 @@ def test_losses_of_another_shape(trained: Trained) -> None:
         sums.add([0, 1], torch.zeros(2, 32), None)
 
 
+def test_losses_that_wait_too_long_are_dropped_and_logged_once(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megaresume.checkpoint.meter.losses.MAX_WAITING", 2)
+    sums = SegmentSums(open_stream(config_of(trained.directory)))
+    for sample in range(5):
+        sums.add([sample], torch.zeros(1, 64), None)
+    assert [one.samples.tolist() for one in sums.take()] == [[3], [4]]
+    assert [record.message.split(": ")[2] for record in caplog.records] == [
+        "losses of 2 micro-batches wait to be counted, and the oldest are dropped"
+    ]
+
+
 def test_one_row_of_all_samples(trained: Trained) -> None:
     """As packed attention takes them."""
     stream = open_stream(config_of(trained.directory))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.meter.figures import FIGURES, Reading
-from megaresume.checkpoint.meter.sinks import MOST, Outlet, Sink, outlet_of
-from megaresume.checkpoint.meter.words import EVERY, parse
-from megaresume.stream.errors import UsageError
+from megaresume.checkpoint.meter.sinks import MAX_QUEUED, SINKS, Function, Outlet, SinkKind, check, outlet_of
+from megaresume.checkpoint.meter.words import EVERY, OPTIONS, WORDS, MeterOptions, parse
+from megaresume.stream.errors import SetupError, UsageError
 
 READINGS = [
     Reading(
@@ -80,9 +81,11 @@ def test_weights_and_biases(tmp_path: Path) -> None:
     tell("wandb", "", tmp_path)
     found = list((tmp_path / "wandb").rglob("*.wandb"))
     assert len(found) == 1
-    assert TOKENS.encode() in found[0].read_bytes()
+    # Another process writes the file; it may close it only after `finish` has returned.
+    until(lambda: TOKENS.encode() in found[0].read_bytes())
 
 
+@pytest.mark.process  # its import asks `uname`
 def test_mlflow(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     tell("mlflow", "", tmp_path)
@@ -170,16 +173,17 @@ def test_a_sink_that_is_away_or_slow_is_not_waited_for_and_said_once(
     gate = threading.Event() if is_slow else None
     with caplog.at_level(logging.WARNING):
         outlet = Outlet("there", lambda: Bad(gate))
-        for _ in range(5 * MOST):
+        for _ in range(5 * MAX_QUEUED):
             begin = time.perf_counter()
             outlet.write(READINGS[0])
             assert time.perf_counter() - begin < 1
-        until(lambda: outlet.missed >= MOST)
+        until(lambda: outlet.missed >= MAX_QUEUED)
     assert len(caplog.records) == 1
     assert "the training is not affected" in caplog.text
     if gate is not None:
         gate.set()
-    outlet.close()
+    outlet.close(60)
+    assert caplog.messages[1:] == [f"megaresume: metrics: there missed {outlet.missed} readings"]
 
 
 def test_a_collector_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,6 +192,7 @@ def test_a_collector_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     outlet.write(READINGS[0])
     outlet.close(0.1)  # does not wait for it
     until(lambda: outlet.missed)
+    until(lambda: "the OpenTelemetry collector did not accept the metrics" in caplog.text)
 
 
 def test_words() -> None:
@@ -199,6 +204,40 @@ def test_words() -> None:
     assert parse("jsonl trainer").trainer
 
 
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_is_a_sink_or_an_option(word: str) -> None:
+    found = parse(f"{word}=2" if word == "every" else word)
+    assert found.sinks == (((word, ""),) if word in SINKS else ())
+    assert (found != MeterOptions(found.sinks)) == (word in OPTIONS)
+
+
+def test_a_row_of_the_table_is_all_that_a_sink_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Reading] = []
+    made: list[tuple[str, Path, str]] = []
+
+    def make(where: str, own: Path, run: str) -> Function:
+        made.append((where, own, run))
+        return Function(told.append)
+
+    monkeypatch.setitem(SINKS, "mine", SinkKind(help="a sink", make=make))
+    [(word, where)] = parse("mine").sinks
+    check(word, where)
+    tell(word, where, tmp_path)
+    assert (made, told) == ([("", tmp_path / "mine", "0123456789abcdef")], READINGS)
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(SetupError, match=r"megaresume\[metrics\]"):
+        check("mlflow", "")
+
+
+@pytest.mark.parametrize("where", ["here", "0.0.0.0:", "0.0.0.0:x"])
+def test_a_port_that_is_none(where: str) -> None:
+    with pytest.raises(UsageError, match="needs a port"):
+        SINKS["prometheus"].check(where)
+
+
 @pytest.mark.parametrize("words", ["tensorbord", "every=soon", "every=0", "trainer=x"])
 def test_words_that_mean_nothing(words: str) -> None:
     with pytest.raises(UsageError) as found:
@@ -208,8 +247,7 @@ def test_words_that_mean_nothing(words: str) -> None:
 
 def test_a_function_is_told() -> None:
     told: list[Reading] = []
-    sink: Sink = __import__("megaresume.checkpoint.meter.sinks", fromlist=["Function"]).Function(told.append)
-    outlet = Outlet("a function", lambda: sink)
+    outlet = Outlet("a function", lambda: Function(told.append))
     outlet.write(READINGS[0])
     outlet.close(60)
     assert told == [READINGS[0]]
