@@ -21,7 +21,9 @@ class Figure:
     name: str
     #: of UCUM.
     unit: str
-    #: counter: never falls while a run lasts, resumes included. gauge: what holds now.
+    #: counter: only grows; the next process continues it or begins at 0. gauge: all else. Steps, samples, counts by
+    #: source and badput are gauges: a start after a kill takes them back to its checkpoint, and Prometheus takes a
+    #: counter that falls for one that began at 0 again: ``rate()`` would add all of it once more.
     kind: Literal["counter", "gauge"]
     #: one sentence.
     help: str
@@ -37,7 +39,7 @@ FIGURES = (
     Figure("megaresume.step.duration", "s", "gauge", "seconds of a step, saves included, since the last reading"),
     Figure("megaresume.samples", "{sample}", "gauge", "samples trained since the start of the run, by all ranks"),
     Figure("megaresume.tokens", "{token}", "gauge", "tokens of documents in them, padding left out"),
-    Figure("megaresume.fill", "1", "gauge", "part of the places in samples that hold a token, since the last reading"),
+    Figure("megaresume.fill", "1", "gauge", "fraction of non-padding tokens in the samples since the last reading"),
     _source("tokens", "{token}", "gauge", "tokens of the source in the samples trained"),
     _source("trained", "{token}", "gauge", "of them, those whose loss counts"),
     _source("documents", "{document}", "gauge", "documents that began in the samples trained, once for each epoch"),
@@ -47,7 +49,7 @@ FIGURES = (
     _source("epoch", "{epoch}", "gauge", "epochs of the source that were drawn, with a fraction"),
     _source("left", "{document}", "gauge", "documents, or parts of long ones, until its epoch ends"),
     _source("loss", "1", "gauge", "its loss by token, a moving average over about 100 steps (natural logarithm)"),
-    Figure("megaresume.data.wait", "s", "counter", "seconds that steps came later for want of data, in this process"),
+    Figure("megaresume.data.wait", "s", "counter", "seconds that this process has waited for micro-batches"),
     Figure("megaresume.data.wait.longest", "s", "gauge", "the longest wait for a micro-batch since the last reading"),
     Figure("megaresume.data.wait.slowest_rank", "s", "counter", "data.wait of the process that waited most"),
     Figure("megaresume.data.ahead", "{batch}", "gauge", "micro-batches that threads of this process have read ahead"),
@@ -67,7 +69,7 @@ FIGURES = (
     Figure("megaresume.run.repeated", "{sample}", "counter", "samples trained again because a kill lost them"),
     Figure("megaresume.disk.free", "By", "gauge", "free space where the run saves"),
     Figure("megaresume.goodput", "1", "gauge", "part of the run's time that made steps which were kept"),
-    Figure("megaresume.badput", "s", "counter", "seconds of the run that made none, by cause", "cause"),
+    Figure("megaresume.badput", "s", "gauge", "seconds of the run that made none, by cause", "cause"),
 )
 
 BY_NAME = {figure.name: figure for figure in FIGURES}

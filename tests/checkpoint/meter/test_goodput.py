@@ -8,6 +8,7 @@ import pytest
 
 from megaresume.checkpoint.goodput import all_marks, goodput_of, marks_of_ledger
 from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.checkpoint.meter.figures import BY_NAME
 from megaresume.checkpoint.meter.record import Mark
 from megaresume.checkpoint.system import Topology, utc
 
@@ -34,6 +35,13 @@ def test_every_second_is_of_one_kind() -> None:
     assert found.badput == {"startup": 10 + 30, "data": 4 + 2, "saving": 6 + 6, "lost": 30, "waiting": 110}
     assert found.goodput == pytest.approx((300 - 40 - 6 - 12 - 30 - 110) / 300)
     assert (found.starts, found.repeated) == (2, 24)
+
+
+def test_badput_is_a_gauge_since_a_start_after_a_kill_takes_some_of_it_back() -> None:
+    before, after = goodput_of(RUN[:3]).badput, goodput_of(RUN[:4]).badput
+    assert (before["data"], before["lost"]) == (5, 0)
+    assert (after["data"], after["lost"]) == (4, 30)
+    assert BY_NAME["megaresume.badput"].kind == "gauge"
 
 
 def test_a_run_that_trains_now() -> None:

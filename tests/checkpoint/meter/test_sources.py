@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megaresume import BatchSchedule, Stream, StreamLoader, open_stream
-from megaresume.checkpoint.meter.sources import SourceFigures
+from megaresume.checkpoint.meter.figures import BY_NAME
+from megaresume.checkpoint.meter.sources import COUNTED, SourceFigures
 from megaresume.data.source import scan_fingerprint
 from megaresume.encoding.images.document import EncodedDocument, EncodedImage, Key
 from megaresume.stream.state import Fingerprint
@@ -123,6 +124,21 @@ def test_a_resume_continues_the_counts(case: str, tmp_path: Path) -> None:
     assert after.counts == before.counts
     assert after.advance(150)["megaresume.source.share"] == whole.advance(150)["megaresume.source.share"]
     assert after.counts == whole.counts
+
+
+def test_counts_are_gauges_since_a_start_after_a_kill_takes_them_back(tmp_path: Path) -> None:
+    write_sources(tmp_path)
+    config = config_of(tmp_path)
+    killed = SourceFigures(open_stream(config), 0)
+    killed.count_to(90)
+    saved = killed.counts
+    last = killed.advance(150)
+    first = SourceFigures(open_stream(config, state=open_stream(config).state_at(90)), 90, saved).advance(91)
+    for name in COUNTED:
+        before: Any = last[f"megaresume.source.{name}"]
+        after: Any = first[f"megaresume.source.{name}"]
+        assert all(after[source] < before[source] for source in ("web", "code"))
+        assert BY_NAME[f"megaresume.source.{name}"].kind == "gauge"
 
 
 def test_shares_and_epochs(tmp_path: Path) -> None:
