@@ -193,7 +193,8 @@ class TransformersHost(TrainerHost):
         let_epochs_end(self.trainer)
         args.output_dir = os.path.abspath(args.output_dir)  # the program may change its working directory
         limit = "save_total_limit", args.save_total_limit
-        return of_trainer(given, save_dir=("output_dir", args.output_dir), keep_last=limit)
+        place = "output_dir", args.output_dir
+        return of_trainer(given, trainer="Hugging Face's Trainer", save_dir=place, keep_last=limit)
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""

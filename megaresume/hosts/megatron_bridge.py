@@ -198,7 +198,8 @@ class BridgeHost(TrainerHost):
         own = self.trainer.checkpoint
         most = own.most_recent_k if own.most_recent_k and own.most_recent_k > 0 else None
         most_is = "checkpoint.most_recent_k"
-        return of_trainer(given, save_dir=("checkpoint.save", own.save), keep_last=(most_is, most))
+        place = "checkpoint.save", own.save
+        return of_trainer(given, trainer="Megatron-Bridge", save_dir=place, keep_last=(most_is, most))
 
     def open_once(self, groups: Any) -> None:
         """Make the loader, and open the session; once. Collective.

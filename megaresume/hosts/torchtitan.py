@@ -147,7 +147,8 @@ class TitanHost(TrainerHost):
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""
         kept = "checkpoint.keep_latest_k", self.manager.keep_latest_k
-        return of_trainer(given, save_dir=("checkpoint.folder", self.manager.folder), keep_last=kept)
+        place = "checkpoint.folder", self.manager.folder
+        return of_trainer(given, trainer="torchtitan's Trainer", save_dir=place, keep_last=kept)
 
     def feed(self) -> Feed:
         """See `TrainerHost`: the Trainer's own dataloader.

@@ -343,25 +343,36 @@ def check_sizes(
         )
 
 
-def of_trainer(checkpoints: Checkpoints, *, save_dir: tuple[str, Any], keep_last: tuple[str, Any]) -> Checkpoints:
+def of_trainer(
+    checkpoints: Checkpoints,
+    *,
+    trainer: str = "this trainer",
+    save_dir: tuple[str, Any],
+    keep_last: tuple[str, Any],
+) -> Checkpoints:
     """The settings under a trainer that says by itself where it saves, and how many checkpoints it keeps.
 
     Args:
         checkpoints: with neither of the two.
-        save_dir, keep_last: how its own setting is called, and what it says.
+        trainer: what it is called, for the error.
+        save_dir, keep_last: name and value of its own setting.
 
     Raises:
         UsageError: one of them was given here as well, or one that is DeepSpeed's.
     """
-    own = {"save_dir": f"set {save_dir[0]}", "keep_last": f"set {keep_last[0]}"}
-    own |= dict.fromkeys(("elastic", "adopt"), "leave it out: it is DeepSpeed's")
-    for name, action in own.items():
+    own = {
+        "save_dir": (f"{trainer} saves to its own {save_dir[0]}, {save_dir[1]!r}", f", and set {save_dir[0]}"),
+        "keep_last": (f"{trainer} keeps as many as its own {keep_last[0]} says", f", and set {keep_last[0]}"),
+    }
+    own |= dict.fromkeys(("elastic", "adopt"), ("it is for checkpoints of a DeepSpeed engine", ""))
+    for name, (cause, instead) in own.items():
         if given := getattr(checkpoints, name):
             raise UsageError(
-                f"{name} cannot be used with megaresume.attach under this trainer",
+                f"{name} cannot be used with megaresume.attach under {trainer}",
                 found=f"Checkpoints({name}={given!r})",
                 expected="not set",
-                action=action,
+                cause=cause,
+                action=f"leave {name} out{instead}",
             )
     return replace(checkpoints, save_dir=save_dir[1], keep_last=keep_last[1] or None)
 

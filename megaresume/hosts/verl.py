@@ -153,6 +153,7 @@ class VerlHost(TrainerHost):
         handler = self.trainer.ckpt_handler
         return of_trainer(
             given,
+            trainer="VeRL's SFTTrainer",
             save_dir=("trainer.default_local_dir", handler.default_local_dir),
             keep_last=("trainer.max_ckpt_to_keep", handler.max_ckpt_to_keep),
         )

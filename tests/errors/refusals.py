@@ -4,7 +4,9 @@
     python -m tests.errors.refusals --write    after a wording was changed on purpose
 
 A refusal is a call of a class whose name ends in Error with a headline, or with one of the four fields. What is put in
-when it is raised stands as ``{}``, so that a variable that is renamed, or a file that is moved, changes nothing here.
+when it is raised stands as ``{}``, so that a variable that is renamed changes nothing here. The last line of each tells
+the file in the package and the function: a sentence that a user reports is looked up here by the words around what was
+put in.
 """
 
 from __future__ import annotations
@@ -39,17 +41,28 @@ def is_refusal(node: ast.Call) -> bool:
     return name.endswith("Error") and any(keyword.arg in FIELDS for keyword in node.keywords)
 
 
+def calls(node: ast.AST, function: str = "the module") -> Iterator[tuple[ast.Call, str]]:
+    """Every call, and the class and function that it is in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield child, function
+        within = function
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            within = child.name if function == "the module" else f"{function}.{child.name}"
+        yield from calls(child, within)
+
+
 def refusals(package: Path = ROOT / "megaresume") -> Iterator[str]:
     """A block of lines for each."""
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not is_refusal(node):
+        for node, function in calls(ast.parse(path.read_text(encoding="utf-8"))):
+            if not is_refusal(node):
                 continue
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             given = {keyword.arg: template(keyword.value) for keyword in node.keywords}
             headline = template(node.args[0]) if node.args else given.get("headline", "{}")
             fields = [f"    {field}: {given[field]}" for field in FIELDS if field in given]
-            yield "\n".join([f"{name}: {headline}", *fields])
+            yield "\n".join([f"{name}: {headline}", *fields, f"    in: {path.relative_to(package)}, {function}"])
 
 
 def snapshot() -> str:

@@ -15,6 +15,7 @@ import torch
 
 import megaresume
 from megaresume.hosts.attach import OWN_LOOP, TRAINERS
+from megaresume.hosts.trainer import of_trainer
 from megaresume.stream.errors import SetupError, UsageError
 
 
@@ -165,6 +166,25 @@ def test_options_of_another_trainer() -> None:
         megaresume.attach(accelerator)
     with pytest.raises(UsageError, match=r"has no stop(.|\n)*append, checkpoints"):
         megaresume.attach(kind("verl", "SFTTrainer"), stop=megaresume.StopConditions())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"save_dir": "here"},
+            r"cause: +Hugging Face's Trainer saves to its own output_dir, '/there'(.|\n)*set output_dir",
+        ),
+        ({"keep_last": 3}, r"cause: +Hugging Face's Trainer keeps as many as its own save_total_limit says"),
+        ({"elastic": True}, r"cause: +it is for checkpoints of a DeepSpeed engine(.|\n)*leave elastic out"),
+    ],
+)
+def test_what_a_trainer_decides_by_itself(given: dict[str, Any], words: str) -> None:
+    own = {"save_dir": ("output_dir", "/there"), "keep_last": ("save_total_limit", None)}
+    (name,) = given
+    with pytest.raises(UsageError, match=rf"{name} cannot be used(.)* under Hugging Face's Trainer(.|\n)*{words}"):
+        of_trainer(megaresume.Checkpoints(**given), trainer="Hugging Face's Trainer", **own)
+    assert of_trainer(megaresume.Checkpoints(), **own) == megaresume.Checkpoints(save_dir="/there")
 
 
 def test_a_trainer_of_verl_that_is_made() -> None:
