@@ -13,11 +13,13 @@ from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.encoding.images.processors import KINDS
 from megaresume.encoding.images.rgb import STEPS, augmentation_from_options
 from megaresume.encoding.images.spec import PUBLISHED
+from megaresume.encoding.text.conversations import STYLES
 from tests.encoding.images.transformers_kit import write_model
 
 pytest.importorskip("PIL")
 
-TEXT = (Path(__file__).parents[2] / "docs" / "images.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "images.md").read_text()
 BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL)]
 
 
@@ -53,6 +55,12 @@ def test_the_defaults_are_the_defaults() -> None:
 
 def test_every_step_is_named() -> None:
     assert set(re.findall(r"^\| `(\w+)` \| [a-z]", TEXT, flags=re.MULTILINE)) >= set(STEPS)
+
+
+def test_every_style_is_named() -> None:
+    for page in ("images.md", "conversations.md"):
+        text = (DOCS / page).read_text()
+        assert [name for name in STYLES if f"`{name}`" not in text] == [], page
 
 
 def test_the_numbers_of_tokens() -> None:

@@ -68,7 +68,7 @@ class Chat(Options):
     json: Texts = ("json",)
     #: key of the list of turns: the first of these that is there.
     turns: Texts = ("conversations", "messages")
-    #: what stands around the turns: chatml, llama3, vicuna, plain, or a mapping of roles.
+    #: the texts around the turns: a name in `conversations.STYLES`, or a mapping of roles.
     style: Style = CHATML
     #: system text of conversations that have none.
     system: str | None = None

@@ -11,7 +11,7 @@ A row may also have ``tools`` (a list of JSON schemas, or that as JSON in a text
 message with ``"weight": 0`` is not trained, and neither are those of a prompt; other data sets write ``"loss": false``
 or ``"train": false``. A token is trained or not: a weight between is refused.
 
-What stands around the turns, of models that many people train, is a style (`STYLES`): chatml, llama3, vicuna, plain.
+The texts around the turns, for models that many people train, are a style: `STYLES` has them by name.
 
     before   content   end        after          of the assistant, content and end are trained
 
