@@ -1,4 +1,4 @@
-"""What `megaresume.DataLoader` is given, checked, and as the sources and the data config of a stream.
+"""The options of `megaresume.DataLoader`: checked, and made into the sources and the data config of a stream.
 
 How many tokens each item has is a column, a list, or counted by a function. They are kept, if a directory is given:
 
@@ -246,7 +246,7 @@ def count(name: str, value: int) -> int:
 
 
 def check_torch_options(options: Mapping[str, Any], *, shuffle: bool) -> None:
-    """Refuse what would be another order."""
+    """Refuse options of torch's ``DataLoader`` that would change the order."""
     for name, instead in _REFUSED.items():
         if options.get(name) is not None and not (name == "in_order" and options[name]):
             raise UsageError(
@@ -471,7 +471,7 @@ _METHODS = {"MappedExamplesIterable": "map", "FilteredExamplesIterable": "filter
 
 
 def check_map_style(dataset: Any, name: str) -> None:
-    """Refuse what has no items by number.
+    """Refuse a dataset whose items cannot be read by number.
 
     Raises:
         UsageError: an IterableDataset, or an object without ``len(dataset)`` and ``dataset[i]``.
@@ -501,7 +501,7 @@ _NAME = "datasets.iterable_dataset.IterableDataset"
 
 
 def calls_instead(dataset: Any) -> tuple[str, str]:
-    """What a stream is of, and the calls that train on the same rows.
+    """The files of a streaming dataset, and the calls that train on the same rows without streaming.
 
     Args:
         dataset: see `is_streaming`.
@@ -527,7 +527,7 @@ def calls_instead(dataset: Any) -> tuple[str, str]:
 
 
 def _chain(dataset: Any) -> Iterator[object]:
-    """What makes its rows, the last one first."""
+    """The iterables that make its rows, the last one first."""
     one = getattr(dataset, "_ex_iterable", None)
     while one is not None:
         yield one

@@ -28,7 +28,7 @@ from megaresume.stream.schema import near
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownTrainer:
-    """One that `attach` knows."""
+    """A trainer that `attach` supports."""
 
     #: its name in messages.
     name: str
@@ -299,7 +299,7 @@ def hook(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Within it, these attributes of one instance are others."""
+    """Within it, these attributes of one instance have other values."""
     own = {name: vars(owner).get(name, _MISSING) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -327,7 +327,7 @@ def check_new(
     expected: str = "",
     action: str | None = None,
 ) -> None:
-    """Refuse an object of another kind, and one that has its data already.
+    """Refuse an object of another kind, and one that is attached already.
 
     Args:
         owner: the object.
@@ -347,7 +347,7 @@ def check_new(
 
 
 def refuse(refused: Mapping[str, tuple[Any, str]], *, expected: str | None = None) -> None:
-    """Refuse what would be other data, or is not known to work.
+    """Refuse settings that would change the data, or that are not known to work.
 
     Args:
         refused: by name, what was found (nothing, if that is false) and the way out.

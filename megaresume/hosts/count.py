@@ -19,8 +19,8 @@ to it. It knows no trainer, no data and no file. A host reports each event; an e
     stepped()    weights change refused: it has trained  refused: it has not        trained: step + 1, samples = end;
                                 something else           trained all of the step    refused if some are `unseen`
     check_step() before that    refused as stepped() is, but before the weights change
-    trained_to() a counter      up to this sample all are trained: refused if fewer were taken, or more are out than
-                                `ahead` allows
+    trained_to() a counter      up to this sample all are trained, and later ones stay out: refused if fewer were taken,
+                                or more are out than `ahead` allows
     check_idle() a new `for`    continues                refused: they would not be trained
     check_save() a checkpoint   continues                refused if some are used: no file has their gradients
     compare()    its own count  refused unless the trainer counts the same

@@ -54,7 +54,7 @@ class Job:
 class Ran:
     """A run that has ended."""
 
-    #: 0; or that of a program that was refused, or was killed: any other.
+    #: 0; not 0 if the program was refused or killed.
     status: int
     #: standard output and standard error.
     said: str
@@ -103,7 +103,7 @@ def write_down(directory: Path, rank: int, **line: Any) -> None:
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    """What the ranks have written down beside a directory, in all attempts."""
+    """The lines that all ranks have written beside a directory, in all attempts."""
     paths = sorted(directory.parent.glob(f"{directory.name}.record.*"))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 

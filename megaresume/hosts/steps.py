@@ -27,10 +27,10 @@ def words_of(*, trainer: str = "the loop", name: str = "loop", clock: str = "loo
     """The words of a loop that takes micro-batches by a ``for``.
 
     Args:
-        trainer: what it is called.
-        name: of what it iterates over.
-        clock: how it says that a step was made.
-        other: what this trainer says in another way.
+        trainer: its name.
+        name: of the object that it iterates over.
+        clock: the call by which it reports a step.
+        other: members of `Words` that differ for this trainer.
     """
     last = f"if {name}.ends_step" if clock == f"{name}.stepped()" else "with its last micro-batch"
     words = Words(
@@ -148,13 +148,14 @@ class Steps(Count[str]):
             yield from self
 
     def changed(self) -> None:
-        """An optimizer has changed the weights: what is out is in them, and no save may follow before `stepped`."""
+        """An optimizer has changed the weights: the micro-batches that are out are in them, and no save may
+        follow before `stepped`."""
         if self.out:
             self._is_changed, self.used = True, len(self.out)
 
     def leave(self) -> None:
-        """The ``for`` has ended: what it has left over of a step is in no gradient that counts. A save may follow,
-        unless the weights were `changed`."""
+        """The ``for`` has ended: the micro-batches that it leaves of an unfinished step are in no gradient that counts.
+        A save may follow, unless the weights were `changed`."""
         self._turn = None
         if not self._is_changed:
             self.used = 0

@@ -69,11 +69,11 @@ def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: Stop
 
 
 class Batches:
-    """Those of this rank, to the end of the data: what torchtitan iterates over.
+    """The dataloader that torchtitan iterates over: the micro-batches of this rank, to the end of the data.
 
     Args:
         steps: the micro-batches.
-        convert: makes of each what torchtitan trains: ``({"input": int64[m, S], ...}, labels)``.
+        convert: turns each into the form that torchtitan trains: ``({"input": int64[m, S], ...}, labels)``.
     """
 
     def __init__(self, steps: Steps, convert: Callable[[Any], Any]) -> None:

@@ -1,11 +1,11 @@
-"""`TrainerHost`: somebody's trainer as the host of a `Session`, declared.
+"""`TrainerHost`: a trainer of another library as the host of a `Session`, declared.
 
 A trainer is one class in one file: what it is called, which of its settings are refused, where it saves, what it
 trains, which of its methods carry its data. What is the same under all of them is here:
 
     attach()    check -> settings -> feed -> open() -> begin() -> hooks
     open()      Steps, the one Count; the session, started
-    the answers that `Host` asks for, by what was counted
+    iteration(), samples(), topology()               the answers that `Host` asks for, from the count
     load_by(), write_all(), carried(), resumed()     a load, and a save, by the trainer's own methods
 
 docs/hosts.md builds one.
@@ -73,10 +73,10 @@ class TrainerHost(Host):
     package: str
     #: for errors: see `Words`.
     words: ClassVar[Words] = words_of()
-    #: what it has trained, and its session, once it is open.
+    #: the count of what it has trained, and its session: set by `open`.
     steps: Steps
     session: Session
-    #: what writes while training continues; None if nothing does.
+    #: the writer of checkpoints that go to disk while training continues; None if there is none.
     background: Background | None = None
     #: whether files are written or read. torch then makes the state of an optimizer by a step that changes nothing.
     is_at_files = False
@@ -87,7 +87,7 @@ class TrainerHost(Host):
     # What a trainer declares
 
     def check(self) -> None:
-        """Refuse what is not such a trainer, and settings under which the data would be other data. On every rank.
+        """Refuse an object that is no such trainer, and settings that would change the data. On every rank.
 
         Raises:
             UsageError: naming it, and the way out: see `check_new` and `refuse`.
@@ -98,7 +98,7 @@ class TrainerHost(Host):
         return check_checkpoints(given)
 
     def feed(self) -> Feed:
-        """What it trains. On every rank."""
+        """The batches that the trainer is to train. On every rank."""
         raise NotImplementedError
 
     @property
@@ -171,7 +171,7 @@ class TrainerHost(Host):
             atexit.register(self.background.look_at_exit)
 
     def end(self) -> None:
-        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and let other jobs save."""
+        """The run is complete: record that in the ledger, where launch scripts look, and release the lock."""
         self.session.finish()
         self.session.close()
 
@@ -204,7 +204,7 @@ class TrainerHost(Host):
         return save_dir
 
     def carried(self, save: Save) -> dict[str, Any]:
-        """What a checkpoint holds besides the weights, by plain names: data state, optimizer steps, samples."""
+        """The members of a checkpoint besides the weights, by plain names: data state, optimizer steps, samples."""
         return {"data": save.envelope.to_text(), "step": self.steps.step, "samples": self.steps.samples}
 
     def resumed(self, carried: Mapping[str, Any]) -> Reading:
@@ -261,11 +261,11 @@ class Carried:
         self.text = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved; and, before a load, what is looked for."""
+        """The member to save; before a load, the member to look for."""
         return {self.KEY: self.text}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was found; in a state that is not ours there is no text."""
+        """Take the member that a load found; a state that megaresume did not write has none."""
         self.text = str(state.get(self.KEY, ""))
 
 

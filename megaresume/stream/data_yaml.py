@@ -1,4 +1,4 @@
-"""What people write in a data.yaml, as typed values: every key, its bounds and its default; weights as exact numbers.
+"""The content of a data.yaml as typed values: every key, its bounds and its default; weights as exact numbers.
 
 `StreamConfig.from_dict` makes of it what defines the order.
 """
@@ -43,7 +43,8 @@ Bins = Annotated[int, Within(1, MAX_OPEN_BINS)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """What everybody has to know of a packing mode. `kernel.MODES` numbers them for the compiled loop, which packs."""
+    """The properties of a packing mode that other files depend on. `kernel.MODES` numbers the modes for the compiled
+    loop, which packs."""
 
     #: documents are concatenated, and cut at the end of a sample.
     cuts: bool = False
@@ -88,7 +89,7 @@ class PackingConfig(Options):
 
     @property
     def traits(self) -> Mode:
-        """What its mode does."""
+        """The properties of its mode."""
         return MODES[self.mode]
 
     @property
@@ -99,7 +100,7 @@ class PackingConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendConfig(Options):
-    """What the weights count."""
+    """The unit in which the weights count."""
 
     unit: BlendUnit = "tokens"
 

@@ -228,7 +228,7 @@ def form_of(
     images: bool = False,
     logged: bool = False,
 ) -> SampleForm:
-    """What this Megatron's ``get_batch`` takes, from its arguments.
+    """The form of the samples that this Megatron's ``get_batch`` takes, from its arguments.
 
     Args:
         args: Megatron's arguments.
