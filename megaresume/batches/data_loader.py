@@ -339,7 +339,7 @@ class DataLoader(RankLoader):
             StateError: the samples of the step are balanced, and it has trained some of them; or there are other ranks
                 than when the loader was made.
         """
-        self._ranks.check()
+        self.ranks.check()
         schedule = self.stream.schedule
         assert schedule is not None
         batches, short = schedule.until(sample), (sample - self.stream.start) % self.step_samples
@@ -399,7 +399,7 @@ class DataLoader(RankLoader):
                 other ranks than when the loader was made.
             UsageError: ``collate_fn`` gave nothing.
         """
-        self._ranks.check()
+        self.ranks.check()
         if self._is_passed:
             self._is_passed = False
             return

@@ -140,6 +140,13 @@ def _of_torch() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if _has_group() else (0, 1)
 
 
+def process_rank() -> tuple[int, int]:
+    """(rank, ranks) of this process, in torch.distributed; before that is initialised, as a launcher says."""
+    if _has_group():
+        return _of_torch()
+    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def available(stream: Stream, first: int, wanted: int) -> int:
     """How many of the samples from ``first`` on the stream has, at most ``wanted``."""
     low, high = 0, wanted + 1  # there are low; there are not high
@@ -188,7 +195,7 @@ class RankLoader:
         at_end: AtEnd,
     ) -> None:
         self.stream, self.schedule, self.micro_batch_size = stream, schedule, micro_batch_size
-        self._ranks, self.dp_rank, self.dp_size = ranks, ranks.rank, ranks.size
+        self.ranks, self.dp_rank, self.dp_size = ranks, ranks.rank, ranks.size
         self.balance, self.num_workers, self.at_end = balance, num_workers, at_end
         #: sample at which the run ends; None: no end but that of the stream.
         self.stop: int | None = None
@@ -389,7 +396,7 @@ class StreamLoader(RankLoader):
             StateError: there are other ranks than when the loader was made.
             UsageError: spawned workers would begin the script again, which has no ``if __name__ == "__main__":``.
         """
-        self._ranks.check()
+        self.ranks.check()
         return self._read()
 
     def _in_process(self) -> Iterator[Batch]:

@@ -102,6 +102,23 @@ class PromptLedger:
         self.id = line.id
         return line.id
 
+    def check_begins(self) -> None:
+        """A run may begin here: no prompt in the ledger was settled. Lines of nothing, or a torn one, are no harm.
+
+        Raises:
+            StateError: some were, and would be trained again.
+        """
+        lines = [line for line in PromptHistory.read(self.path).lines.values() if line.trained or line.dropped]
+        if lines:
+            raise StateError(
+                "the ledger has prompts that were trained, and no state was loaded",
+                found=f"{self.path}, with {len(lines)} lines of what was trained or dropped, up to step "
+                f"{max(line.step for line in lines)}",
+                expected="prompts.load_state_dict before the first issue; or a ledger without such lines",
+                cause="the state in the checkpoint was not loaded; or the run was killed while it saved its first one",
+                action="load the state of the checkpoint; to begin anew, remove the ledger, or name another one",
+            )
+
     def check_has(self, state_id: str | None) -> str:
         """The id of a state's line, if the ledger has it, and every line that leads there.
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.items import item_hash
-from megaresume.batches.loader import available
+from megaresume.batches.loader import available, process_rank
 from megaresume.checkpoint.prompt_ledger import PromptLedger
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.in_flight import Flight, InFlight, OnStale, Trained, as_number
@@ -73,7 +73,8 @@ class _Order:
 
 class Prompts:
     """Issues prompts, and keeps account of them. Safe to use from several threads; one object for a run, in the process
-    that saves, or in a Ray actor.
+    that saves, or in a Ray actor. In a job of several ranks that is rank 0, which sends the prompts to the others;
+    for another rank, say so with a loader of its own: ``Prompts(DataLoader(dataset, 1, dp_rank=0, dp_size=1))``.
 
     Args:
         data: a `DataLoader` whose items are not packed; or what makes one: a map-style dataset, or several,
@@ -86,7 +87,7 @@ class Prompts:
         order: options of `DataLoader`, unless that is given: seed, max_epochs, append, on_change, blend, stages, skip.
 
     Raises:
-        UsageError: a number is out of range, or items are packed.
+        UsageError: a number is out of range, items are packed, or this is a rank other than 0.
         ConfigError, CorpusError: as `DataLoader`.
     """
 
@@ -104,8 +105,13 @@ class Prompts:
         self._flights = InFlight(
             rollouts=rollouts, min_rollouts=min_rollouts, max_staleness=max_staleness, on_stale=on_stale
         )
+        #: whether the process's rank decides who may issue: a loader whose ranks were given says it by itself.
+        self._by_process = not isinstance(data, DataLoader) or data.ranks.is_default
         self._loader = _loader_of(data, order)
+        self._check_rank()
         self._ledger = None if ledger is None else PromptLedger(Path(ledger))
+        #: whether `issue` may go on from here: the ledger was asked, or a state was loaded.
+        self.is_begun = False
         #: the orders that prompts in flight came from; the last one goes on.
         self._orders = [_Order(self._loader.stream)]
         #: blocks, the last used first: the first ordinal, and (epoch, item, dataset, place) of each.
@@ -122,12 +128,15 @@ class Prompts:
 
         Raises:
             CorpusError: an item cannot be read.
+            StateError: the ledger has prompts that were trained, and no state was loaded.
             UsageError: n is negative, or not a whole number.
         """
         n = as_number("n", n)
         if n < 0:
             raise UsageError("bad n", found=str(n), expected="how many prompts are wanted")
         with self._lock:
+            if not self.is_begun:
+                self.begin()
             flights = self._flights
             # First those that wait: they are the oldest, the frontier does not move past them, and their place in the
             # order is before any new one.
@@ -152,6 +161,27 @@ class Prompts:
                     [*again, *new], places, digests, contents, rollouts, strict=True
                 )
             ]
+
+    def begin(self) -> None:
+        """Begin with the first prompt; the first `issue` does it. See there for what is refused."""
+        self._check_rank()  # there may be a process group by now
+        if self._ledger is not None:
+            self._ledger.check_begins()
+        self.is_begun = True
+
+    def _check_rank(self) -> None:
+        if self._by_process:
+            rank, size = process_rank()
+        else:
+            rank, size = self._loader.dp_rank, self._loader.dp_size
+        if rank:
+            raise UsageError(
+                "Prompts is one object for all ranks, and this is not rank 0",
+                found=f"rank {rank} of {size}",
+                expected="rank 0: each rank would issue the same prompts",
+                action="make it on rank 0 (or in one Ray actor), and send the prompts; if this rank alone drives the "
+                "rollouts: Prompts(DataLoader(dataset, 1, dp_rank=0, dp_size=1))",
+            )
 
     def done(self, ordinal: int, digest: str, rollout: int = 0, *, version: int | None = None) -> bool:
         """A rollout came back; or was kept over a crash, and is handed in again before its prompt is issued again.
@@ -292,6 +322,7 @@ class Prompts:
                 raise
             if self._ledger is not None:
                 self._ledger.id = line
+            self.is_begun = True
             self._flights, self._orders, self._planned = flights, orders, []
             for said in self._loader.stream.accepted:
                 log.info("megaresume: %s", said)

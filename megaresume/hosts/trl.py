@@ -355,12 +355,24 @@ def attach(
         if (found := more.get("resume_from_checkpoint")) is not None:
             prompts.load_state_dict(_read(Path(os.fspath(found))))
             log.info("megaresume: %d prompts in flight are issued again", len(prompts.in_flight))
+        else:
+            begin(prompts, Path(trainer.args.output_dir))
         return before(*args, **more)
 
     hook(worker, "start", start)
     hook(trainer, "_save_checkpoint", save)
     hook(trainer, "_inner_training_loop", train)
     return prompts
+
+
+def begin(prompts: Prompts, output_dir: Path) -> None:
+    """Begin a run: here, so that what is refused is raised in the trainer, and not in the thread that a worker asks.
+
+    Without any checkpoint that is whole, what the ledger has is of a first save that was killed.
+    """
+    if any(output_dir.glob("checkpoint-*/trainer_state.json")):
+        prompts.begin()
+    prompts.is_begun = True
 
 
 def newest_whole(output_dir: Path) -> str | None:

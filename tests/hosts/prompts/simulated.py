@@ -127,6 +127,8 @@ class Life:
     def __init__(self, plan: Plan, world: World, commit: Any) -> None:
         self.draw = draw = random.Random(f"life {plan.seed} {world.starts}")
         self.plan, self.world, self.commit = plan, world, commit
+        if world.state is None:  # of a first checkpoint that was never whole
+            (world.directory / "prompts.jsonl").unlink(missing_ok=True)
         self.prompts = plan.prompts(world, draw)
         #: (ordinal, digest, rollout, text, version) with workers, and those that came back and are wanted.
         self.out: list[tuple[int, str, int, str, int]] = []

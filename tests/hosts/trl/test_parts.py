@@ -18,7 +18,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import megaresume
 from megaresume import Prompts
-from megaresume.hosts.trl import FILE, Arrivals, Issuer, Member, Sample, _read, newest_whole
+from megaresume.hosts.trl import FILE, Arrivals, Issuer, Member, Sample, _read, begin, newest_whole
 from megaresume.stream.errors import StateError
 from tests.hosts.prompts.simulated import Texts
 
@@ -101,6 +101,24 @@ def test_a_save_that_was_killed_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-6" / FILE).unlink()  # saved without megaresume
     with pytest.raises(StateError, match="no state of its prompts"):
         newest_whole(tmp_path)
+
+
+def test_a_run_begins_again_only_if_it_has_no_checkpoint(tmp_path: Path) -> None:
+    def made() -> Prompts:
+        return Prompts(Texts("data", 20), ledger=tmp_path / "prompts.jsonl")
+
+    prompts = made()
+    (first,) = prompts.issue(1)
+    assert prompts.done(0, first.digest)
+    prompts.trained(1, [0])
+    prompts.state_dict()
+    (tmp_path / "checkpoint-1").mkdir()  # and killed while it saved
+    again = made()
+    begin(again, tmp_path)
+    assert [prompt.ordinal for prompt in again.issue(1)] == [0]
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
+    with pytest.raises(StateError, match="no state was loaded"):
+        begin(made(), tmp_path)
 
 
 def test_a_worker_of_ones_own_is_refused() -> None:
