@@ -11,11 +11,17 @@ became of each is in `InFlight`; this adds which item an ordinal is, and what th
 
 A change at a resume (prompts appended, other weights) begins with the next ordinal that was never issued: those in
 flight are what they were. So a state holds one state of the stream for each order that prompts in flight came from.
+
+The digest that is handed out is ``CONTENT-START.ATTEMPT``: 16 hex digits of what the prompt holds, which must match;
+which start of the run issued it, and how often it had issued it before. A rollout that another start asked for is
+wanted if the checkpoint has the weights that made it. Workers that outlive a crash hold other weights under the same
+numbers: they are to load those of the checkpoint before they are sent prompts.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +54,7 @@ class Prompt(NamedTuple):
     epoch: int
     #: its number in the dataset.
     item: int
-    #: of its content: 16 hex digits.
+    #: of its content, and of this issue of it: to be handed back to `Prompts.done`.
     digest: str
     #: name of the dataset; ``data`` if there is one.
     dataset: str
@@ -114,6 +120,8 @@ class Prompts:
         self.is_begun = False
         #: the orders that prompts in flight came from; the last one goes on.
         self._orders = [_Order(self._loader.stream)]
+        #: in each digest that is handed out: other with every start, and every state that is loaded.
+        self._start = secrets.token_hex(4)
         #: blocks, the last used first: the first ordinal, and (epoch, item, dataset, place) of each.
         self._planned: list[tuple[int, list[tuple[int, int, str, Any]]]] = []
         self._lock = threading.RLock()
@@ -152,13 +160,13 @@ class Prompts:
                 raise
             # Nothing fails from here on: what is marked as issued is handed out.
             everything = tuple(range(flights.rollouts))
-            rollouts = [flights.issue_again(*one) for one in zip(again, digests, strict=False)]
+            asked = [flights.issue_again(*one) for one in zip(again, digests, strict=False)]
             new = flights.new(digests[len(again) :])
-            rollouts += [everything] * len(new)
+            asked += [(0, everything)] * len(new)
             return [
-                Prompt(ordinal, epoch, item, digest, dataset, content, wanted)
-                for ordinal, (epoch, item, dataset, _), digest, content, wanted in zip(
-                    [*again, *new], places, digests, contents, rollouts, strict=True
+                Prompt(ordinal, epoch, item, f"{digest}-{self._start}.{attempt}", dataset, content, wanted)
+                for ordinal, (epoch, item, dataset, _), digest, content, (attempt, wanted) in zip(
+                    [*again, *new], places, digests, contents, asked, strict=True
                 )
             ]
 
@@ -187,13 +195,16 @@ class Prompts:
         """A rollout came back; or was kept over a crash, and is handed in again before its prompt is issued again.
 
         Args:
-            ordinal, digest: of its prompt.
+            ordinal, digest: of its prompt, as `issue` gave them: to this start, or to one before a crash.
             rollout: its number.
-            version: of the weights that made it; None if there is no bound on that.
+            version: of the weights that made it; None if there is no bound on that, and a resume does not go back
+                before weights that made rollouts.
 
         Returns:
             whether it is to be trained. Not if it is there already, its prompt is trained or dropped, it is too old
-            (`counts` says which), or it was made by weights that a resume went back before.
+            (`counts` says which), or it was made by weights that a resume went back before: of an earlier start, by a
+            version after that of the state that was loaded. One that is too old is requeued or dropped, by
+            ``on_stale``, unless it was asked for again since.
 
         Raises:
             StateError: it is of another prompt, or of one that was never issued.
@@ -206,7 +217,8 @@ class Prompts:
             if flight is None:
                 flights.counts["late"] += 1
                 return False
-            if (flight.digest or self._digest(ordinal, flight)) != digest:
+            content, attempt = self._asked_by(digest)
+            if (flight.digest or self._digest(ordinal, flight)) != content:
                 raise StateError(
                     "a rollout is of another prompt",
                     found=f"digest {digest!r:.40}, of ordinal {ordinal}",
@@ -215,7 +227,15 @@ class Prompts:
                     "item is another each time it is read",
                     action="discard it; pass ordinal and digest of a prompt along with its rollouts",
                 )
-            return flights.done(flight, ordinal, rollout, version)
+            return flights.done(flight, ordinal, rollout, version, attempt)
+
+    def _asked_by(self, digest: Any) -> tuple[Any, int | None]:
+        """What a digest says of the content; and the attempt, None if another start made it, or nobody knows."""
+        if not isinstance(digest, str):
+            return digest, None
+        content, _, asked = digest.partition("-")
+        start, _, attempt = asked.partition(".")
+        return content, int(attempt) if start == self._start and attempt.isdecimal() else None
 
     def drop(self, ordinal: int, reason: str, requeue: bool = False, *, rollout: int | None = None) -> None:
         """Give a prompt up, or issue it again: filtered, failed, cancelled because others were enough.
@@ -324,6 +344,7 @@ class Prompts:
                 self._ledger.id = line
             self.is_begun = True
             self._flights, self._orders, self._planned = flights, orders, []
+            self._start = secrets.token_hex(4)
             for said in self._loader.stream.accepted:
                 log.info("megaresume: %s", said)
 
@@ -347,7 +368,7 @@ class Prompts:
     @property
     def counts(self) -> dict[str, int]:
         """Since this object was made, or loaded: prompts trained; rollouts ``dropped: REASON``, ``requeued: REASON``,
-        ``repeated``, ``late``, ``of later weights``."""
+        ``repeated``, ``late``, ``superseded`` (stale, and asked for again since), ``of later weights``."""
         return dict(self._flights.counts)
 
     @property

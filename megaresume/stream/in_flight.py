@@ -13,9 +13,13 @@ a group may come back, be trained and be issued again in parts. Each of its roll
     issue_again()   FLYING              stays               stays                      stays
     done()          DONE: outlived the  DONE                not wanted: repeated       not wanted: repeated, or late
                     crash                                                              if the prompt is settled
-      too old       as drop(), or its requeue, by on_stale  as above                   as above
+      too old       stays           as drop(), or its       as above                   as above
+                                    requeue, by on_stale;
+                                    stays if it was asked
+                                    for again since
       too new       refused; after a resume from before     as above                   as above
-                    its weights, MISSING
+                    its weights, MISSING; stays if another
+                    start asked for it
     advance()       stays               stays               as drop(), if too old now  stays
     trained(), one  refused             refused             GONE                       refused
     trained(), all  GONE, if min_rollouts of the prompt are DONE, or all that are not GONE     stays
@@ -64,7 +68,7 @@ LARGE = 4096
 class Flight:
     """One prompt that is not settled."""
 
-    __slots__ = ("digest", "done", "flying", "gone", "made", "step", "waits")
+    __slots__ = ("attempts", "digest", "done", "flying", "gone", "made", "step", "waits")
 
     def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
         #: of its content; None until somebody asks, after a resume.
@@ -77,6 +81,8 @@ class Flight:
         self.made: dict[int, int] | None = None
         #: whether it is to be issued again.
         self.waits = waits
+        #: which attempt, from 1, asked last for a rollout; None: none was asked for again.
+        self.attempts: dict[int, int] | None = None
 
 
 class InFlight:
@@ -115,8 +121,8 @@ class InFlight:
         self._waiting: list[int] = []
         #: the next ordinal; the last step that trained; the version of the weights that roll out.
         self.next, self.step, self.weights_version = 0, 0, 0
-        #: whether there may be rollouts of weights that a resume went back before.
-        self.is_resumed = False
+        #: whether there may be rollouts of weights that a resume went back before; the version it went back to.
+        self.is_resumed, self.first_version = False, 0
         #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
         self.counts: Counter[str] = Counter()
         #: what was settled since `forget_settled`, in that order.
@@ -157,13 +163,16 @@ class InFlight:
         for ordinal in taken:
             heapq.heappush(self._waiting, ordinal)
 
-    def issue_again(self, ordinal: int, digest: str) -> tuple[int, ...]:
-        """Issue one that was taken: its rollouts that are missing."""
+    def issue_again(self, ordinal: int, digest: str) -> tuple[int, tuple[int, ...]]:
+        """Issue one that was taken: the number of the attempt, and its rollouts that are missing."""
         flight = self.open[ordinal]
         missing = self._missing(flight)
         flight.digest, flight.waits = digest, False
         flight.flying |= missing
-        return self.numbers(missing)
+        numbers, before = self.numbers(missing), flight.attempts or {}
+        attempt = 1 + max(before.values(), default=0)
+        flight.attempts = before | dict.fromkeys(numbers, attempt)
+        return attempt, numbers
 
     def _missing(self, flight: Flight) -> int:
         return self._all & ~(flight.done | flight.gone | flight.flying)
@@ -192,8 +201,12 @@ class InFlight:
             )
         return flight
 
-    def done(self, flight: Flight, ordinal: int, rollout: int, version: int | None) -> bool:
-        """A rollout of an open prompt came back. Whether it is wanted: not there already, not settled, not stale."""
+    def done(self, flight: Flight, ordinal: int, rollout: int, version: int | None, attempt: int | None) -> bool:
+        """A rollout of an open prompt came back. Whether it is wanted: not there already, not settled, not stale.
+
+        Args:
+            attempt: that asked for it; None: one of another start.
+        """
         bit = 1 << self._number(rollout)
         if (flight.done | flight.gone) & bit:
             self.counts["repeated"] += 1
@@ -208,11 +221,18 @@ class InFlight:
                 )
         else:
             version = as_number("version", version)
+            if attempt is None and version > self.first_version:
+                # Whatever number the weights have by now: those that made it are lost. Who was asked since is out.
+                self.counts["of later weights"] += 1
+                return False
             if version > self.weights_version:
                 self._of_later_weights(ordinal, flight, bit, version)
                 return False
             if self._is_stale(version):
-                self._drop(ordinal, flight, bit, STALE, requeue=self.on_stale == "requeue")
+                if attempt is not None and flight.flying & bit and attempt >= (flight.attempts or {}).get(rollout, 0):
+                    self._drop(ordinal, flight, bit, STALE, requeue=self.on_stale == "requeue")
+                else:
+                    self.counts["superseded"] += 1
                 return False
             if flight.made is None:
                 flight.made = {}
@@ -445,7 +465,7 @@ class InFlight:
         }
         self._waiting = opened  # ascending, and so a heap
         self.next, self.step = stop, as_count(fields["step"])
-        self.weights_version = as_count(fields["weights_version"])
+        self.weights_version = self.first_version = as_count(fields["weights_version"])
         self.is_resumed = True
         self.counts.clear()
         self.forget_settled()

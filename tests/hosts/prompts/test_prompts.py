@@ -27,6 +27,11 @@ def resumed(prompts: Prompts, items: int = 20, **options: Any) -> Prompts:
     return found
 
 
+def bare(*issued: Any) -> list[Any]:
+    """Without the start and the attempt that issued them."""
+    return [prompt._replace(digest=prompt.digest[:16]) for prompt in issued]
+
+
 def finish(prompts: Prompts, *issued: Any) -> None:
     """All their rollouts come back."""
     for prompt in issued:
@@ -68,8 +73,8 @@ def test_what_was_in_flight_comes_first_and_in_order() -> None:
     prompts.drop(0, "filtered")
     again = resumed(prompts)
     assert (again.frontier, again.next, again.in_flight) == (1, 10, [1, 2, 3, 6, 8, 9])
-    assert again.issue(4) == [issued[k] for k in (1, 2, 3, 6)]
-    assert again.issue(4)[:2] == [issued[8], issued[9]]
+    assert bare(*again.issue(4)) == bare(*(issued[k] for k in (1, 2, 3, 6)))
+    assert bare(*again.issue(4)[:2]) == bare(issued[8], issued[9])
     assert again.next == 12
 
 
@@ -186,7 +191,7 @@ def test_prompts_that_are_added_come_after_those_in_flight(append: Any) -> None:
     for _ in range(3):  # a state of the old order and the new one
         more = resumed(more, 25, append=append)
     found = more.issue(9 + 8 + 5)
-    assert found[:9] == [issued[k] for k in (0, 1, 2, 5, 6, 7, 8, 10, 11)]
+    assert bare(*found[:9]) == bare(*(issued[k] for k in (0, 1, 2, 5, 6, 7, 8, 10, 11)))
     # The rest of the epoch: 8 of the old ones, with all that are new if they come now.
     rest = {p.item for p in found[9:] if p.epoch == 0}
     old = set(range(20)) - {p.item for p in issued}
@@ -206,7 +211,7 @@ def test_other_weights_begin_after_what_is_in_flight() -> None:
     changed = over(1, 0, on_change="stage")
     changed.load_state_dict(prompts.state_dict())
     found = changed.issue(20)
-    assert found[:8] == issued
+    assert bare(*found[:8]) == bare(*issued)
     assert {prompt.dataset for prompt in found[8:]} == {"web"}
     with pytest.raises(StateError, match="is not the one that the state was made with"):
         over(1, 0).load_state_dict(prompts.state_dict())
@@ -226,7 +231,7 @@ def test_a_state_of_ten_thousand_exceptions_is_small() -> None:
     assert again.in_flight == prompts.in_flight
     assert len(again.in_flight) == 110_000
     left = sorted(set(issued) - set(chosen))
-    assert again.issue(3) == left[:3]
+    assert bare(*again.issue(3)) == bare(*left[:3])
 
 
 def test_a_state_of_ten_thousand_groups_in_part_is_small() -> None:
@@ -255,7 +260,7 @@ def test_prompts_that_are_requeued_are_not_planned_again_each_time(monkeypatch: 
     for ordinal in range(0, 50_000, 500):
         prompts.drop(ordinal, "failed", requeue=True)
         again, new = prompts.issue(2)
-        assert (again, new.ordinal) == (issued[ordinal], 50_000 + ordinal // 500)
+        assert (bare(again), new.ordinal) == (bare(issued[ordinal]), 50_000 + ordinal // 500)
     assert len(calls) <= 1
 
 

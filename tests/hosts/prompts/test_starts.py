@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +90,54 @@ def test_ranks_of_a_process_group(tmp_path: Path) -> None:
     ]
     said = [start.communicate(timeout=120)[0].split("\n")[:2] for start in starts]
     assert said == [["[0, 1]", "[0, 1]"], ["UsageError", "UsageError"]]
+
+
+def test_a_rollout_of_lost_weights_whose_number_came_again() -> None:
+    prompts = made(max_staleness=4)
+    prompts.advance(1)
+    kept, zombie, other = prompts.issue(3)
+    state = prompts.state_dict()
+    prompts.advance(2)  # of these weights there is no checkpoint
+    again = made(max_staleness=4)
+    again.load_state_dict(state)
+    assert again.done(kept.ordinal, kept.digest, version=1)
+    new = again.issue(2)
+    again.advance(2)
+    assert not again.done(zombie.ordinal, zombie.digest, version=2)
+    assert again.done(new[0].ordinal, new[0].digest, version=2)  # it is still out, and wanted
+    assert again.done(other.ordinal, other.digest, version=1)  # by weights of the checkpoint
+    assert not again.done(new[1].ordinal, new[1].digest, version=2)
+    assert again.counts == {"of later weights": 1, "repeated": 1}
+
+
+def test_a_rollout_of_a_start_that_saved_nothing() -> None:
+    before, prompts = made(max_staleness=4), made(max_staleness=4)
+    (zombie,), (prompt,) = before.issue(1), prompts.issue(1)
+    assert not prompts.done(0, zombie.digest, version=3)
+    prompts.advance(3)
+    assert not prompts.done(0, zombie.digest, version=3)
+    assert prompts.done(0, prompt.digest, version=3)
+
+
+def test_an_object_that_goes_back_to_its_own_state() -> None:
+    prompts = made(max_staleness=4)
+    (zombie,) = prompts.issue(1)
+    prompts.load_state_dict(prompts.state_dict())
+    prompts.advance(1)
+    assert not prompts.done(0, zombie.digest, version=1)
+
+
+@pytest.mark.parametrize("on_stale", ["requeue", "drop"])
+def test_a_stale_rollout_that_was_asked_for_again(on_stale: Any) -> None:
+    prompts = made(rollouts=2, max_staleness=0, on_stale=on_stale)
+    (first,) = prompts.issue(1)
+    prompts.drop(0, "slow", requeue=True, rollout=1)
+    prompts.advance(1)
+    assert not prompts.done(0, first.digest, 1, version=0)  # it waits to be issued again
+    (second,) = prompts.issue(1)
+    assert (second.ordinal, second.rollouts) == (0, (1,))
+    assert not prompts.done(0, first.digest, 1, version=0)  # it is out again
+    assert prompts.done(0, second.digest, 1, version=1)
+    assert prompts.counts == {"requeued: slow": 1, "superseded": 2}
+    assert not prompts.done(0, first.digest, 0, version=0)  # asked for once: what on_stale says
+    assert [prompt.ordinal for prompt in prompts.issue(1)] == ([0] if on_stale == "requeue" else [1])

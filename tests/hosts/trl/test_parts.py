@@ -44,7 +44,9 @@ def test_a_worker_is_given_prompts_in_order() -> None:
     rows = iter(dataset)
     found = [next(rows) for _ in range(3)]
     expected = Prompts(Texts("data", 20)).issue(3)
-    assert found == [(prompt.ordinal, prompt.digest, prompt.content) for prompt in expected]
+    assert [(ordinal, digest[:16], content) for ordinal, digest, content in found] == [
+        (prompt.ordinal, prompt.digest[:16], prompt.content) for prompt in expected
+    ]
     dataset.lost(1, found[1][1], [0, 1])
     assert prompts.in_flight == [0, 2]
     assert prompts.counts == {"dropped: empty": 2}
