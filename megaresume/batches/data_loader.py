@@ -211,6 +211,11 @@ class DataLoader(RankLoader):
         return mapping
 
     @property
+    def collates(self) -> bool:
+        """Whether a ``collate_fn`` was given."""
+        return self._workers.torch.collate_fn not in (flatten, torch.utils.data.default_collate)
+
+    @property
     def is_packed(self) -> bool:
         """Whether a sample is several items, or a part of one."""
         return self._packing.seq_length is not None

@@ -431,13 +431,8 @@ def _loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
     if not isinstance(data, DataLoader):
         if "seq_length" in order:
             raise _packed("seq_length=")
-        if wrong := [name for name in order if name in _OF_BATCHES]:
-            raise UsageError(
-                "Prompts makes no batches",
-                found=", ".join(f"{name}=" for name in wrong),
-                expected="options of the order: seed, max_epochs, append, on_change, blend, stages, skip, keyed",
-                action="leave them out: issue(n) gives as many prompts as are asked for, to one process for all",
-            )
+        if wrong := [name for name in order if name not in _OF_ORDER]:
+            raise _of_batches(wrong, "leave them out")
         return DataLoader(data, 1, dp_rank=0, dp_size=1, **order).made_by("megaresume.Prompts")
     if order:
         raise UsageError(
@@ -448,6 +443,9 @@ def _loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
         )
     if data.is_packed:
         raise _packed("a DataLoader with seq_length")
+    given = {"drop_last": data.drop_last, "accumulation": data.accumulation > 1, "balance": data.balance is not None}
+    if wrong := [name for name, is_given in (given | {"collate_fn": data.collates}).items() if is_given]:
+        raise _of_batches(wrong, "leave them out of the DataLoader")
     if data.samples:
         raise UsageError(
             "the loader was read from already",
@@ -458,8 +456,17 @@ def _loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
     return data
 
 
-#: options of `DataLoader` that have no meaning here.
-_OF_BATCHES = ("batch_size", "dp_rank", "dp_size", "drop_last", "accumulation", "balance", "collate_fn", "num_workers")
+#: options of `DataLoader` that have a meaning here.
+_OF_ORDER = ("seed", "shuffle", "max_epochs", "append", "on_change", "blend", "stages", "skip", "keyed")
+
+
+def _of_batches(wrong: Sequence[str], action: str) -> UsageError:
+    return UsageError(
+        "Prompts makes no batches",
+        found=", ".join(f"{name}=" for name in wrong),
+        expected=f"options of the order: {', '.join(_OF_ORDER)}",
+        action=f"{action}: issue(n) gives as many prompts as are asked for, to one process for all",
+    )
 
 
 def _packed(found: str) -> UsageError:

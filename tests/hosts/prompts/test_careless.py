@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from megaresume import DataLoader, Prompts
 from megaresume.checkpoint.prompt_ledger import PromptHistory
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from tests.hosts.prompts.simulated import Texts
 from tests.hosts.prompts.test_prompts import bare, finish, made, resumed
 
 
@@ -156,3 +158,22 @@ def test_a_ledger_of_which_the_beginning_is_gone(tmp_path: Path) -> None:
 def test_a_ledger_that_is_a_directory_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a file"):
         made(ledger=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("drop_last", True),
+        ("accumulation", 2),
+        ("collate_fn", list),
+        ("batch_size", 4),
+        ("dp_rank", 0),
+        ("max_epoch", 1),
+    ],
+)
+def test_options_of_batches_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"makes no batches(.|\\n)*found: *{name}="):
+        made(**{name: value})
+    if name in ("drop_last", "accumulation", "collate_fn"):
+        with pytest.raises(UsageError, match=f"makes no batches(.|\\n)*found: *{name}="):
+            Prompts(DataLoader(Texts("data", 20), 4, **{name: value}))
