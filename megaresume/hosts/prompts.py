@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,18 @@ class Prompt(NamedTuple):
     content: Any
     #: the numbers of the rollouts that are wanted: all of a new prompt, those that are missing of one issued again.
     rollouts: tuple[int, ...]
+
+
+class Out(NamedTuple):
+    """One that was issued, and has rollouts that are not back."""
+
+    ordinal: int
+    #: their numbers; and those that are back, and not trained.
+    rollouts: tuple[int, ...]
+    back: tuple[int, ...]
+    #: of the weights when it was issued last, and how long ago that is.
+    version: int
+    seconds: float
 
 
 def digest_of(content: Any) -> str:
@@ -375,6 +388,17 @@ class Prompts:
     def in_flight(self) -> list[int]:
         """Ordinals that are issued, or to be issued again, and not settled; ascending."""
         return sorted(self._flights.open)
+
+    def out(self) -> list[Out]:
+        """What is issued and not back, the oldest first: for timeouts, and to see who is slow."""
+        with self._lock:
+            now, numbers = time.monotonic(), self._flights.numbers
+            found = [
+                Out(ordinal, numbers(one.flying), numbers(one.done), one.asked[1], now - one.asked[0])
+                for ordinal, one in self._flights.open.items()
+                if one.flying and one.asked
+            ]
+        return sorted(found, key=lambda one: (-one.seconds, one.ordinal))
 
     @property
     def frontier(self) -> int:

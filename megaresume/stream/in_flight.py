@@ -48,6 +48,7 @@ import base64
 import heapq
 import json
 import operator
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +69,7 @@ LARGE = 4096
 class Flight:
     """One prompt that is not settled."""
 
-    __slots__ = ("attempts", "digest", "done", "flying", "gone", "made", "step", "waits")
+    __slots__ = ("asked", "attempts", "digest", "done", "flying", "gone", "made", "step", "waits")
 
     def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
         #: of its content; None until somebody asks, after a resume.
@@ -83,6 +84,8 @@ class Flight:
         self.waits = waits
         #: which attempt, from 1, asked last for a rollout; None: none was asked for again.
         self.attempts: dict[int, int] | None = None
+        #: when it was issued last (`time.monotonic`), and the version of the weights then; None: not since the resume.
+        self.asked: tuple[float, int] | None = None
 
 
 class InFlight:
@@ -138,10 +141,10 @@ class InFlight:
 
     def new(self, digests: Iterable[str]) -> range:
         """Issue the next ordinals, one for each of these digests."""
-        first, everything = self.next, self._all
+        first, everything, asked = self.next, self._all, (time.monotonic(), self.weights_version)
         for digest in digests:
             self.open[self.next] = flight = Flight(everything)
-            flight.digest = digest
+            flight.digest, flight.asked = digest, asked
             self.next += 1
         return range(first, self.next)
 
@@ -169,6 +172,7 @@ class InFlight:
         missing = self._missing(flight)
         flight.digest, flight.waits = digest, False
         flight.flying |= missing
+        flight.asked = time.monotonic(), self.weights_version
         numbers, before = self.numbers(missing), flight.attempts or {}
         attempt = 1 + max(before.values(), default=0)
         flight.attempts = before | dict.fromkeys(numbers, attempt)

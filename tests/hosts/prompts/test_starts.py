@@ -141,3 +141,18 @@ def test_a_stale_rollout_that_was_asked_for_again(on_stale: Any) -> None:
     assert prompts.counts == {"requeued: slow": 1, "superseded": 2}
     assert not prompts.done(0, first.digest, 0, version=0)  # asked for once: what on_stale says
     assert [prompt.ordinal for prompt in prompts.issue(1)] == ([0] if on_stale == "requeue" else [1])
+
+
+def test_what_is_out() -> None:
+    prompts = made(rollouts=2)
+    first, *_ = prompts.issue(3)
+    prompts.done(0, first.digest, 1)
+    prompts.drop(1, "slow", requeue=True)
+    prompts.advance(4)
+    assert [one[:4] for one in prompts.out()] == [(0, (0,), (1,), 0), (2, (0, 1), (), 0)]
+    prompts.issue(1)
+    found = prompts.out()
+    assert [one[:4] for one in found] == [(0, (0,), (1,), 0), (2, (0, 1), (), 0), (1, (0, 1), (), 4)]
+    assert found[0].seconds >= found[2].seconds >= 0
+    prompts.load_state_dict(prompts.state_dict())
+    assert prompts.out() == []
