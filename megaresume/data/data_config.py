@@ -49,7 +49,8 @@ from megaresume.encoding.images.rgb import augmentation_from_options, augmentati
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.data_yaml import IMAGE_KINDS, SOURCE_KEYS, parse_weight
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Options, read, read_mapping, refused
+from megaresume.stream.schema import Options, read, refused
+from megaresume.stream.yaml_text import read_mapping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

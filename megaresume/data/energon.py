@@ -34,7 +34,7 @@ from megaresume.data.remote import RemoteStore, is_url
 from megaresume.data.shard_files import RecordError
 from megaresume.encoding.images.document import Record
 from megaresume.stream.errors import CorpusError, parse_json
-from megaresume.stream.schema import parse_yaml
+from megaresume.stream.yaml_text import parse_yaml
 
 _ACCESS = re.compile(r"(?P<name>[^[\]]+)(?P<path>(?:\[[^[\]]+])*)")
 #: class in dataset.yaml -> kind of record; None: members as they are.

@@ -16,7 +16,8 @@ from megaresume.data.record_index import SUFFIX, ShardIndex, index_path
 from megaresume.data.shard_source import ShardSource, TooLong
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.schema import Options, Within, read, read_encoder, refused
+from megaresume.stream.schema import Options, Within, read, refused
+from megaresume.stream.yaml_text import read_encoder
 
 
 def _is_text(value: object) -> bool:

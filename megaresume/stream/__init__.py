@@ -5,6 +5,7 @@
 
     what defines the order
         data_yaml.py        what people wrote, checked and typed by pydantic (schema.py); weights as exact integers
+        yaml_text.py        YAML, with one kind of error for whatever is wrong with it
         config.py           the same without its places; sources that were renamed
         skips.py            what is not to be trained: documents, ranges of samples
         left_out.py         since when; and the documents that failed

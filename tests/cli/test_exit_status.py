@@ -23,6 +23,7 @@ WRONG = [
     "inspect FILE",
     "latest FILE",
     "trace NOWHERE --steps 1:2",
+    "top NOWHERE --once",
     "plan NOWHERE",
     "convert NOWHERE",
     "verify FILE",

@@ -9,7 +9,7 @@ import pytest
 
 from megaresume.batches.open import open_stream, open_validation
 from megaresume.data.data_config import DataConfig
-from megaresume.stream import schema
+from megaresume.stream import yaml_text
 from megaresume.stream.errors import ConfigError
 from tests.corpora import simple_corpus
 
@@ -20,8 +20,8 @@ def test_it_is_read_once(tmp_path, monkeypatch):
     path = tmp_path / "data.yaml"
     path.write_text("seq_length: 16\nsources: {web: web}\nvalidation: {wiki: {sources: {wiki: wiki}}}\n")
     read = []
-    parse = schema.parse_yaml
-    monkeypatch.setattr(schema, "parse_yaml", lambda *given: read.append(given) or parse(*given))
+    parse = yaml_text.parse_yaml
+    monkeypatch.setattr(yaml_text, "parse_yaml", lambda *given: read.append(given) or parse(*given))
     data = DataConfig.of(path)
     training = open_stream(data)
     assert list(open_validation(data, training)) == ["wiki"] and DataConfig.of(data) is data
@@ -89,5 +89,5 @@ def test_a_name_that_json_escapes_in_two_halves(tmp_path: Path) -> None:
     path = tmp_path / "data.yaml"
     path.write_text('{"seed": 1, "seq_length": 8, "sources": {"\\ud83d\\ude00web": {"path": "a\\\\ud83d\\\\ude00"}}}')
     assert "\\ud83d\\ude00web" in path.read_text()
-    (source,) = schema.read_mapping(path, "a data config", "sources")["sources"].items()
+    (source,) = yaml_text.read_mapping(path, "a data config", "sources")["sources"].items()
     assert source == ("\U0001f600web", {"path": r"a\ud83d\ude00"})

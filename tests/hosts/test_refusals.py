@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> Callable[[str], tuple[int, str]]:
 
 def test_a_refusal_is_a_message_and_other_errors_are_not_touched(run: Callable[[str], tuple[int, str]]) -> None:
     status, said = run("refuse()")
-    assert status == 1 and said.startswith("megaresume: error: megaresume.attach does not know")
+    assert status == 1 and said.startswith("megaresume: error: megaresume.attach does not recognise this trainer")
     assert "Traceback" not in said and "next action:" in said
     status, said = run("fail()")
     assert status == 1 and said.startswith("Traceback") and "megaresume: error" not in said

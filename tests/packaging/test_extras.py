@@ -114,6 +114,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from megaresume.hosts.loaders import adapter_of
 print(adapter_of(StatefulDataLoader(range(8), batch_size=2)))
 """
+METRICS = """
+from megaresume.checkpoint.meter.sinks import SINKS, check
+for word in SINKS:
+    check(word, "")
+"""
 #: extra -> programs: `megaresume ...`, or Python.
 CASES = {
     "text": [TOKENIZER, "prepare text.txt --output words --tokenizer . --overwrite"],
@@ -128,6 +133,7 @@ CASES = {
     "loaders": [LOADERS],
     "patch": [PATCH, "patch pretrain.py"],
     "report": [SAVE, "report save"],
+    "metrics": [METRICS],
     "demo": ["demo --out run"],
     "docs": [f"-m sphinx -q --fail-on-warning {ROOT / 'docs'} site"],
 }

@@ -189,7 +189,7 @@ def _print(args: argparse.Namespace, summaries: Sequence[ShardSummary]) -> None:
 
 def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
     from megaresume.encoding.images.encoder import ImageTextEncoder
-    from megaresume.stream.schema import read_encoder
+    from megaresume.stream.yaml_text import read_encoder
 
     flags = {
         "tokenizer": args.tokenizer,
@@ -227,7 +227,7 @@ def _yaml(text: str | None, flag: str) -> Any:
         return None
     import yaml
 
-    from megaresume.stream.schema import parse_yaml
+    from megaresume.stream.yaml_text import parse_yaml
 
     try:
         return parse_yaml(text)

@@ -31,7 +31,8 @@ from pydantic import AfterValidator, ValidationError
 from megaresume.hosts.megatron.patching import PatchError
 from megaresume.shipped import shipped_dir
 from megaresume.stream.errors import ConfigError, UsageError
-from megaresume.stream.schema import Options, Within, read, read_mapping, refused
+from megaresume.stream.schema import Options, Within, read, refused
+from megaresume.stream.yaml_text import read_mapping
 
 
 def _is_name(text: str) -> str:
