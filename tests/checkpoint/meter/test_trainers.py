@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ class Model(torch.nn.Module):
         return {"loss": losses.mean(), "losses": losses}
 
 
+def wait_for_reading(meter: Any) -> None:
+    """These trainings may be over before the meter's thread has run once."""
+    while meter.latest is None:
+        time.sleep(0.001)
+
+
 def test_hugging_face(tmp_path: Path) -> None:
     import transformers
 
@@ -52,6 +59,8 @@ def test_hugging_face(tmp_path: Path) -> None:
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
             found = model(**inputs)
             loader.meter.losses(inputs, found["losses"])
+            if self.state.global_step == 8:
+                wait_for_reading(loader.meter)
             return (found["loss"], found) if return_outputs else found["loss"]
 
     args = transformers.TrainingArguments(
@@ -128,7 +137,9 @@ def test_accelerate(tmp_path: Path) -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
     loader = megaresume.DataLoader(Items(400), batch_size=4)
     loop = megaresume.attach(accelerator, loader, checkpoints=Checkpoints(save_dir=tmp_path / "run"), metrics=METRICS)
-    for batch in loop:
+    for step, batch in enumerate(loop):
+        if step == 50:
+            wait_for_reading(loop.meter)
         accelerator.backward(model(**batch)["loss"])
         optimizer.step()
         optimizer.zero_grad()
