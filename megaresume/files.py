@@ -113,6 +113,12 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def is_torn(descriptor: int) -> bool:
+    """Whether the last line of a file lacks its newline, as a kill leaves it: what is appended begins with one then."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
 def fsync_file(descriptor: int) -> None:
     """Force a file's content to the disk, where the filesystem can."""
     whole = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, whose fsync leaves it in the memory of the disk

@@ -26,6 +26,7 @@ from megaresume.files import (
     check_regular,
     fsync_dir,
     fsync_file,
+    is_torn,
     make_dir,
     open_file,
     read_file,
@@ -239,9 +240,7 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             check_regular(descriptor, path)
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            write_all(descriptor, (b"\n" if torn else b"") + b"".join(lines))
+            write_all(descriptor, (b"\n" if is_torn(descriptor) else b"") + b"".join(lines))
             fsync_file(descriptor)
         finally:
             os.close(descriptor)

@@ -34,6 +34,7 @@ import xxhash
 
 from megaresume.checkpoint.records import seal
 from megaresume.checkpoint.system import utc
+from megaresume.files import is_torn
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import SetupError
 
@@ -124,8 +125,7 @@ class RankLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            size = os.fstat(self._file).st_size
-            if size and os.pread(self._file, 1, size - 1) != b"\n":
+            if is_torn(self._file):
                 os.write(self._file, b"\n")  # closes off a line that a dying machine cut short
         except OSError as error:
             raise SetupError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.goodput import CAUSES, all_marks, goodput_of
-from megaresume.checkpoint.meter.record import Mark, marks_of, meter_dir, read_lines, read_pulse
+from megaresume.checkpoint.meter.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
 from megaresume.checkpoint.records import split_root
 from megaresume.command_line import at_least
 from megaresume.render import spell_bytes, text_table
@@ -97,11 +96,9 @@ def newest_reading(directory: Path) -> dict[str, Any] | None:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL, 0))
             data = file.read()
-        for line in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict) and isinstance(found.get("figures"), dict):
-                    return found
+        for line in parsed(reversed(data[: data.rfind(b"\n") + 1].splitlines())):
+            if isinstance(line.get("figures"), dict):
+                return line
     return None
 
 

@@ -210,8 +210,8 @@ CHECKPOINT = (
     ),
     Mutation(
         "glue a line to a torn one",
-        '            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\\n"\n',
-        "            torn = False\n",
+        '(b"\\n" if is_torn(descriptor) else b"")',
+        'b""',
         LEDGER,
     ),
     Mutation(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.files import read_file, write_all
+from megaresume.files import is_torn, read_file, write_all
 
 #: bytes of the pulse, padded: it is written in place, by one call.
 _PULSE = 512
@@ -75,8 +75,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
+        if is_torn(self._file):
             os.write(self._file, b"\n")  # closes off a line that a kill cut short
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -134,10 +133,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         data = read_file(path)
     except OSError:
         return []
-    return list(_parsed(data.splitlines()))
+    return list(parsed(data.splitlines()))
 
 
-def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The lines that can be read."""
     for line in lines:
         try:
             found = json.loads(line)
@@ -199,5 +199,5 @@ class Tails:
                 continue
             end = data.rfind(b"\n") + 1
             self._read[path] = before + end
-            for line in _parsed(data[:end].splitlines()):
+            for line in parsed(data[:end].splitlines()):
                 yield path.name, line
