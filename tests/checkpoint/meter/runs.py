@@ -85,8 +85,9 @@ class Chain:
         """Of its checkpoints."""
         return self.directory / "run"
 
-    def run(self, ranks: int = 1, *, status: int = 0, **job: Any) -> None:
-        """Start a process, or one for each rank, and wait for its end."""
+    def run(self, ranks: int = 1, *, status: int = 0, queue: float = 0.0, **job: Any) -> None:
+        """Start a process, or one for each rank, after ``queue`` seconds, and wait for its end."""
+        time.sleep(queue)
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = str(found.getsockname()[1])

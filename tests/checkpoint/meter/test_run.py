@@ -30,9 +30,9 @@ def chain(documents: tuple[Path, Any]) -> Chain:
     run = Chain(directory, config_of(directory))
     slow = {"late": 0.1, "slow_save": 0.2, "pause": 0.03, "losses": True, "until": 35}
     run.run(kill=13, before_kill=0.5, status=1, **slow)
-    run.run(2, kill=23, before_kill=0.3, status=1, **slow)
+    run.run(2, kill=23, before_kill=0.3, status=1, queue=0.5, **slow)
     run.data = config_of(directory, web=1, code=1)
-    run.run(micro=4, **slow)
+    run.run(micro=4, queue=0.5, **slow)
     return run
 
 
