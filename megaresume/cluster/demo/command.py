@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import megaresume
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
@@ -131,7 +132,8 @@ def run_demo(demo: Demo, out: Path, *, steps: int, overwrite: bool, quiet: bool)
         verified=verified,
         summary=ask("stream", str(config), "--samples", f"0:{samples}", "--summary"),
         seconds=time.monotonic() - start,
-        versions=", ".join(f"{name} {version(name)}" for name in demo.packages),
+        versions=f"megaresume {megaresume.__version__}, "
+        + ", ".join(f"{name} {version(name)}" for name in demo.packages),
     )
     report = out / "report.html"
     write_report(report, facts, open_stream(config))

@@ -124,7 +124,7 @@ class Demo:
     #: the training program, a module.
     program: str = "megaresume.cluster.training"
     #: packages whose versions the report tells.
-    packages: tuple[str, ...] = ("megaresume", "torch", "deepspeed", "megatron-core")
+    packages: tuple[str, ...] = ("torch", "deepspeed", "megatron-core")
     #: (directory of the demo, say) -> what the training program is given as its data.
     prepare: Callable[[Path, Say], Path]
     #: (directory of the demo, steps) -> flags of the training program that every start shares.

@@ -77,7 +77,7 @@ def _flags(out: Path, steps: int) -> list[str]:
 TRAINER = Demo(
     title="megaresume demo --trainer",
     program="megaresume.cluster.demo.hugging_face",
-    packages=("megaresume", "torch", "transformers", "accelerate"),
+    packages=("torch", "transformers", "accelerate"),
     steps=60,
     attempts=(
         DemoStart(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),

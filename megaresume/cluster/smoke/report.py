@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import megaresume
 from megaresume.cluster.records import RunComparison, RunRecords
 from megaresume.cluster.scenario import Found, StopResult
 from megaresume.cluster.smoke.plan import SmokePlan
@@ -123,7 +123,7 @@ def write_report(path: Path, result: Result) -> None:
     parts = [
         "<h1>megaresume smoke</h1>",
         f"<p>{escape(result.where)}; {escape(model)}, {plan.steps} steps, a checkpoint every "
-        f"{plan.save_interval}; megaresume {escape(version('megaresume'))}; {result.seconds:.0f} seconds in all</p>",
+        f"{plan.save_interval}; megaresume {megaresume.__version__}; {result.seconds:.0f} seconds in all</p>",
         f"<p class='verdict {'holds' if result.holds else 'fails'}'>{escape(verdict)}</p>",
         *(f"<pre>{escape(problem)}</pre>" for problem in result.problems),
         *(f"<p>{escape(note)}</p>" for note in result.notes),
