@@ -22,6 +22,7 @@ NAMES = (
     "loader",
     "tokens",
     "items",
+    "hosts",
     "prompts",
     "megatron",
     "guard",
