@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -286,6 +286,27 @@ def _topologies_of_states(saved: list[Point], read_step: ReadStep) -> list[tuple
         _append(topologies, first, read_step(point.path).topology)
         first = point.samples
     return topologies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """Replicas that began to train together."""
+
+    #: the first step that they made together, and when its line was written.
+    step: int
+    time: str
+    replicas: int
+
+
+def memberships(entries: Iterable[LedgerEntry]) -> list[Membership]:
+    """Those of a ledger, in the order of its lines; none if replicas do not leave and join while the run goes on."""
+    return [
+        Membership(
+            step=entry.iteration, time=entry.time, replicas=int(entry.details.get("replicas", entry.topology.dp))
+        )
+        for entry in entries
+        if entry.kind == "membership"
+    ]
 
 
 #: stands for a step, rank or micro-batch that no record tells.

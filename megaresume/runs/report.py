@@ -19,7 +19,7 @@ from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs.answer import Answer
-from megaresume.runs.history import History
+from megaresume.runs.history import History, Membership, memberships
 from megaresume.runs.losses import Loss, LossLog, read_losses
 from megaresume.runs.run import Run
 from megaresume.stream.changes import outlook
@@ -29,6 +29,8 @@ from megaresume.stream.state import StreamState
 
 #: States that are read, spread evenly; the newest is always among them.
 MOST_POINTS = 300
+#: Changes of membership that are shown: the last ones.
+MOST_MEMBERSHIPS = 50
 #: Losses that are drawn; of a longer log every n-th.
 MOST_LOSSES = 4000
 
@@ -180,6 +182,8 @@ class RunFacts(Answer):
     points: list[RunPoint]
     intervals: list[RunInterval]
     starts: list[RunStart]
+    #: who trained together; none if replicas do not leave and join while the run goes on.
+    memberships: list[Membership]
     #: how many were saved.
     checkpoints: int
     left_out: RunSkips
@@ -221,6 +225,7 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
         points=points,
         intervals=[_interval(state, a, b) for a, b in pairwise(points)],
         starts=_starts(ledger.entries, log),
+        memberships=memberships(ledger.entries),
         checkpoints=sum(entry.kind == "checkpoint" for entry in ledger.entries),
         left_out=_left_out(state),
         faults=state.faults.to_plain(),
@@ -377,6 +382,7 @@ def run_page(facts: RunFacts) -> str:
         ),
         "<h2>Starts</h2>",
         html_table(("", "time", "from step", "layout", "steps lost"), _start_rows(facts)),
+        *_replicas(facts.memberships),
         "<h2>Batch sizes</h2>",
         _batches(facts),
     ]
@@ -420,6 +426,16 @@ def _start_rows(facts: RunFacts) -> list[tuple[str, ...]]:
         )
         for number, start in enumerate(facts.starts, start=1)
     ]
+
+
+def _replicas(members: Sequence[Membership]) -> list[str]:
+    """Who trained together, if replicas leave and join."""
+    if not members:
+        return []
+    first = max(len(members) - MOST_MEMBERSHIPS, 0)
+    rows = [(f"{one.step:,}", f"{one.replicas:,}", one.time) for one in members[first:]]
+    left_out = [f"<p>{first:,} earlier changes are not shown.</p>"] if first else []
+    return ["<h2>Replicas</h2>", html_table(("since step", "replicas", "time"), rows, numbers=True), *left_out]
 
 
 def _mark(axes: Any, facts: RunFacts) -> None:

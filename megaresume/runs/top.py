@@ -22,6 +22,7 @@ from megaresume.checkpoint.records import split_root
 from megaresume.command_line import at_least
 from megaresume.render import spell_bytes, text_table
 from megaresume.runs.answer import Answer
+from megaresume.runs.history import Membership, memberships
 from megaresume.runs.run import Run
 from megaresume.stream.changes import outlook
 from megaresume.stream.config import StreamConfig
@@ -79,6 +80,8 @@ class Now(Answer):
     starts: int
     repeated: int
     data_wait: float | None
+    #: who trains together, the newest last; none if replicas do not leave and join.
+    memberships: Sequence[Membership] = ()
     sources: Sequence[SourceNow] = ()
     #: in words, the nearest first.
     next: Sequence[str] = ()
@@ -152,6 +155,7 @@ def look(root: Path) -> Now:
         starts=spent.starts,
         repeated=spent.repeated,
         data_wait=figures.get("megaresume.data.wait"),
+        memberships=memberships(entries),
         sources=_sources(figures, state),
         next=[] if state is None else _next(state, last.samples, seconds, size),
         notes=notes,
@@ -291,6 +295,8 @@ def _text(now: Now) -> str:
         lost = ", ".join(f"{cause} {_duration(now.badput[cause])}" for cause in CAUSES if now.badput.get(cause))
         rows.append(["goodput", f"{100 * now.goodput:.2f} %" + (f"; {lost}" if lost else "")])
     rows.append(["starts", f"{now.starts:,}, {now.repeated:,} samples trained again"])
+    if now.memberships:
+        rows.append(["replicas", _replicas(now.memberships)])
     parts = [head, text_table(rows)]
     if now.sources:
         table = [["source", "tokens", "share", "weight", "epoch", "loss"]]
@@ -305,6 +311,13 @@ def _text(now: Now) -> str:
     if now.life == "runs" and now.measured and time.time() - now.time > _QUIET:
         parts.append(f"note: no news for {_duration(time.time() - now.time)}, though a process holds the directory")
     return "\n\n".join(parts)
+
+
+def _replicas(members: Sequence[Membership]) -> str:
+    words = f"{members[-1].replicas:,} since step {members[-1].step:,}"
+    if len(members) == 1:
+        return words
+    return f"{words}, {members[-2].replicas:,} before; changes so far: {len(members) - 1:,}"
 
 
 def _checkpoint(now: Now) -> str:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from megaresume.checkpoint.choose import record_start
+from megaresume.checkpoint.choose import record_membership, record_start
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
@@ -62,6 +62,26 @@ def test_what_a_restart_lost(run, capsys):
     starts = report(capsys, run.save)["starts"]
     assert [(s["step"], s["lost"], s["lost_is_exact"]) for s in starts] == [(0, 0, True), (4, 8, False)]
     assert starts[1]["layout"].startswith("dp 4")
+
+
+def test_replicas_that_leave_and_join(run, capsys):
+    """Each change of the ledger, in ``report`` and ``top``; a run with one membership has made no change."""
+    state = read_step_file(run.save / "megaresume" / "step_0000012.json").state
+    assert report(capsys, run.save)["memberships"] == []
+    for step, replicas in ((13, 2), (20, 1), (31, 3)):
+        topology, details = Topology(dp=2 * replicas, global_batch_size=8), {"replicas": replicas, "launch": step}
+        record_membership(run.save, iteration=step, state=state, topology=topology, details=details)
+        assert main(["top", str(run.save), "--once"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["replicas"]]
+        more = {13: "", 20: ", 2 before; changes so far: 1", 31: ", 1 before; changes so far: 2"}[step]
+        assert line.split(maxsplit=1)[1] == f"{replicas} since step {step}{more}"
+    found = report(capsys, run.save)["memberships"]
+    assert [(one["step"], one["replicas"]) for one in found] == [(13, 2), (20, 1), (31, 3)]
+    assert main(["top", str(run.save), "--json", "--once"]) == 0
+    assert json.loads(capsys.readouterr().out)["memberships"] == found
+    assert main(["report", str(run.save)]) == 0
+    page = (run.save / "report.html").read_text()
+    assert "<h2>Replicas</h2>" in page and "31</td><td>3</td>" in page.replace(" class=number", "")
 
 
 def test_long_runs_are_sampled(run, capsys, monkeypatch):
