@@ -18,8 +18,8 @@ One file a trainer:
     accelerate.py      a loop with Accelerate; accelerate_backends.py: DDP, DeepSpeed and FSDP, also under the Trainer
     lightning.py       Lightning's Trainer; lightning_trainer.py: its settings, its callback, the paths that it saves to
     torchtitan.py      torchtitan's Trainer
-    torchft.py         replicas of torchft, which leave and join while the run goes on; torchft_dealing.py: who trains
-                       what of a step, and whether it counts
+    torchft.py         replicas of torchft, which leave and join while the run goes on; torchft_steps.py: a step, from
+                       its quorum to its commit; torchft_dealing.py: who trains what of it, and whether it counts
     verl.py            VeRL's supervised trainer, and the prompts of its others
     megatron_bridge.py Megatron-Bridge's pretrain and finetune; megatron_bridge_manager.py: by its own protocols
     deepspeed/         a DeepSpeed engine in the user's own loop

@@ -15,13 +15,13 @@
 What a step trains depends on its number alone; who trains it, on who is in its quorum:
 
     start_quorum     the samples of a step that was not committed are handed out again
-    for batch        waits for the quorum; the samples are dealt to those who contribute: `Contributors`
+    for batch        the samples are dealt to those who contribute, once the quorum is there: `Contributors`
     should_commit    only if all of them were dealt, once, by replicas at the same position: `Ballot`
       committed      the position moves on by the global batch
       not committed  it stays: the step is trained again, by whoever is there then
     a replica joins  it is given the position with the weights, by torchft
 
-How a step is dealt and voted on is in `torchft_dealing`.
+A step is in `torchft_steps`; how it is dealt and voted on, in `torchft_dealing`.
 
 Checkpoints hold what a replica that joins is given. The first replica of the quorum saves; the others pass over it.
 """
@@ -30,14 +30,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
@@ -56,10 +54,10 @@ from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.steps import words_of
-from megaresume.hosts.torchft_dealing import OF_MANAGER, Ballot, Contributors, Share, reduce_device, who_contributes
+from megaresume.hosts.torchft_dealing import OF_MANAGER, Share, reduce_device
+from megaresume.hosts.torchft_steps import ReplicaSteps
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.dealing import deal_evenly
 from megaresume.stream.errors import StateError, UsageError
 
 #: of ours in what torchft gives to a replica that joins.
@@ -92,26 +90,8 @@ class TorchftHost(TrainerHost):
     def __init__(self, trainer: Any, data: Any, global_batch_size: int, log_samples: Any) -> None:
         super().__init__(trainer)
         self.data, self.global_batch_size, self._log_samples = data, global_batch_size, log_samples
-        self.log: RankLog | None = None
-        #: whether a quorum was asked for, and its step is not decided.
-        self.is_asked = False
-        self.share: Share | None = None
-        #: weights of the micro-batch that was handed out last; whether any was asked for in this step.
-        self.weight, self.is_weighed = 1.0, False
-        #: who trains together, and the number of that membership: see `torchft_dealing`.
-        self.members: Sequence[Any] = ()
-        self.membership = 0
-        #: the membership under which this process last began its log, and the one of the ledger's last line: each has a
-        #: line for a new membership, the log when one of its steps is voted on, the ledger when one is committed.
-        self._logged_membership, self._ledger_membership = 0, 0
-        #: of this step.
-        self._contributors: Contributors | None = None
-        self._ballot: Ballot | None = None
-        #: samples of this process in the step, and their identities, once it has voted for it.
-        self._lines: tuple[Any, Any] | None = None
-        #: what reads, whose share, and the sample that it reads next.
-        self._reader: Iterator[Any] | None = None
-        self._reads: tuple[int, int, int] | None = None
+        #: the membership of the ledger's last line: it has one whenever others than before make a step.
+        self._ledger_membership = 0
         self._saves = False
         self._is_fresh = True
 
@@ -180,8 +160,6 @@ class TorchftHost(TrainerHost):
                 action="drop_last=True leaves out the remainder; or no max_epochs, and loop.step for the length",
             )
         loader.is_live = True
-        #: this process within its replica, and how many there are.
-        self.local, self.locals = loader.dp_rank, loader.dp_size
         return feed
 
     def open(self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
@@ -198,16 +176,20 @@ class TorchftHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         manager = self.trainer
+        self.shared = ReplicaSteps(
+            manager, self.steps, global_batch_size=self.global_batch_size, quorum_is_there=self.quorum_is_there
+        )
         manager.register_state_dict_fn(KEY, self.joined, self.given)
         if self._log_samples is not None:
             replica = manager._replica_id or manager._store.get("replica_id").decode()
             # A number of its own: torchft has none that lasts.
             number = xxhash.xxh32_intdigest(f"{replica}/{rank()}".encode())
-            self.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
+            self.shared.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
-        return [(self.trainer, "start_quorum", self.a_quorum), (self.trainer, "should_commit", self.a_commit)]
+        functions = {"start_quorum": self.a_quorum, "allreduce": self.an_allreduce, "should_commit": self.a_commit}
+        return [(self.trainer, name, function) for name, function in functions.items()]
 
     # A replica that joins
 
@@ -215,7 +197,7 @@ class TorchftHost(TrainerHost):
         """What a replica that joins is given, besides the weights. In a thread of torchft's, between two steps."""
         steps = self.steps
         state = Envelope(state=steps.feed.snapshot(steps.samples), iteration=steps.step, framework=self.framework)
-        return {"data": state.to_text(), "step": steps.step, "launch": self.membership}
+        return {"data": state.to_text(), "step": steps.step, "launch": self.shared.membership}
 
     def joined(self, given: Mapping[str, Any]) -> None:
         """This replica was given the weights of another one.
@@ -224,61 +206,25 @@ class TorchftHost(TrainerHost):
             StateError: that one has other data.
         """
         envelope = Envelope.read(given["data"])
-        self._stop_reading()
+        self.shared.restart(given["launch"])
         # No choice of a checkpoint: what is restored are samples alone.
         self.steps.feed.restore(envelope.state, None)  # type: ignore[arg-type]
         self.steps.loaded(envelope.iteration, envelope.samples)
-        self.membership, self.members, self._is_fresh = given["launch"], (), False
+        self._is_fresh = False
         self.session.mark_as_own(self._root)
 
     # A step
 
     def a_quorum(self, start_quorum: Any, *args: Any, **more: Any) -> None:
-        """Between two steps: what was handed out of one that was not committed comes again."""
-        self.steps.check()
-        self.steps.return_all()
+        """Between two steps."""
+        self.shared.ask()
         self.session.step_begins()
-        self.is_asked, self.share, self._lines = True, None, None
         start_quorum(*args, **more)
 
-    def batches(self) -> Iterator[Any]:
-        """The micro-batches of this process in the step whose quorum was asked for."""
-        steps, size = self.steps, self.global_batch_size
-        if not self.is_asked:
-            raise StateError(
-                "no quorum was asked for this step",
-                found="a `for` over the loop",
-                expected="optimizer.zero_grad() of torchft's Optimizer, or manager.start_quorum(), before it",
-                cause="the optimizer is not torchft's; this is a second `for` in one step; or the loop is LocalSGD's "
-                "or DiLoCo's, which ask who is there after the inner steps, and are not supported",
-                action="while loop.step < STEPS: optimizer.zero_grad(); for batch in loop: ...; optimizer.step()",
-            )
-        steps.check_idle("a new `for` begins")
-        self.share = share = self._deal()
-        begin = steps.samples
-        steps.begin(size)
-        end, self.is_weighed = begin, False
-        sizes = share.sizes(size, self.data.micro_batch_size)
-        for number, (all_of_it, mine) in enumerate(sizes, start=1):
-            batch = self._next(share)
-            steps.feed.after(batch, end)
-            end += all_of_it
-            steps.take(f"samples {end - all_of_it} to {end - 1}", end, is_last=number == len(sizes))
-            steps.use()
-            self._reads = share.size, share.rank or 0, end
-            self.weight = share.averaged * mine / size
-            if self.log is not None and number == len(sizes):
-                self._log_vote(share)
-            yield batch
-
-    def _deal(self) -> Share:
-        """Wait for the quorum, deal its step, and begin the vote on it."""
-        self.trainer.wait_quorum()
+    def quorum_is_there(self) -> None:
+        """Before a step is dealt."""
         self._let_another_save()
         self._compare_step()
-        contributors = who_contributes(self.trainer, processes=self.locals, samples=self.global_batch_size)
-        self._begin_vote(contributors)
-        return contributors.share(self.local)
 
     def _let_another_save(self) -> None:
         """If this is not the first replica any more. Before anybody can commit this step, and save it."""
@@ -298,84 +244,17 @@ class TorchftHost(TrainerHost):
             check_fresh_start(self._root, cause=self.forgotten, load=self.load)
         self._is_fresh = False
 
-    def _begin_vote(self, contributors: Contributors) -> None:
-        """Begin the all-reduce about this step. The first replica has a new membership if others train than before."""
-        self._contributors = contributors
-        is_first = contributors.index == 0
-        members = (self.trainer._quorum_id, *contributors.replicas)
-        if is_first and members != self.members:
-            self.members, self.membership = members, max(self.membership + 1, time.time_ns() // 1000)
-        self._ballot = Ballot(
-            self.trainer,
-            samples=contributors.samples_here(self.data.micro_batch_size),
-            needed=self.global_batch_size,
-            position=self.steps.samples,
-            membership=self.membership if is_first else 0,
-            contributes=contributors.index is not None,
-            replicas=len(contributors.replicas),
-            device=reduce_device(self.trainer),
-        )
-
-    def _next(self, share: Share) -> Any:
-        """The next micro-batch. Whoever reads ahead goes on as long as the share is the same."""
-        loader, feed, end = self.data, self.steps.feed, self.steps.end
-        reads = share.size, share.rank or 0, end
-        if self._reader is None or self._reads != reads:
-            self._stop_reading()
-            loader.dp_size, loader.dp_rank = share.size, share.rank or 0
-            if isinstance(loader, DataLoader):
-                loader.rewind(end)
-            self._reader = feed.read(end)
-        try:
-            batch = next(self._reader)
-        except StopIteration:
-            if not feed.has(end):
-                raise StateError(
-                    "the data has ended",
-                    found=f"a step after sample {end}",
-                    expected="no more steps",
-                    action="while not loop.is_over and loop.step < STEPS: ...",
-                ) from None
-            self._reader = feed.read(end)  # the next epoch
-            batch = next(self._reader)
-        return batch
-
-    def _stop_reading(self) -> None:
-        reader, self._reader = self._reader, None
-        if isinstance(reader, Generator):
-            reader.close()
+    def an_allreduce(self, allreduce: Any, *args: Any, **more: Any) -> Any:
+        """Of gradients, or of whatever else: after the vote on the step has begun, on every replica."""
+        self.shared.settle_early()
+        return allreduce(*args, **more)
 
     def a_commit(self, should_commit: Any, *args: Any, **more: Any) -> bool:
         """The step is trained: does it count?"""
-        steps, ballot, share = self.steps, self._ballot, self.share
-        if not self.is_asked or ballot is None or share is None:
-            raise steps.fail(steps.untrained("manager.should_commit() is called without a `for` over the loop"))
-        steps.check_step()
-        if not self.is_weighed:
-            raise UsageError(
-                "the loss was not weighed",
-                found="a step in which loop.weight was not read",
-                expected="(loss * loop.weight).backward(), where loss is the mean over the samples of a micro-batch",
-                cause="replicas train different numbers of samples, and torchft divides by the number of replicas",
-                action="multiply each loss by loop.weight; a loss that is a sum of tokens: see loop.total",
-            )
-        size = self.global_batch_size
-        membership = ballot.decide()
-        try:
-            is_committed = bool(should_commit(*args, **more))
-        finally:
-            self.is_asked, self.share, self._ballot = False, None, None
-        if not is_committed:
-            steps.return_all()
+        made = self.shared.commit(lambda: should_commit(*args, **more))
+        if made is None:
             return False
-        if steps.is_idle:  # it was healed just now, with the weights before this step
-            steps.begin(size)
-            steps.take("the step in which it joined", steps.samples + size)
-            steps.use()
-        steps.stepped()
-        if self._lines is not None:
-            self._write("step", steps.step)
-        self._note_members(share, self.membership if membership is None else membership)
+        self._note_members(*made)
         return True
 
     @property
@@ -387,44 +266,16 @@ class TorchftHost(TrainerHost):
         """A line in the ledger if others than before have made this step."""
         if membership == self._ledger_membership:
             return
-        self.membership = self._ledger_membership = membership
+        self._ledger_membership = membership
         if not self.is_first:
             return
-        assert self._contributors is not None
-        steps, replicas = self.steps, len(self._contributors.replicas)
+        assert self.shared.contributors is not None
+        steps, replicas = self.steps, len(self.shared.contributors.replicas)
         state, topology = steps.feed.snapshot(steps.samples), replace(self.topology(), dp=share.size)
         details = {"replicas": replicas, "quorum": self.trainer._quorum_id, "launch": membership}
         on_rank_0(
             lambda: record_membership(self._root, iteration=steps.step, state=state, topology=topology, details=details)
         )
-
-    # What each process writes down
-
-    def _log_vote(self, share: Share) -> None:
-        """Before this replica's last gradients are added up: whoever commits the step may be the only one to tell."""
-        assert self.log is not None and self._ballot is not None
-        steps, loader, membership = self.steps, self.data, self._ballot.decide()
-        self._lines = None
-        if share.rank is None or membership is None:
-            return
-        first, size = steps.samples, self.global_batch_size
-        plan = loader.stream.plan(first, first + size)
-        place = {"micro_batch_size": loader.micro_batch_size, "dp_rank": share.rank, "dp_size": share.size}
-        samples = np.concatenate(deal_evenly(plan, loader.balance, **place))
-        if not len(samples):
-            return
-        if membership != self._logged_membership:
-            self._logged_membership, digest = membership, steps.feed.snapshot(first).digest
-            layout = {"dp": share.size, "dp_rank": share.rank, "micro_batch_size": loader.micro_batch_size, "pad_id": 0}
-            self.log.start(
-                step=steps.step, samples=first, digest=digest, balance=loader.balance, launch=membership, **layout
-            )
-        self._lines = samples, plan.hashes[samples - first]
-        self._write("vote", steps.step + 1)
-
-    def _write(self, event: Literal["vote", "step"], step: int) -> None:
-        assert self.log is not None and self._lines is not None
-        self.log.note_planned(event, step, *self._lines)
 
     # Checkpoints
 
@@ -478,13 +329,13 @@ class TorchftHost(TrainerHost):
             if name != KEY:
                 load(state["user"][name])
         manager.load_state_dict(state["torchft"])
-        self._stop_reading()
-        self.membership, self._is_fresh = state["user"][KEY]["launch"], False
+        self.shared.restart(state["user"][KEY]["launch"])
+        self._is_fresh = False
         return self.resumed(state[KEY])
 
     def end(self) -> None:
         """See `TrainerHost`. The first replica says in the ledger that nothing is left to train."""
-        self._stop_reading()
+        self.shared.stop_reading()
         if self.is_first:
             with replaced(self.session, save_dir=self._root):
                 self.session.finish()
@@ -509,27 +360,28 @@ class ReplicaLoop(StepLoop):
         self.host = host
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of this replica in the step whose quorum was asked for; waits for the quorum.
+        """The micro-batches of this replica in the step whose quorum was asked for. With the asynchronous quorum, the
+        first one may come before it: reading `weight` then waits for it.
 
         Raises:
             StateError: no quorum was asked for, or the data has ended.
         """
-        with closing(self.host.batches()) as batches:  # type: ignore[type-var]
+        with closing(self.host.shared.batches()) as batches:  # type: ignore[type-var]
             yield from batches
 
     @property
     def weight(self) -> float:
         """What the mean loss over the samples of the micro-batch handed out last is multiplied by, so that each sample
         of a step weighs the same, however many replicas there are and torchft divides by. 0 if this replica has no
-        sample in it: it trains it only to take part in the all-reduce."""
-        self.host.is_weighed = True
-        return self.host.weight
+        sample in it, or others are there than when it was read: it trains it only to take part in the all-reduce.
+        Waits for the quorum: read it after the forward."""
+        return self.host.shared.weight
 
     @property
     def ends_step(self) -> bool:
         """Whether the micro-batch handed out last is the last one of its step: with torchft's DistributedDataParallel,
         all others go under ``model.no_sync()``."""
-        return self.steps.is_whole
+        return self.host.shared.ends_step
 
     @property
     def is_over(self) -> bool:
@@ -544,9 +396,9 @@ class ReplicaLoop(StepLoop):
             number: of this process, without micro-batches of weight 0; if a replica has several processes, the mean of
                 them.
         """
-        self.host.is_weighed = True
         sum_of = torch.tensor([number], dtype=torch.float64, device=reduce_device(self.host.trainer))
         self.host.trainer.allreduce(sum_of, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+        self.host.shared.is_weighed = True
         return float(sum_of)
 
     def save(self) -> None:
@@ -579,7 +431,7 @@ class ReplicaLoop(StepLoop):
 
     def close(self) -> None:
         """Wait until all saves are on the disk, and let other replicas save."""
-        self.host._stop_reading()
+        self.host.shared.stop_reading()
         self.session.hand_over(self.host.save_dir)
         super().close()
 

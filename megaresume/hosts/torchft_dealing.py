@@ -138,7 +138,7 @@ def reduce_device(manager: Any) -> torch.device:
 
 class Ballot:
     """What the replicas tell each other about a step, added up by torchft as their gradients are: one all-reduce of
-    three numbers, while they train.
+    four numbers, while they train.
 
     Args:
         manager: torchft's.
@@ -146,6 +146,7 @@ class Ballot:
         needed: samples of the step, of all replicas together.
         position: at which this replica is.
         membership: from the first of the replicas, above 0; 0 from all others.
+        begins_anew: whether its step begins with a micro-batch without weight: see `torchft_steps`.
         contributes: whether the gradients of this replica count.
         replicas: that contribute.
         device: of the all-reduce.
@@ -159,15 +160,16 @@ class Ballot:
         needed: int,
         position: int,
         membership: int,
+        begins_anew: bool,
         contributes: bool,
         replicas: int,
         device: torch.device,
     ) -> None:
         self._manager, self._needed, self._contributes = manager, needed, contributes
-        self._position, self._replicas = position, replicas
+        self._position, self._replicas, self._begins_anew = position, replicas, begins_anew
         self._is_decided = False
         self._membership: int | None = None
-        mine = [samples, position, membership] if contributes else [0, 0, 0]
+        mine = [samples, position, membership, begins_anew] if contributes else [0, 0, 0, 0]
         # Whole numbers below 2 ** 53.
         self._sum = torch.tensor(mine, dtype=torch.float64, device=device)
         self._work = manager.allreduce(self._sum, reduce_op=torch.distributed.ReduceOp.SUM)
@@ -187,16 +189,17 @@ class Ballot:
         self._work.wait()
         if self._manager.errored():
             return None
-        samples, position, membership = (int(number) for number in self._sum.tolist())
+        samples, position, membership, anew = (int(number) for number in self._sum.tolist())
         # A replica that contributes nothing may be healed, and be told its position later.
         position, expected = (position, self._position * self._replicas) if self._contributes else (0, 0)
-        if (samples, position) == (self._needed, expected):
+        everybody = self._replicas * self._begins_anew
+        if (samples, position, anew) == (self._needed, expected, everybody):
             return membership
         self._manager.report_error(
             StateError(
                 "the replicas do not make up a step",
-                found=f"{samples} samples, and positions with the sum {position}",
-                expected=f"{self._needed} samples, and the sum {expected}",
+                found=f"{samples} samples, positions with the sum {position}, and {anew} replicas that begin anew",
+                expected=f"{self._needed} samples, the sum {expected}, and {everybody}",
                 cause="torchft's process group is not that of its quorum, or replicas are in different steps",
                 action="none: the step is not committed, and trained again",
             )

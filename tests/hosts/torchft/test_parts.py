@@ -15,7 +15,7 @@ import torch
 import megaresume
 from megaresume.checkpoint.rank_log import RankLog
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.hosts import torchft, torchft_dealing
+from megaresume.hosts import torchft, torchft_dealing, torchft_steps
 from megaresume.hosts.torchft import attach
 from megaresume.hosts.torchft_dealing import Ballot, Contributors, Share
 from megaresume.runs.rank_steps import read_rank_steps
@@ -105,8 +105,8 @@ def test_the_ranks_make_up_the_step_in_order(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("others", "membership"),
-    [((4, 16, 0), 7), ((0, 0, 0), None), ((4, 8, 0), None), ((8, 16, 0), None)],
-    ids=["whole", "the other one is not there", "it is in another step", "it has too many"],
+    [((4, 16, 0, 1), 7), ((0, 0, 0, 0), None), ((4, 8, 0, 1), None), ((8, 16, 0, 1), None), ((4, 16, 0, 0), None)],
+    ids=["whole", "the other one is not there", "in another step", "it has too many", "it has a micro-batch less"],
 )
 def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], membership: int | None) -> None:
     reported: list[Exception] = []
@@ -117,7 +117,7 @@ def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], membe
         return SimpleNamespace(wait=lambda: None)
 
     of_torchft = SimpleNamespace(allreduce=allreduce, errored=lambda: None, report_error=reported.append)
-    place: dict[str, Any] = {"position": 16, "membership": 7, "device": torch.device("cpu")}
+    place: dict[str, Any] = {"position": 16, "membership": 7, "begins_anew": True, "device": torch.device("cpu")}
     ballot = Ballot(of_torchft, samples=4, needed=8, contributes=True, replicas=2, **place)
     assert [ballot.decide(), ballot.decide()] == [membership, membership]
     assert len(reported) == (membership is None)
@@ -127,11 +127,11 @@ def test_a_replica_that_is_being_healed_commits_with_the_others() -> None:
     """It contributes nothing, and is still at the position that it came with."""
     others = SimpleNamespace(wait=lambda: None)
     of_torchft = SimpleNamespace(
-        allreduce=lambda tensor, reduce_op: tensor.add_(torch.tensor([8, 32, 7])) is None or others,
+        allreduce=lambda tensor, reduce_op: tensor.add_(torch.tensor([8, 32, 7, 1])) is None or others,
         errored=lambda: None,
         report_error=lambda error: pytest.fail(str(error)),
     )
-    place: dict[str, Any] = {"position": 16, "membership": 0, "device": torch.device("cpu")}
+    place: dict[str, Any] = {"position": 16, "membership": 0, "begins_anew": True, "device": torch.device("cpu")}
     ballot = Ballot(of_torchft, samples=0, needed=8, contributes=False, replicas=1, **place)
     assert ballot.decide() == 7
 
@@ -166,8 +166,8 @@ def test_a_step_counts_if_one_replica_says_so(tmp_path: Path) -> None:
 
 def names_of_torchft() -> list[str]:
     """What the source reads of torchft's Manager, and what it hooks."""
-    found = {"start_quorum", "should_commit"}
-    for module in (torchft, torchft_dealing):
+    found = {"start_quorum", "allreduce", "should_commit"}
+    for module in (torchft, torchft_dealing, torchft_steps):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.Attribute):
                 owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
