@@ -273,17 +273,60 @@ def ask(*words: str) -> dict[str, Any]:
     return result
 
 
+#: Variables of a job that is to leave the GPUs of this machine alone.
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them; without asking torch."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in named.split(",") if name]
+    numbers = (entry.name.removeprefix("nvidia") for entry in Path("/dev").glob("nvidia[0-9]*"))
+    return [str(number) for number in sorted(int(number) for number in numbers if number.isdigit())]
+
+
+class Devices:
+    """What the ranks of jobs whose nodes are all this machine train on: a GPU for each, or CPUs for all.
+
+    NCCL refuses two ranks on one GPU, and losses of a job on CPUs differ from those on GPUs: if one of the jobs that
+    are to be compared has more ranks than there are GPUs, all of them train on CPUs.
+
+    Args:
+        most: ranks of the largest of the jobs.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._gpus = visible_gpus()
+        self._too_few = 0 < len(self._gpus) < most
+        self.description = "processes of one machine"
+        if self._too_few:
+            self.description += f", on CPUs: {most} ranks, GPUs: {len(self._gpus)}"
+
+    @property
+    def warning(self) -> str:
+        """For people, if there are GPUs that are not used; else empty."""
+        return f"   {self.description}" if self._too_few else ""
+
+    def of_node(self, node: int, ranks: int) -> dict[str, str]:
+        """Variables for one of the nodes of a job, each of so many ranks."""
+        if self._too_few:
+            return ON_CPUS
+        if not self._gpus:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus[node * ranks : (node + 1) * ranks])}
+
+
 class LocalPrograms:
     """Starts a training program on this machine, under torchrun.
 
     Args:
         program: see `LocalJob`.
+        most: ranks of the largest job.
     """
 
-    description = "processes of one machine"
-
-    def __init__(self, program: str) -> None:
-        self._program = program
+    def __init__(self, program: str, *, most: int) -> None:
+        self._program, self.devices = program, Devices(most)
+        self.description = self.devices.description
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
         """See `Launcher`."""
@@ -291,7 +334,9 @@ class LocalPrograms:
     def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
         """See `Launcher`."""
         output = launch.run_dir / f"{launch.name}.log"
-        return LocalJob(self._program, launch.flags, num_processes=launch.ranks_per_node, output=output)
+        ranks = launch.ranks_per_node
+        env = self.devices.of_node(0, ranks)
+        return LocalJob(self._program, launch.flags, num_processes=ranks, output=output, env=env)
 
 
 #: seconds between a signal, or the loss of a rank, and SIGKILL for all that is left, as schedulers have it.
@@ -305,13 +350,13 @@ class LocalLauncher:
 
     Args:
         script: of one node, as ``launch/torchrun.sh`` is.
+        most: ranks of the largest job.
         grace: seconds, see `GRACE`.
     """
 
-    description = "processes of one machine"
-
-    def __init__(self, script: Path, *, grace: float = GRACE) -> None:
-        self._script, self._grace = script, grace
+    def __init__(self, script: Path, *, most: int, grace: float = GRACE) -> None:
+        self._script, self._grace, self._devices = script, grace, Devices(most)
+        self.description = self._devices.description
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
         """See `Launcher`."""
@@ -325,7 +370,7 @@ class LocalLauncher:
 
     def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
         """See `Launcher`."""
-        return LocalScript(self._script, launch, grace=self._grace)
+        return LocalScript(self._script, launch, self._devices, grace=self._grace)
 
 
 class LocalScript(Processes):
@@ -333,7 +378,7 @@ class LocalScript(Processes):
 
     own_session = True
 
-    def __init__(self, script: Path, launch: Launch, *, grace: float = GRACE) -> None:
+    def __init__(self, script: Path, launch: Launch, devices: Devices, *, grace: float = GRACE) -> None:
         self._grace = grace
         logs = launch.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -343,7 +388,7 @@ class LocalScript(Processes):
         base = os.environ | {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"} | dict(launch.env)
         base |= {"NNODES": str(launch.nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for node, log in enumerate(self._logs):
-            env = base | {"NODE_RANK": str(node), self._mark: str(node)}
+            env = base | devices.of_node(node, launch.ranks_per_node) | {"NODE_RANK": str(node), self._mark: str(node)}
             with open(log, "wb") as file:
                 self._processes.append(self._start(["bash", str(script), *launch.flags], env, file))
 

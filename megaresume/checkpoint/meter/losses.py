@@ -76,12 +76,8 @@ class SegmentSums:
         ids = self._places(numbers, rows, table, tuple(losses.shape))
         with torch.no_grad():
             flat = losses.detach().reshape(-1).to(torch.float64)
-            weights = (flat != 0 if counts is None else counts.detach().reshape(-1).to(flat.device) > 0).to(flat.dtype)
-            where = torch.from_numpy(ids)
-            if flat.device.type == "cuda":
-                where = where.pin_memory().to(flat.device, non_blocking=True)
-            else:
-                where = where.to(flat.device)
+            counted = flat != 0 if counts is None else _to(flat.device, counts.detach().reshape(-1)) > 0
+            weights, where = counted.to(flat.dtype), _to(flat.device, torch.from_numpy(ids))
             both = torch.stack([torch.where(weights > 0, flat, torch.zeros_like(flat)), weights], dim=1)
             sums = torch.zeros(len(table) + 1, 2, dtype=flat.dtype, device=flat.device).index_add_(0, where, both)
             event = None
@@ -134,6 +130,13 @@ class SegmentSums:
             sums = one.sums.numpy()[1:]
             done.append(SegmentLosses(one.samples, one.segments, sums[:, 0].copy(), sums[:, 1].astype(np.int64)))
         return done
+
+
+def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor there, without waiting for a GPU: from memory that is not page-locked a copy would."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Averages:

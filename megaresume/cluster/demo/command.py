@@ -150,9 +150,12 @@ class _Run(Scenario):
     undisturbed_name = "twin"
 
     def __init__(self, demo: Demo, out: Path, flags: list[str], steps: int, say: Say) -> None:
+        programs = LocalPrograms(demo.program, most=max(start.processes for start in (demo.twin, *demo.attempts)))
+        if programs.devices.warning:
+            say(programs.devices.warning)
         kills = [layout.killed_after for layout in demo.attempts if layout.killed_after is not None]
         super().__init__(
-            LocalPrograms(demo.program),
+            programs,
             Found(),
             layouts=demo.attempts,
             undisturbed=demo.twin,

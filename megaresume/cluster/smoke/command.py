@@ -158,7 +158,8 @@ def _launcher(args: argparse.Namespace, plan: SmokePlan) -> Launcher:
         if getattr(args, flag):
             name = f"--{flag.replace('_', '-')}"
             raise UsageError(f"{name} is for Slurm", found="--launcher local", action=f"--launcher slurm, or no {name}")
-    return LocalLauncher(plan.options.script or launch_script(f"{args.launch}.sh"))
+    most = max(layout.ranks for layout in plan.layouts)
+    return LocalLauncher(plan.options.script or launch_script(f"{args.launch}.sh"), most=most)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from megaresume.cluster.demo.demo import VISION, as_words, small_gpt, write_config
 from megaresume.cluster.job import KINDS, Kind, Launch
-from megaresume.cluster.local import ask
+from megaresume.cluster.local import ask, visible_gpus
 from megaresume.cluster.scenario import Stop
 from megaresume.stream.errors import UsageError
 
@@ -177,9 +177,13 @@ def make_plan(options: SmokeOptions) -> SmokePlan:
     if options.script is not None:
         _check_script(options.script)
     own = options.script is None
+    nodes = options.nodes or ((2, 1) if own else (1,))
+    gpus = len(visible_gpus())
+    if options.launcher == "local":
+        gpus //= max(*nodes, 1)  # they are all this machine
     lists = {
-        "--nodes": options.nodes or ((2, 1) if own else (1,)),
-        "--ranks-per-node": options.ranks_per_node or (_gpus() or 1,),
+        "--nodes": nodes,
+        "--ranks-per-node": options.ranks_per_node or (gpus or 1,),
         "--workers": options.workers or ((0, 1) if own else ()),
         "--micro-batch-size": options.micro_batch_sizes or ((2, 1) if own else ()),
     }
@@ -309,11 +313,6 @@ def _stops(steps: int | None, interval: int, number: int) -> tuple[int, list[int
             action=f"--steps {max(least, 2 * least if steps >= least else least)}, or fewer kinds in --kill",
         )
     return steps, [slot * interval * k + off for k in range(1, number + 1)]
-
-
-def _gpus() -> int:
-    """Of this machine, without asking torch."""
-    return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))
 
 
 SEQ_LENGTH = 128

@@ -191,7 +191,6 @@ def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: to
         masked_softmax_fusion=False,
         bias_activation_fusion=not cpu,
         bias_dropout_fusion=not cpu,
-        persist_layer_norm=not cpu,
     )
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = DocumentAttention

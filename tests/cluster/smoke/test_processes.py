@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.cluster.job import Launch
-from megaresume.cluster.local import LocalScript
+from megaresume.cluster.local import ON_CPUS, Devices, LocalScript
 from megaresume.stream.errors import SetupError
 
 pytestmark = pytest.mark.process
@@ -24,7 +24,7 @@ def start(directory: Path, text: str, *, nodes: int = 1, grace: float = 20) -> L
     launch = Launch(
         nodes=nodes, ranks_per_node=1, flags=(str(directory),), env=(), run_dir=directory / "run", name="run"
     )
-    job = LocalScript(script, launch, grace=grace)
+    job = LocalScript(script, launch, Devices(1), grace=grace)
     deadline = time.monotonic() + 120
     while len(ranks(directory)) < nodes and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -51,7 +51,7 @@ def test_sigkill_ends_one_rank_of_the_last_node(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(text)
     launch = Launch(nodes=2, ranks_per_node=1, flags=(str(tmp_path),), env=(), run_dir=tmp_path / "run", name="run")
-    job = LocalScript(script, launch, grace=3)
+    job = LocalScript(script, launch, Devices(1), grace=3)
     deadline = time.monotonic() + 120
     while not (ranks(tmp_path) and (tmp_path / "ranks.0").exists()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -88,3 +88,24 @@ def test_nothing_else_is_touched(tmp_path: Path) -> None:
     assert bystander.running() and alive(ranks(other)[0])
     bystander.close()
     assert not bystander.running()
+
+
+def test_every_node_of_this_machine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7,6")
+    devices = Devices(most=4)
+    assert [devices.of_node(node, 2) for node in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "7,6"},
+    ]
+    assert devices.of_node(0, 1) == {"CUDA_VISIBLE_DEVICES": "4"}
+    assert not devices.warning
+
+
+def test_ranks_that_are_more_than_the_gpus_train_on_cpus_in_every_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    devices = Devices(most=2)
+    assert devices.of_node(0, 2) == devices.of_node(0, 1) == ON_CPUS  # the smaller one too: losses are compared
+    assert devices.description == "processes of one machine, on CPUs: 2 ranks, GPUs: 1"
+    assert devices.description in devices.warning
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Devices(most=2).of_node(1, 1) == {}
