@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from megaresume.stream.errors import SetupError, one_line, visible
+from megaresume.stream.errors import one_line, require, visible
 
 #: of lines in figures, in this order; told apart by the colour-blind too.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
@@ -166,16 +166,10 @@ def svg(draw: Callable[[Any], object], *, height: float) -> str:
     Raises:
         SetupError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context  # deferred: a second to import
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SetupError(
-            "figures need matplotlib",
-            found=str(error),
-            expected="matplotlib",
-            action="pip install 'megaresume[report]'; --json needs no figures",
-        ) from error
+    require("matplotlib", "it draws the figures", "pip install 'megaresume[report]'; --json needs no figures")
+    from matplotlib import rc_context  # deferred: a second to import
+    from matplotlib.figure import Figure
+
     buffer = io.StringIO()
     # Letters stay letters: the browser has those of every script, matplotlib's font has not, and warns. A dollar sign
     # in a name begins no formula; a text takes that setting when it is made.

@@ -215,11 +215,8 @@ def for_hf(
         UsageError: another family, pixels that are not of this one, or no ``sliding_window`` for ``gemma3``.
     """
     if family not in get_args(Family):
-        raise UsageError(
-            "unknown family of models",
-            found=repr(family),
-            expected=f"one of {', '.join(get_args(Family))}",
-            action="pass the family whose arguments the model takes",
+        raise UsageError.unknown(
+            "family of models", family, get_args(Family), action="pass the family whose arguments the model takes"
         )
     next_tokens = torch.where(batch["loss_mask"] > 0, batch["labels"], IGNORED)
     labels = torch.full_like(next_tokens, IGNORED)

@@ -246,9 +246,7 @@ def _names(directory: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(
-            f"cannot list {directory}", found=error.strerror or str(error), expected="a readable directory"
-        ) from error
+        raise CheckpointError.unreadable(directory, error, "a readable directory") from error
 
 
 def _directories(root: Path, tags: frozenset[str]) -> list[str]:

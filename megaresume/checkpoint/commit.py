@@ -280,7 +280,7 @@ def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, 
     except (FileNotFoundError, NotADirectoryError):
         files = ()
     except OSError as error:
-        raise CheckpointError(f"cannot read the tag directory {tag_dir}", found=error.strerror or str(error)) from error
+        raise CheckpointError.unreadable(tag_dir, error, "a readable directory") from error
     sizes = {entry.path: entry.size for entry in files}
     if expected is None:
         if not any(sizes.values()):

@@ -254,7 +254,7 @@ def _place(tag_dir: Path) -> tuple[str, int, int]:
     try:
         stat = os.stat(tag_dir)
     except OSError as error:
-        raise CheckpointError(f"cannot read {tag_dir}", found=error.strerror or str(error)) from error
+        raise CheckpointError.unreadable(tag_dir, error, "a readable directory") from error
     return system.boot_id(), stat.st_dev, stat.st_ino
 
 

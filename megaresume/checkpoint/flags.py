@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 from megaresume.stream.errors import UsageError
-from megaresume.stream.schema import near
 
 T = TypeVar("T")
 #: whose command line has a flag for a setting: a script of Megatron, or one with Hugging Face's Trainer (under the
@@ -191,7 +190,7 @@ def take_settings(
     for word in left:
         if _is_ours(word):
             known = sorted({_dashes(name) for name in parser._option_string_actions})
-            raise UsageError(f"unknown flag {word}", expected=f"one of {', '.join(known)}", cause=near(word, known))
+            raise UsageError.unknown("flag", word, known, found=word)
     said: dict[str, dict[str, Any]] = {}
     for group_name, cls in groups.items():
         for field in dataclasses.fields(cls):

@@ -132,9 +132,7 @@ def read_ledger(path: Path) -> LedgerReading:
 
 
 def _unreadable(path: Path, error: OSError) -> StateError:
-    return StateError(
-        "the ledger cannot be read", found=f"{path}: {error.strerror or error}", expected="a readable file"
-    )
+    return StateError.unreadable("the ledger", error, "a readable file", at=path)
 
 
 @contextlib.contextmanager

@@ -163,11 +163,7 @@ class PromptHistory:
         except FileNotFoundError:
             return cls({})
         except OSError as error:
-            raise StateError(
-                "the ledger of prompts cannot be read",
-                found=f"{path}: {error.strerror or error}",
-                expected="a readable file",
-            ) from error
+            raise StateError.unreadable("the ledger of prompts", error, "a readable file", at=path) from error
         lines: dict[str, PromptLine] = {}
         problems = []
         for number, raw in enumerate(data.split(b"\n"), start=1):

@@ -49,9 +49,7 @@ def read_records(path: str | Path) -> RunRecords:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UsageError(
-            f"cannot read {path}", found=str(error), expected="a file of --megaresume-log-samples"
-        ) from error
+        raise UsageError.unreadable(path, error, "a file of --megaresume-log-samples") from error
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:

@@ -41,8 +41,8 @@ from megaresume.data.source import Source
 from megaresume.data.split import PARTS, Part, RangeSource, open_corpus, range_of, split_part
 from megaresume.encoding.text.tokenizers import packed_vocabulary
 from megaresume.stream.data_yaml import SOURCE_KEYS
-from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import check_keys, near
+from megaresume.stream.errors import ConfigError, near
+from megaresume.stream.schema import check_keys
 from megaresume.stream.state import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def open_sources(
         SetupError: files that cannot be opened.
     """
     if part not in PARTS:
-        raise ConfigError("unknown part of a split", found=repr(part), expected=f"one of {', '.join(PARTS)}")
+        raise ConfigError.unknown("part of a split", part, PARTS)
     objects = dict(objects or {})
     for name in objects:
         if name not in specs:
@@ -124,11 +124,10 @@ def _open(
         split = str(own_split)
     kind = options.pop("kind", "python" if name in objects else "megatron")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ConfigError(
-            f"unknown kind of source '{name}'",
-            found=repr(kind),
-            expected=f"one of {', '.join(sorted(_KINDS))}",
-            cause=near(str(kind), _KINDS),
+        raise ConfigError.unknown(
+            f"kind of source '{name}'",
+            kind,
+            sorted(_KINDS),
             action="correct the kind, or register it: megaresume.data.catalog.register_kind",
         )
     thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)

@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
 from megaresume.data.record_index import SUFFIX
-from megaresume.data.remote import RemoteStore, is_url, missing_library
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.data.remote import INSTALL, RemoteStore, is_url
+from megaresume.stream.errors import CorpusError, UsageError, require
 
 #: json: one array of rows; csv: rows under a header.
 Format = Literal["text", "jsonl", "json", "csv"]
@@ -415,10 +415,7 @@ def braces(pattern: str) -> list[str]:
     """
     if "{" not in pattern and "}" not in pattern:
         return [pattern]
-    try:
-        from braceexpand import braceexpand
-    except ImportError as error:
-        raise missing_library("braceexpand", f"it expands {pattern}") from error
+    braceexpand = require("braceexpand", f"it expands {pattern}", INSTALL).braceexpand
     try:
         return list(braceexpand(pattern, escape=False))
     except ValueError as error:

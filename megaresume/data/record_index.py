@@ -416,9 +416,6 @@ def _cannot_open(path: Path, error: OSError) -> CorpusError | SetupError:
             cause="the shards were not prepared yet, or the path is wrong",
             action="make it: megaresume prepare SHARDS --output NAME ..., which writes NAME.shards.idx",
         )
-    return SetupError(
-        f"{path} cannot be opened",
-        found=error.strerror or str(error),
-        expected="a file that this process may read",
-        action="check the permissions and the file system",
+    return SetupError.unreadable(
+        path, error, "a file that this process may read", action="check the permissions and the file system"
     )

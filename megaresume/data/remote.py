@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from megaresume.files import leftover_name, open_file, write_all
-from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
+from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, require
 
 if TYPE_CHECKING:
     import tenacity
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
+#: what brings fsspec and its like, for a library that is missing.
+INSTALL = "pip install 'megaresume[vlm]' (with s3:// 'megaresume[vlm,s3]')"
 #: seconds before the second attempt; doubled with each, up to `LONGEST_WAIT`.
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 20.0
@@ -91,16 +93,6 @@ if hasattr(os, "register_at_fork"):
 def is_url(path: str) -> bool:
     """Whether fsspec must read it. ``file://`` is a local path with a prefix."""
     return "://" in path and not path.startswith("file://")
-
-
-def missing_library(name: str, why: str) -> SetupError:
-    """For a library of the extra ``vlm``."""
-    return SetupError(
-        f"the library {name} is missing",
-        found="it cannot be imported",
-        expected=why,
-        action="pip install 'megaresume[vlm]' (with s3:// 'megaresume[vlm,s3]')",
-    )
 
 
 def _status(error: BaseException) -> int | None:
@@ -238,11 +230,10 @@ class RemoteStore:
         )
 
     def _tried(self, url: str, what: str, call: Callable[[], T]) -> T:
-        try:
-            import fsspec  # noqa: F401 - here, so that it is named before it is tried
-            import tenacity
-        except ImportError as error:
-            raise missing_library(error.name or "fsspec", f"it reads {url}") from error
+        for library in ("fsspec", "tenacity"):  # here, so that a missing one is named before anything is tried
+            require(library, f"it reads {url}", INSTALL)
+        import tenacity
+
         doubled = tenacity.wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT)
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(ATTEMPTS),

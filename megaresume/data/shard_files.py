@@ -178,7 +178,7 @@ class ShardFiles:
                 return file.readall()
         except OSError as error:
             if error.errno in _NO_FILE:
-                raise RecordError(f"{path} cannot be read", found=error.strerror, expected="a file") from error
+                raise RecordError.unreadable(path, error, "a file") from error
             raise _cannot_open(path, error) from error
 
     def line_at(self, path: str, offset: int) -> int:

@@ -132,11 +132,8 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
     if said.split_part in ranges:
         parts = dict.fromkeys(OUR_PARTS, ranges[said.split_part])
     elif said.split_part is not None:
-        raise ConfigError(
-            f"bad value of split_part in source '{name}'",
-            found=repr(said.split_part),
-            expected=f"one of {', '.join(ranges)}",
-            action="correct split_part",
+        raise ConfigError.unknown(
+            f"split_part in source '{name}'", said.split_part, ranges, action="correct split_part"
         )
     else:
         parts = {ours: ranges[theirs] for ours, theirs in OUR_PARTS.items() if theirs in ranges}

@@ -287,12 +287,7 @@ def _zstandard() -> Any:
 
 
 def _unreadable(file: InputFile, error: OSError) -> CorpusError:
-    return CorpusError(
-        f"{file.name} cannot be read",
-        found=error.strerror or str(error),
-        expected="a file that can be read",
-        action=f"check: ls -l {file.name}",
-    )
+    return CorpusError.unreadable(file.name, error, "a file that can be read", action=f"check: ls -l {file.name}")
 
 
 def _damaged(file: InputFile, error: BaseException) -> CorpusError:

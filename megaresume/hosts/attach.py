@@ -22,8 +22,7 @@ from typing import Any
 
 from megaresume.checkpoint.settings import Checkpoints, Loader
 from megaresume.checkpoint.stopping import StopConditions
-from megaresume.stream.errors import UsageError, missing_package
-from megaresume.stream.schema import near
+from megaresume.stream.errors import UsageError, missing_package, near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,7 @@ from megaresume.batches.items import flatten
 from megaresume.checkpoint.records import records_dir
 from megaresume.hosts.attach import kind_of, refuse
 from megaresume.hosts.steps import Steps
-from megaresume.stream.errors import UsageError
-from megaresume.stream.schema import near
+from megaresume.stream.errors import UsageError, near
 
 #: of `megaresume.DataLoader`, and the setting of TrainingArguments that says the same.
 _OF_THE_TRAINER = {

@@ -220,4 +220,4 @@ def attach(
 def _check(checkpoints: Checkpoints, writer: str) -> None:
     check_checkpoints(checkpoints)
     if writer not in get_args(files.Writer):
-        raise UsageError("unknown writer", found=repr(writer), expected=", ".join(get_args(files.Writer)))
+        raise UsageError.unknown("writer", writer, get_args(files.Writer))

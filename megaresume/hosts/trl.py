@@ -407,9 +407,7 @@ def _read(directory: Path) -> Any:
             action="load another checkpoint; or start from its weights as a new model",
         ) from error
     except ValueError as error:
-        raise StateError(
-            "the state of the prompts cannot be read", found=f"{directory / FILE}: {error}", expected="JSON"
-        ) from error
+        raise StateError.unreadable("the state of the prompts", error, "JSON", at=directory / FILE) from error
     if not isinstance(found, dict) or found.get("step") != step:
         raise StateError(
             "weights and prompts are from different steps",

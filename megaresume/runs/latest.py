@@ -117,20 +117,15 @@ def _subdirectories(root: Path) -> list[str]:
     try:
         return subdirectories(root)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot list {root}", found=error.strerror or str(error), expected="a readable directory"
-        ) from error
+        raise CheckpointError.unreadable(root, error, "a readable directory") from error
 
 
 def _others(root: Path, layout: Layout) -> list[str]:
     try:
         return layout.others(root)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {error.filename or root}",
-            found=error.strerror or str(error),
-            expected="readable directories",
-            action=f"check permissions below {root}",
+        raise CheckpointError.unreadable(
+            error.filename or root, error, "readable directories", action=f"check permissions below {root}"
         ) from error
 
 

@@ -106,11 +106,8 @@ def scan(path: Path, progress: Callable[[int], object] | None = None) -> list[Hi
                     progress(raw.tell() - read)
                     read = raw.tell()
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(
-            "the log cannot be read",
-            found=f"{path}: {error}",
-            expected="a text file, or one of gzip",
-            action="check the path",
+        raise UsageError.unreadable(
+            "the log", error, "a text file, or one of gzip", at=path, action="check the path"
         ) from error
     return sorted(hits.values(), key=lambda hit: hit.line)
 

@@ -135,10 +135,10 @@ def read_losses(path: str | Path) -> LossLog:
                 if loss is not None:
                     steps[step], last = loss, step
     except OSError as error:
-        raise UsageError(
-            f"cannot read {path}",
-            found=error.strerror or str(error),
-            expected="a file: of --megaresume-log-samples, or what Megatron-LM or DeepSpeed printed",
+        raise UsageError.unreadable(
+            path,
+            error,
+            "a file: of --megaresume-log-samples, or what Megatron-LM or DeepSpeed printed",
             action="check the path",
         ) from error
     if not steps:

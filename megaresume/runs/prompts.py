@@ -106,9 +106,7 @@ def _state(path: Path) -> dict[str, Any]:
         found["open"] = from_runs(found["open"])
         return {name: found[name] for name in ("step", "next", "open", "line")}
     except (KeyError, TypeError, ValueError) as error:
-        raise StateError(
-            "a state of prompts cannot be read", found=f"{path}: {error!r}", expected="what was saved with the weights"
-        ) from error
+        raise StateError.unreadable("a state of prompts", error, "what was saved with the weights", at=path) from error
 
 
 def _differences(state: dict[str, Any], history: PromptHistory) -> list[str]:

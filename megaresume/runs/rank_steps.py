@@ -100,11 +100,8 @@ def read_rank_steps(path: str | Path) -> RankSteps:
             read = _read_file if path.is_dir() else _read_gathered
             read(file, launches, problems)
     except OSError as error:
-        raise UsageError(
-            f"cannot read {path}",
-            found=error.strerror or str(error),
-            expected="what --megaresume-log-samples (log_samples) named",
-            action="check the path",
+        raise UsageError.unreadable(
+            path, error, "what --megaresume-log-samples (log_samples) named", action="check the path"
         ) from error
     steps: dict[int, list[RankStep]] = {}
     lost: list[tuple[RankStep, int]] = []

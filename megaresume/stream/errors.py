@@ -1,17 +1,25 @@
 """Errors, typed by who must act. Each says what was found, what was expected, the likely cause, the next action.
 
-They live in ``stream`` because it is the lowest package: everything else may import from here. So does what reads and
-shows text that others may have written: shown so that nothing in it hides what it says, and read as JSON that may be
-damaged, with one kind of error for whatever is wrong with it.
+They live in ``stream`` because it is the lowest package: everything else may import from here. Refusals that share a
+shape are worded here, once; one that resembles no other is worded where it is raised:
+
+    raise UsageError.unknown("writer", word, WRITERS)               a word that is not in a list; names the nearest
+    raise ConfigError.unreadable(path, error, "a JSON object")      a file that cannot be opened, read or parsed
+    require("pyarrow", "it reads .parquet", "pip install pyarrow")  a missing package, and how to install it
+
+Text that others may have written is read and shown here, too: shown so that nothing in it hides what it says, and read
+as JSON that may be damaged, with one kind of error for whatever is wrong with it.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import math
 import re
-from typing import Any, NoReturn
+from collections.abc import Collection
+from typing import Any, NoReturn, Self
 
 #: package that is imported -> the extra of ours that installs it.
 EXTRAS = {
@@ -73,6 +81,47 @@ class MegaresumeError(Exception):
         fields = {name: getattr(self, name) for name in ("found", "expected", "cause", "action")}
         return (_rebuild, (type(self), self.headline, fields))
 
+    @classmethod
+    def unknown(
+        cls, what: str, word: object, known: Collection[str], *, found: str | None = None, action: str | None = None
+    ) -> Self:
+        """The refusal of a word that is not in a list.
+
+        Args:
+            what: the word is, for people: "dtype".
+            word: as it was given.
+            known: all words that it may be, in the order in which they are shown.
+            found: how it was given, if the word alone does not say.
+            action: what to do next.
+        """
+        return cls(
+            f"unknown {what}",
+            found=repr(word) if found is None else found,
+            expected=f"one of {', '.join(known)}",
+            cause=near(word, known),
+            action=action,
+        )
+
+    @classmethod
+    def unreadable(
+        cls, what: object, why: Exception, expected: str, *, at: object = None, action: str | None = None
+    ) -> Self:
+        """The refusal of a file that cannot be opened, read or parsed.
+
+        Args:
+            what: the path, or what is in the file, for people.
+            why: what was raised when it was read.
+            expected: what should be there.
+            at: the path, if ``what`` does not name it.
+            action: what to do next.
+        """
+        if isinstance(why, OSError):
+            reason = why.strerror or str(why)
+        else:
+            reason = str(why) if isinstance(why, ValueError) else f"{type(why).__name__}: {why}"
+        found = reason if at is None else f"{at}: {reason}"
+        return cls(f"{what} cannot be read", found=found, expected=expected, action=action)
+
 
 def _rebuild(cls: type[MegaresumeError], headline: str, fields: dict[str, object]) -> MegaresumeError:
     return cls(headline, **fields)  # type: ignore[arg-type]
@@ -112,6 +161,12 @@ class SetupError(MegaresumeError):
 
 class StreamExhausted(MegaresumeError):
     """The stream has an end (``max_epochs`` with ``on_exhausted: stop`` or ``drop``) and it was reached."""
+
+
+def near(word: object, known: Collection[str]) -> str | None:
+    """The likely cause of a word that is not known: a slip of a similar one."""
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f"did you mean '{close[0]}'?" if close else None
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = None) -> SetupError | None:

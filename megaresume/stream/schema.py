@@ -13,7 +13,6 @@ Values are checked here, once; code that makes such a dataclass itself is truste
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Collection, Mapping
@@ -22,7 +21,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BeforeValidator, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from megaresume.stream.errors import ConfigError
+from megaresume.stream.errors import ConfigError, near
 
 T = TypeVar("T")
 
@@ -128,13 +127,7 @@ def read_kind(options: object, kinds: Mapping[str, type[T]], where: str, default
     data = {"kind": options} if isinstance(options, str) else read(dict[str, Any], options, where)
     kind = data.pop("kind", default)
     if not isinstance(kind, str) or kind not in kinds:
-        raise ConfigError(
-            f"unknown kind of {where}",
-            found=repr(kind),
-            expected=f"kind: one of {', '.join(sorted(kinds))}",
-            cause=near(kind, kinds),
-            action=f"correct {where}.kind",
-        )
+        raise ConfigError.unknown(f"kind of {where}", kind, sorted(kinds), action=f"correct {where}.kind")
     found: T = read(kinds[kind], data, where)
     return found
 
@@ -165,12 +158,6 @@ def check_keys(data: Mapping[Any, Any], known: Collection[str], where: str, also
     for key in data:
         if key not in known:
             raise _worded(_unknown_key(key, [*known, *also]).context or {}, where, key)
-
-
-def near(word: object, known: Collection[str]) -> str | None:
-    """The likely cause of a word that is not known: a slip of a similar one."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"did you mean '{close[0]}'?" if close else None
 
 
 def _expecting(schema: CoreSchema, expected: str) -> CoreSchema:

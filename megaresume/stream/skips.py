@@ -268,11 +268,8 @@ class SkipConfig:
         documents = []
         for name, entry in by_source.items():
             if names is not None and name not in names:
-                raise ConfigError(
-                    f"{where}.documents names a source that does not exist",
-                    found=str(name),
-                    expected=f"one of {', '.join(names)}",
-                    action=f"correct {where}.documents",
+                raise ConfigError.unknown(
+                    f"source in {where}.documents", name, names, action=f"correct {where}.documents"
                 )
             entries = entry if _is_list_of(entry, Mapping) else [entry]
             documents += [_document_list(str(name), e, f"{where}.documents.{name}") for e in entries]

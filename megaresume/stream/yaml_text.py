@@ -85,9 +85,7 @@ def read_mapping(path: Path, what: str, holds: str) -> dict[str, Any]:
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), UniqueKeyLoader)
     except OSError as error:
-        raise NoFileError(
-            f"{path} cannot be read", found=error.strerror, expected=f"{what} in YAML", action="check the path"
-        ) from error
+        raise NoFileError.unreadable(path, error, f"{what} in YAML", action="check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is not YAML", found=str(error), expected=f"{what} in YAML", action=f"correct {path}"

@@ -169,7 +169,7 @@ def test_find(run):
         (("--steps", "1", "--tokenizer", "t.json"), 2, "--tokenizer goes with --text"),
         (("--steps", "1", "--text", "--tokenizer", "nowhere.json"), 2, "nowhere.json cannot be read"),
         (("--find", "web"), 2, "bad --find"),
-        (("--find", "books:1"), 2, "no source 'books'"),
+        (("--find", "books:1"), 2, "unknown source 'books'"),
         (("--find", "web:300"), 2, "a document from 0 to 299"),
         (("--steps", "1", "--data", "nowhere.yaml"), 2, "no file nowhere.yaml"),
         (("--steps", "1", "--json", "--csv"), 2, "not allowed with"),

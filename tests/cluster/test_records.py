@@ -59,7 +59,7 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("no record\n")
     with pytest.raises(UsageError, match="line 1"):
         read_records(tmp_path / "log")
-    with pytest.raises(UsageError, match="cannot read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         read_records(tmp_path / "missing")
 
 

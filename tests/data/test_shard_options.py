@@ -135,7 +135,7 @@ def test_a_missing_library_is_named(pairs, tmp_path, monkeypatch):
     for name in ("braceexpand", "tenacity"):
         monkeypatch.setitem(sys.modules, name, None)
     assert opened(pairs, path="shards/*.tar").record(3).key == "data/000003"
-    with pytest.raises(SetupError, match="braceexpand is missing"):
+    with pytest.raises(SetupError, match="'braceexpand' is missing"):
         opened(pairs, path="shards/pairs-{000000..000002}.tar")
-    with pytest.raises(SetupError, match="tenacity is missing"):
+    with pytest.raises(SetupError, match="'tenacity' is missing"):
         opened(pairs, path="s3://bucket/*.tar")

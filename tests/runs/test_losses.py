@@ -101,7 +101,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none").write_text("nothing to see\n")
     with pytest.raises(UsageError, match="holds no losses"):
         read_losses(tmp_path / "none")
-    with pytest.raises(UsageError, match="cannot read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         read_losses(tmp_path / "missing")
     early, late = ours(tmp_path / "a", {1: 1.0}), ours(tmp_path / "b", {2: 1.0}, 1)
     status, text = verify(capsys, early, late)

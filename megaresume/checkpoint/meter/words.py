@@ -11,8 +11,7 @@ from typing import Any
 
 from megaresume.checkpoint.meter.figures import Reading
 from megaresume.checkpoint.meter.sinks import SINKS
-from megaresume.stream.errors import UsageError
-from megaresume.stream.schema import near
+from megaresume.stream.errors import UsageError, near
 
 #: seconds between two readings.
 EVERY = 10.0

@@ -234,9 +234,7 @@ def _check_script(script: Path) -> None:
     try:
         text = script.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
-        raise UsageError(
-            f"cannot read --script {script}", found=error.strerror or str(error), expected="a launch script"
-        ) from error
+        raise UsageError.unreadable(f"--script {script}", error, "a launch script") from error
     if "\r\n" in text:
         raise UsageError(
             "the launch script has the line ends of another system, which bash takes for part of the words",

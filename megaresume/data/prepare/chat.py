@@ -19,8 +19,7 @@ from megaresume.encoding.text.chat_template import ChatTemplate, TemplateRefuses
 from megaresume.encoding.text.conversation_encoder import TOO_LONG, ConversationOptions, TooLong
 from megaresume.encoding.text.conversations import KEYS, ROLES, BadRow, RowShape, conversation_of, shapes_of
 from megaresume.encoding.text.turns import Selection
-from megaresume.stream.errors import CorpusError, UsageError
-from megaresume.stream.schema import near
+from megaresume.stream.errors import CorpusError, UsageError, near
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def _check(chat: ChatOptions) -> None:
             action="add --max-tokens N, for example the seq_length of the training",
         )
     if chat.too_long not in TOO_LONG:
-        raise UsageError("bad --too-long", found=chat.too_long, expected=f"one of {', '.join(TOO_LONG)}")
+        raise UsageError.unknown("value of --too-long", chat.too_long, TOO_LONG)
 
 
 def _check_trained(

@@ -93,11 +93,8 @@ def json_object(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"its JSON is of the type {type(value).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} cannot be read",
-            found=f"{type(error).__name__}: {error}",
-            expected="one JSON object",
-            action="download the file again, or correct processor.model",
+        raise ConfigError.unreadable(
+            path, error, "one JSON object", action="download the file again, or correct processor.model"
         ) from error
     return value
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import BeforeValidator
 
-from megaresume.stream.errors import ConfigError, CorpusError, SetupError
-from megaresume.stream.schema import Items, ListOf, Options, Texts, Within, near, plain, read, refused
+from megaresume.stream.errors import ConfigError, CorpusError, near, require
+from megaresume.stream.schema import Items, ListOf, Options, Texts, Within, plain, read, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -102,16 +102,10 @@ def decode(content: bytes, options: ImageOptions, name: str) -> Image:
 
 def _open(content: bytes, options: ImageOptions, name: str) -> tuple[Image, int]:
     """The image, not decoded, and its EXIF orientation: 1 to 8."""
-    try:
-        import PIL.Image
-        import PIL.ImageFile
-    except ImportError as error:
-        raise SetupError(
-            "the library Pillow is missing",
-            found=str(error),
-            expected="it reads the images",
-            action="pip install 'megaresume[vlm]'",
-        ) from error
+    require("PIL.Image", "it reads the images", "pip install 'megaresume[vlm]'")
+    import PIL.Image
+    import PIL.ImageFile
+
     if PIL.ImageFile.LOAD_TRUNCATED_IMAGES:
         # What comes out of a cut file would depend on which process has set it.
         raise ConfigError(

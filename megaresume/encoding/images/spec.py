@@ -28,7 +28,7 @@ from megaresume.encoding.images.rgb import ImageOptions
 from megaresume.encoding.images.templates import template_from_options
 from megaresume.encoding.text.tokenizers import pack_tokenizer, read_tokenizer_file
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Options, Truth, near, plain, plain_kind, read
+from megaresume.stream.schema import Options, Truth, plain, plain_kind, read
 
 FORMAT = "megaresume.image-text-encoder"
 #: raised when an older program would misread the spec.
@@ -160,11 +160,10 @@ def resolved(options: object, base_dir: str | Path = ".") -> object:
 
 def _of_preset(name: object) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PUBLISHED:
-        raise ConfigError(
-            "unknown preset of processor",
-            found=repr(name),
-            expected=f"one of {', '.join(PUBLISHED)}",
-            cause=near(name, PUBLISHED),
+        raise ConfigError.unknown(
+            "preset of processor",
+            name,
+            PUBLISHED,
             action="correct processor.preset, or give a directory with the model's preprocessor_config.json: model",
         )
     return options_of(*PUBLISHED[name], f"preset {name}")

@@ -193,12 +193,7 @@ def _text(path: Path, flag: str) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} cannot be read",
-            found=str(error),
-            expected="a jinja2 template in UTF-8",
-            action=f"check {flag}",
-        ) from error
+        raise UsageError.unreadable(path, error, "a jinja2 template in UTF-8", action=f"check {flag}") from error
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -207,9 +202,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} cannot be read", found=str(error), expected="a JSON object", action="check --tokenizer"
-        ) from error
+        raise UsageError.unreadable(path, error, "a JSON object", action="check --tokenizer") from error
     return found if isinstance(found, dict) else {}
 
 

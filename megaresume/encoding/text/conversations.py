@@ -27,7 +27,8 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator
 
-from megaresume.stream.schema import Options, near, refused
+from megaresume.stream.errors import near
+from megaresume.stream.schema import Options, refused
 
 RowShape = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference"]
 SHAPES = cast(tuple[RowShape, ...], get_args(RowShape))

@@ -318,9 +318,7 @@ def _file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read", found=str(error), expected="a text file", action="check the path"
-        ) from error
+        raise ConfigError.unreadable(path, error, "a text file", action="check the path") from error
 
 
 #: Seconds between two looks at the counter.

@@ -180,11 +180,7 @@ def find(
 
 def _checked(trace: Trace, name: str, document: int) -> int:
     if name not in trace.names:
-        raise UsageError(
-            f"the run has no source '{name}'",
-            found=f"--find {name}:{document}",
-            expected=f"one of {', '.join(trace.names)}",
-        )
+        raise UsageError.unknown(f"source '{name}'", name, trace.names, found=f"--find {name}:{document}")
     source = trace.names.index(name)
     num = len(trace.replan.sources[source])
     if document >= num:

@@ -127,7 +127,7 @@ def test_bad_questions(toy: ToyRun) -> None:
     for text in ("", "web", "17", "web:", "web:-1", "web:1,,", "web:x"):
         with pytest.raises(UsageError, match="bad --find"):
             parse_documents(text)
-    with pytest.raises(UsageError, match="no source 'books'"):
+    with pytest.raises(UsageError, match="unknown source 'books'"):
         find(trace, [("books", 1)])
     with pytest.raises(UsageError, match="document from 0 to 89"):
         find(trace, [("web", 90)])

@@ -181,7 +181,7 @@ def read_script(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise UsageError("no such script", found=str(path), expected="a Python file, as pretrain_gpt.py") from error
     except OSError as error:
-        raise UsageError("cannot read the script", found=f"{path}: {error.strerror}") from error
+        raise UsageError.unreadable("the script", error, "a Python script", at=path) from error
 
 
 def replace_script(path: Path, old: bytes, new: bytes) -> None:
