@@ -7,7 +7,6 @@ lies between is checked where it is used, and as a whole when the fingerprint is
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,7 +30,7 @@ from megaresume.data.layout import (
     spans_path,
 )
 from megaresume.data.sidecar import CorpusIdentity, FileIdentity, changed, map_file
-from megaresume.data.source import PLACES, contents_hash
+from megaresume.data.source import PLACES, Documents, contents_hash
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.progress import progress
 from megaresume.stream.source import LongDocuments
@@ -46,7 +45,7 @@ AT_ONCE = 16
 REBUILD = "copy the corpus again or rebuild it: megaresume prepare"
 
 
-class IndexedDocuments(ABC):
+class IndexedDocuments(Documents):
     """Documents whose lengths stand in an .idx. Safe to share between threads, to fork and to pickle: opened again.
 
     A document is all sequences between two of the boundaries in the .idx. (Megatron's ``GPTDataset`` takes every
@@ -91,6 +90,10 @@ class IndexedDocuments(ABC):
         #: bytes of all tokens.
         self._token_bytes = self._check_ends()
         self._spans = self._open_spans()
+
+    @property
+    def _where(self) -> str:
+        return f" in {self.prefix}"
 
     @property
     def tokens_path(self) -> Path:
@@ -155,15 +158,6 @@ class IndexedDocuments(ABC):
         end = self._token_bytes if sequence == len(self._lengths) else int(self._pointers[sequence])
         return end // self.dtype.itemsize
 
-    def length(self, i: int) -> int:
-        """Tokens of document i.
-
-        Raises:
-            IndexError: i is not in [0, len).
-            CorpusError: the .idx is damaged there.
-        """
-        return int(self.lengths(np.array([i], np.int64))[0])
-
     def lengths(self, ids: Int64Array) -> Int64Array:
         """Tokens of each document: int64[n] to int64[n], in any order, without holding the GIL.
 
@@ -182,24 +176,6 @@ class IndexedDocuments(ABC):
             raise self._bad_document(int(ids[bad]))
         return out
 
-    @abstractmethod
-    def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """`length` tokens of document i from token `offset` on, dtype as stored.
-
-        Raises:
-            IndexError: no such document, or the range leaves it.
-            CorpusError: the corpus is damaged there.
-        """
-
-    def get(self, i: int) -> npt.NDArray[Any]:
-        """Tokens of document i, shape (length(i),), dtype as stored; raises as `read`."""
-        return self.read(i, 0, self.length(i))
-
-    def _check_range(self, i: int, offset: int, length: int) -> None:
-        total = self.length(i)
-        if offset < 0 or length < 0 or offset + length > total:
-            raise IndexError(f"tokens {offset} to {offset + length} of document {i}, which has {total}")
-
     def trained_spans(self, ids: Int64Array) -> Spans | None:
         """Which tokens of each document are trained; None if the corpus has no .spans, and all are.
 
@@ -209,10 +185,7 @@ class IndexedDocuments(ABC):
         """
         if self._spans is None:
             return None
-        ids = np.asarray(ids, np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
-            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)} in {self.prefix}")
-        return self._spans.of(ids)
+        return self._spans.of(self._check_ids(ids))
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, Any] | None:
@@ -221,15 +194,6 @@ class IndexedDocuments(ABC):
             self.prefix, idx_bytes=self._identity.idx.size, bin_bytes=self._identity.bin.size
         )
         return None if known is None else dict(known)
-
-    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """What the corpus is, wherever it lies: see `range_fingerprint`.
-
-        Args:
-            first: of its first documents only, as if there were no more; None: of all.
-            recompute: ignore the cache (and renew it).
-        """
-        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
         """The fingerprint of documents start to stop.
@@ -322,7 +286,7 @@ class IndexedDocuments(ABC):
 
     def _bad_document(self, i: int) -> IndexError | CorpusError:
         if not 0 <= i < len(self):
-            return IndexError(f"document {i} of {len(self)} in {self.prefix}")
+            return IndexError(f"document {i} of {len(self)}{self._where}")
         first, last = int(self._boundaries[i]), int(self._boundaries[i + 1])
         found = f"sequences {first} to {last}"
         if 0 <= first < last <= len(self._lengths):

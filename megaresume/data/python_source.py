@@ -25,7 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.data.indexed_documents import IndexedDocuments
-from megaresume.data.source import DOCUMENT_MEMBERS, Source, is_document_source, scan_fingerprint, sized_fingerprint
+from megaresume.data.source import (
+    DOCUMENT_MEMBERS,
+    Documents,
+    Source,
+    is_document_source,
+    scan_fingerprint,
+    sized_fingerprint,
+)
 from megaresume.data.split import RangeSource
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.state import Fingerprint
@@ -53,7 +60,7 @@ def as_source(thing: object, name: str = "source") -> Source:
     return PythonSource(thing, name=name)
 
 
-class PythonSource:
+class PythonSource(Documents):
     """A user's object, checked at every answer.
 
     Args:
@@ -80,6 +87,10 @@ class PythonSource:
 
     def __repr__(self) -> str:
         return f"PythonSource({self.thing!r}, name={self.name!r})"
+
+    @property
+    def _where(self) -> str:
+        return f" in source '{self.name}'"
 
     def __len__(self) -> int:
         """Documents, as they were when the source was opened."""
@@ -113,9 +124,7 @@ class PythonSource:
         own = getattr(self.thing, "lengths", None)
         if not callable(own):
             return np.fromiter((self.length(int(i)) for i in ids), np.int64, len(ids))
-        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
-            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)} in source '{self.name}'")
-        lengths = np.asarray(own(ids))
+        lengths = np.asarray(own(self._check_ids(ids)))
         if lengths.shape != ids.shape or (lengths.dtype.kind not in "iu" and lengths.size):
             raise CorpusError(
                 f"source '{self.name}': lengths(ids) answers with the wrong kind of array",
@@ -144,29 +153,24 @@ class PythonSource:
             IndexError: no such document, or the range leaves it.
             CorpusError: the object answers with something else.
         """
-        total = self.length(i)
-        if offset < 0 or length < 0 or offset + length > total:
-            raise IndexError(f"tokens {offset} to {offset + length} of document {i}, which has {total}")
+        self._check_range(i, offset, length)
         own = getattr(self.thing, "read", None)
         if callable(own):
             return self._checked(i, own(i, offset, length), length, f"read(i, {offset}, {length})")
         return self.get(i)[offset : offset + length]
 
-    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """The object's own, if it has one (checked against its size); otherwise every length is asked for, and the
-        tokens of 100 documents.
+    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
+        """Of all documents the object's own, if it has one (checked against its size); otherwise every length is asked
+        for, and the tokens of 100 documents.
 
         Args:
-            first: of its first documents only; these are asked for, whatever the object says of itself.
+            start: first document.
+            stop: one after the last.
             recompute: ask for every length even if the object has a fingerprint.
 
         Raises:
             CorpusError: the object answers with something that is not a fingerprint, or not of this object.
         """
-        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
-
-    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """As `fingerprint`, of documents start to stop."""
         own = getattr(self.thing, "fingerprint", None)
         given = self._checked_fingerprint(own()) if callable(own) else None
         if given is not None and stop - start == len(self) and not recompute:
@@ -217,10 +221,6 @@ class PythonSource:
                 action="correct the class: length(i) must be the number of tokens that get(i) returns",
             )
         return array
-
-    def _check_id(self, i: int) -> None:
-        if not 0 <= i < len(self):
-            raise IndexError(f"document {i} of {len(self)} in source '{self.name}'")
 
     def _bad_length(self, i: int, length: object) -> CorpusError:
         return CorpusError(

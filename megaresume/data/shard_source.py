@@ -22,7 +22,7 @@ from megaresume.data.image_folder import Folder
 from megaresume.data.inputs import resolved
 from megaresume.data.record_index import IndexedFile, ShardIndex
 from megaresume.data.shard_files import Place, RecordError, ShardFiles
-from megaresume.data.source import scan_fingerprint
+from megaresume.data.source import Documents, scan_fingerprint
 from megaresume.data.tar import content_hash, parse_record
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
@@ -44,7 +44,7 @@ SCAN = 1 << 20
 SOME = 8
 
 
-class ShardSource:
+class ShardSource(Documents):
     """Documents of tar shards. Safe to share between threads, to fork and to pickle.
 
     Args:
@@ -115,6 +115,10 @@ class ShardSource:
         return len(self.index)
 
     @property
+    def _where(self) -> str:
+        return f" in source '{self.name}'"
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest document, or the limit that they are held to."""
         longest = int(self.index.header["longest"])
@@ -150,14 +154,6 @@ class ShardSource:
         self.__dict__.update(state)
         self._tokens = self.index.column("tokens")
 
-    def length(self, i: int) -> int:
-        """Tokens of document i.
-
-        Raises:
-            IndexError: i is not in [0, len).
-        """
-        return int(self.lengths(np.array([i], np.int64))[0])
-
     def lengths(self, ids: Int64Array) -> Int64Array:
         """Tokens of each document: int64[n] to int64[n], in any order.
 
@@ -165,9 +161,7 @@ class ShardSource:
             IndexError: an id is not in [0, len).
             CorpusError: the index is damaged at one of them.
         """
-        ids = np.asarray(ids, np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
-            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)} in source '{self.name}'")
+        ids = self._check_ids(ids)
         lengths = self._tokens[ids].astype(np.int64)
         if lengths.size and lengths.min() < 0:
             i = int(ids[np.argmin(lengths)])
@@ -189,9 +183,7 @@ class ShardSource:
         Raises:
             IndexError: no such document, or the range leaves it.
         """
-        total = self.length(i)
-        if offset < 0 or length < 0 or offset + length > total:
-            raise IndexError(f"tokens {offset} to {offset + length} of document {i}, which has {total}")
+        self._check_range(i, offset, length)
         return self.get(i)[offset : offset + length]
 
     def encoded(self, i: int, key: Key) -> EncodedDocument:
@@ -326,23 +318,19 @@ class ShardSource:
         members = {name: len(content) for name, content in record.members.items()}
         return {**place, "key": record.key, "members": members, "images": _image_sizes(record)}
 
-    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """What the source is; from the header of the index unless documents are cut.
+    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
+        """As `fingerprint`, of documents start to stop; from the header of the index unless documents are cut.
+
+        Besides the lengths it holds what made the documents: the encoder, and the contents of every record when the
+        index was made; that a record is still the same one is checked whenever it is read.
 
         Args:
-            first: of its first documents only, as if there were no more; None: of all.
+            start: first document.
+            stop: one after the last.
             recompute: read the whole index and compare it with its hashes.
 
         Raises:
             CorpusError: the index is damaged.
-        """
-        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
-
-    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """As `fingerprint`, of documents start to stop.
-
-        Besides the lengths it holds what made the documents: the encoder, and the contents of every record when the
-        index was made; that a record is still the same one is checked whenever it is read.
         """
         encoder = self.index.header["encoder"]["fingerprint"]
         if recompute:
@@ -373,8 +361,7 @@ class ShardSource:
         return None if options is None else Fields(**options)
 
     def _shard(self, i: int) -> tuple[IndexedFile, str]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"document {i} of {len(self)} in source '{self.name}'")
+        self._check_id(i)
         k = int(self.index.files_of(np.array(i)))
         return self.index.files[k], self._paths[k]
 

@@ -3,6 +3,7 @@
 Source           documents by number
   TokenSource      all tokens in one array: a compiled loop copies them
   DocumentSource   tokens and images of one document together, with randomness that is keyed by what it is
+Documents        base of our own sources: what follows from lengths and reads, wherever the tokens come from
 
 What a `DocumentSource` gives is in `megaresume.encoding.images.document`.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -130,6 +132,77 @@ def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
 
 
 Int64Array = npt.NDArray[np.int64]
+
+
+class Documents(ABC):
+    """What a source of ours answers by its ``lengths`` and `read`, wherever its tokens come from."""
+
+    @property
+    def _where(self) -> str:
+        """For an error about a number: in which source."""
+        return ""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Documents."""
+
+    @abstractmethod
+    def lengths(self, ids: Int64Array) -> Int64Array:
+        """Tokens of each document: int64[n] to int64[n], in any order.
+
+        Raises:
+            IndexError: an id is not in [0, len).
+            CorpusError: the source is damaged at one of them.
+        """
+
+    @abstractmethod
+    def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
+        """``length`` tokens of document i from token ``offset`` on.
+
+        Raises:
+            IndexError: no such document, or the range leaves it.
+            CorpusError: the source is damaged there.
+        """
+
+    @abstractmethod
+    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
+        """As `fingerprint`, of documents start to stop."""
+
+    def length(self, i: int) -> int:
+        """Tokens of document i; raises as ``lengths``."""
+        return int(self.lengths(np.array([i], np.int64))[0])
+
+    def get(self, i: int) -> npt.NDArray[Any]:
+        """Tokens of document i, shape (length(i),); raises as `read`."""
+        return self.read(i, 0, self.length(i))
+
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
+        """What the source is.
+
+        Args:
+            first: of its first documents only, as if there were no more; None: of all.
+            recompute: believe nothing that was kept from an earlier time.
+
+        Raises:
+            CorpusError: the source is damaged, or changes while it is read.
+        """
+        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
+
+    def _check_id(self, i: int) -> None:
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}{self._where}")
+
+    def _check_ids(self, ids: Int64Array) -> Int64Array:
+        ids = np.asarray(ids, np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
+            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)}{self._where}")
+        return ids
+
+    def _check_range(self, i: int, offset: int, length: int) -> None:
+        total = self.length(i)
+        if offset < 0 or length < 0 or offset + length > total:
+            raise IndexError(f"tokens {offset} to {offset + length} of document {i}, which has {total}")
+
 
 #: windows of a corpus in files.
 PLACES = 1000

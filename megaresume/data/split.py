@@ -25,6 +25,7 @@ from megaresume.data.record_index import places_path
 from megaresume.data.row_source import RowSource
 from megaresume.data.sidecar import changed, map_file, opened_file
 from megaresume.data.source import (
+    Documents,
     DocumentSource,
     Source,
     TokenSource,
@@ -107,7 +108,7 @@ def range_of(source: Source, start: int, stop: int) -> RangeSource:
     return RangeSource(source, start, stop)
 
 
-class RangeSource:
+class RangeSource(Documents):
     """Documents [start, stop) of another source, numbered from 0.
 
     Raises:
@@ -158,12 +159,8 @@ class RangeSource:
         """Which tokens of each document are trained; None: all, by a source that does not say."""
         return spans_of(self.source, self._inner_ids(ids))
 
-    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """The fingerprint of this range alone, so that documents appended after it do not change it."""
-        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
-
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """Of documents start to stop of this range."""
+        """Of documents start to stop of this range: documents appended after it do not change it."""
         own = getattr(self.source, "range_fingerprint", None)
         if own is not None:  # it knows it without a scan, or keeps it
             found: Fingerprint = own(self.start + start, self.start + stop, recompute=recompute)
@@ -180,14 +177,11 @@ class RangeSource:
         return find_long(self, piece) if whole is None else whole(piece).between(self.start, self.stop)
 
     def _inner(self, i: int) -> int:
-        if not 0 <= i < len(self):
-            raise IndexError(f"document {i} of {len(self)}")
+        self._check_id(i)
         return self.start + i
 
     def _inner_ids(self, ids: Int64Array) -> Int64Array:
-        ids = np.asarray(ids, np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
-            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)}")
+        ids = self._check_ids(ids)
         return ids + self.start if self.start else ids
 
 
