@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from megaresume.encoding.images.pixels import Levels, Room
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from megaresume.stream.kernel import LENGTH, OFFSET, SOURCE
+from megaresume.stream.left_out import FaultRecord
 from megaresume.stream.planner import Plan
 
 Int64Array = npt.NDArray[np.int64]
@@ -58,20 +59,6 @@ def check_fields(fields: Collection[str]) -> None:
             found=f"fields={fields!r}",
             expected=f"some of {', '.join((*FIELDS, PAIRS))}, or none: () gives tokens and cu_seqlens alone",
         )
-
-
-class FaultEntry(NamedTuple):
-    """A record that was not as its index announced it: the fields of `megaresume.stream.left_out.FaultRecord`."""
-
-    #: number in the stream.
-    sample: int
-    #: name of the source.
-    source: str
-    document: int
-    epoch: int
-    #: what was done.
-    policy: str
-    reason: str
 
 
 class _Always(TypedDict):
@@ -114,7 +101,7 @@ class Batch(_Always, total=False):
     #: int32[n]: rows of ``pixel_values`` of each image.
     num_tiles: torch.Tensor
     #: records that were not as the index announced them, and what was done.
-    faults: list[FaultEntry]
+    faults: list[FaultRecord]
     #: on the way from a worker process, how ``pixel_values`` in 8 bits become pixels.
     levels: Levels | None
 
@@ -398,7 +385,7 @@ class BatchImages:
     #: (row of the batch, column, tokens) of each.
     positions: list[tuple[int, int, int]] = field(default_factory=list)
     #: documents that were not as the index announced them; `sample` is the row of the batch.
-    faults: list[FaultEntry] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
     #: where processors write; None: each into memory of its own.
     room: Room | None = None
 
@@ -473,7 +460,7 @@ class DocumentReader:
                 images.positions.append((row, column + image.offset, image.num_tokens))
             if encoded.fault is not None:
                 fault = encoded.fault
-                images.faults.append(FaultEntry(row, key.source, document, epoch, fault.policy, fault.reason))
+                images.faults.append(FaultRecord(row, key.source, document, epoch, fault.policy, fault.reason))
 
     def _check(self, encoded: EncodedDocument, key: Key, length: int, *, levels: bool) -> None:
         """A shifted image is trained without a word, so nothing that an encoder answers is believed unchecked."""

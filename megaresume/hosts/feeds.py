@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from megaresume.batches.batch import FaultEntry
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader, available
 from megaresume.checkpoint.host import Data, change_lines
@@ -33,7 +32,7 @@ from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.dealing import in_parts, part_of
 from megaresume.stream.errors import StateError, UsageError
-from megaresume.stream.left_out import NO_FAULTS, Faults
+from megaresume.stream.left_out import NO_FAULTS, FaultRecord, Faults
 from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -176,7 +175,7 @@ class RankFaults:
     def __init__(self, known: Faults, to: int) -> None:
         self.known, self._to = known, to
         # Of this rank since then, samples included that are not trained yet.
-        self._new: list[FaultEntry] = []
+        self._new: list[FaultRecord] = []
 
     def add(self, batch: Mapping[str, Any]) -> None:
         """Those of a batch that was read."""

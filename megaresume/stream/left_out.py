@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megaresume.stream.errors import ConfigError, as_count
 from megaresume.stream.skips import (
@@ -282,11 +282,11 @@ def _beyond(unit: Unit, asked: Range, end: int, end_absolute: int) -> ConfigErro
 MAX_FAULTS = 1000
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FaultRecord:
-    """One document that a policy was applied to. In order: by sample, source, document."""
+class FaultRecord(NamedTuple):
+    """One document that was not as its index announced it, and that a policy was applied to. In order: by sample,
+    source, document."""
 
-    #: number of the sample that holds it.
+    #: number of the sample that holds it, in the stream.
     sample: int
     #: name of the source.
     source: str
@@ -315,14 +315,12 @@ class Faults:
             first: number of the first sample that these faults know nothing of.
             stop: one after the last.
         """
-        records = {f if isinstance(f, FaultRecord) else FaultRecord(*f) for f in faults}
-        new = sorted(f for f in records if first <= f.sample < stop)
+        new = sorted(f for f in {FaultRecord(*fault) for fault in faults} if first <= f.sample < stop)
         return Faults(self.total + len(new), (*self.kept, *new)[-MAX_FAULTS:]) if new else self
 
     def to_plain(self) -> dict[str, Any]:
         """Plain JSON."""
-        kept = [[f.sample, f.source, f.document, f.epoch, f.policy, f.reason] for f in self.kept]
-        return {"total": self.total, "kept": kept}
+        return {"total": self.total, "kept": [list(fault) for fault in self.kept]}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Faults:
