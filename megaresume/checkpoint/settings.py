@@ -110,6 +110,12 @@ class Loader:
         return {"fields": self.fields, "attention_mask": self.attention_mask, "pad_id": self.pad_id}
 
     @property
+    def of_reading(self) -> dict[str, Any]:
+        """How they are read, as parameters of `StreamLoader`; whether into page-locked memory depends on the device."""
+        names = ("num_workers", "prefetch", "read_ahead", "requests", "cache_dir", "cache_gib", "start_method")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def balanced(self) -> Balance | None:
         """How ranks are balanced. Raises UsageError for another objective, or cost."""
         return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import xxhash
 
+from megaresume.checkpoint.host import Data
 from megaresume.checkpoint.manifest import FileEntry, read_rank_file, write_rank_file
 from megaresume.checkpoint.ranks import gather, on_all_ranks, rank
 from megaresume.checkpoint.records import count, from_members, rank_file, text
@@ -261,6 +262,35 @@ def _writers(offers: list[_Offer], dp_size: int, trained: int) -> list[int]:
             action="make the loader with the same arguments on every rank",
         )
     return found
+
+
+class LoaderStates(Data):
+    """The data of a run whose loader has a state of its own: its states where this process began, and at the last
+    `take`."""
+
+    #: of this process; None if it reads no data.
+    reader: LoaderReader | None
+
+    def _begin(self, state: DataState) -> None:
+        """Nothing is trained since this state."""
+        self._states = [state]
+        self._captured: Captured | None = None
+
+    def _take(
+        self, samples: int, *, dp_rank: int, dp_size: int, trained: int, sizes: tuple[tuple[int, int], ...]
+    ) -> None:
+        """`capture` the states after so many trained samples of all ranks together. Collective; raises as it does."""
+        self._captured = capture(self.reader, dp_rank=dp_rank, dp_size=dp_size, trained=trained, sizes=sizes)
+        self._states[1:] = [self._captured.record.to_state(samples)]
+
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        return next(state for state in reversed(self._states) if state.samples == samples)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`."""
+        assert self._captured is not None
+        return self._captured.write(save_dir, iteration, tag)
 
 
 def restore_states(

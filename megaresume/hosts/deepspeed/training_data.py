@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megaresume.batches.batch import Batch
 from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.checkpoint.host import change_lines
-from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.rank_log import RankLog, noted
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.search import Choice
@@ -31,7 +29,7 @@ from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData, MicroBatch, fingerprint, tokens_of
 from megaresume.hosts.feeds import RankFaults
-from megaresume.hosts.loader_states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
+from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states
 from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
@@ -277,14 +275,8 @@ class TrainingData(EngineData):
             dp_size=facts.data_size(self.engine),
             start=sample,
             balance=self.balance,
-            num_workers=loading.num_workers,
-            prefetch=loading.prefetch,
-            read_ahead=loading.read_ahead,
-            requests=loading.requests,
-            cache_dir=loading.cache_dir,
-            cache_gib=loading.cache_gib,
-            start_method=loading.start_method,
             pin_memory=self.engine.device.type == "cuda" if loading.pin_memory is None else loading.pin_memory,
+            **loading.of_reading,
             **loading.of_batches,
         )
         return iter(loader)
@@ -296,7 +288,7 @@ class TrainingData(EngineData):
             reader.close()
 
 
-class AttachedLoader(EngineData):
+class AttachedLoader(LoaderStates, EngineData):
     """The batches of an engine from a loader that saves its own state. Iterate over it; made by `attach_loader`.
 
     As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
@@ -308,14 +300,11 @@ class AttachedLoader(EngineData):
         self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
         #: a batch that was looked at and not taken.
         self._ahead: list[Any] = []
-        #: of the last snapshot.
-        self._captured: Captured | None = None
         self._set_base(int(engine.global_steps), NO_LOADER.to_state(0), NO_LOADER)
 
     def _set_base(self, step: int, state: DataState, record: LoaderRecord) -> None:
         """Count from here: ``step`` optimizer steps have led to this state."""
-        #: where this process began, and at the last `prepare`.
-        self._states = [state]
+        self._begin(state)
         #: batches of this rank that steps have trained on, since the start of the run.
         self.batches_trained = record.batches
         self._sizes = list(record.sizes)
@@ -410,23 +399,13 @@ class AttachedLoader(EngineData):
         """See `Data`: the states of all ranks' loaders for exactly the trained batches."""
         on_all_ranks(self.check_save)
         samples = self.samples_trained
-        self._captured = capture(
-            self.reader,
+        self._take(
+            samples,
             dp_rank=facts.data_rank(self.engine),
             dp_size=facts.data_size(self.engine),
             trained=self.batches_trained,
             sizes=tuple(size for size in self.schedule.segments if size[0] < samples or size[0] == 0),
         )
-        self._states[1:] = [self._captured.record.to_state(samples)]
-
-    def snapshot(self, samples: int) -> DataState:
-        """See `Data`."""
-        return next(state for state in reversed(self._states) if state.samples == samples)
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`."""
-        assert self._captured is not None
-        return self._captured.write(save_dir, iteration, tag)
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`."""

@@ -30,21 +30,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from megaresume.checkpoint.host import Data
-from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.rank_log import RankLog, images_of
 from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.data.layout import has_spans
 from megaresume.data.source import is_document_source
-from megaresume.hosts.loader_states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
+from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states
 from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.hosts.megatron.calls import check_load, is_built
 from megaresume.hosts.megatron.checks import check_flags
@@ -335,7 +332,7 @@ class MicroBatchesOfLoader:
         return next(self.reader)
 
 
-class LoaderOrder(Data):
+class LoaderOrder(LoaderStates):
     """A training loader of the script's own.
 
     Args:
@@ -348,10 +345,8 @@ class LoaderOrder(Data):
         self.dp_rank, self.dp = layout
         self.reader: LoaderReader | None = None
         self._base = host.samples()
-        #: where this process began, and at the last `prepare`.
-        self._states: list[DataState] = [NO_LOADER.to_state(0) if host.loaded is None else host.loaded.state]
+        self._begin(NO_LOADER.to_state(0) if host.loaded is None else host.loaded.state)
         self.record = NO_LOADER if host.loaded is None else LoaderRecord.from_state(host.loaded.state)
-        self._captured: Captured | None = None
 
     def trained(self) -> int:
         """Batches of each data-parallel rank that ``consumed_train_samples`` stands for."""
@@ -375,19 +370,8 @@ class LoaderOrder(Data):
     def prepare(self) -> None:
         """See `Data`: the states of all ranks' loaders for exactly the consumed samples."""
         sizes = ((0, int(self._args.global_batch_size)),)
-        self._captured = capture(
-            self.reader, dp_rank=self.dp_rank, dp_size=self.dp, trained=self.trained(), sizes=sizes
-        )
-        self._states[1:] = [self._captured.record.to_state(int(self._args.consumed_train_samples))]
-
-    def snapshot(self, samples: int) -> DataState:
-        """See `Data`."""
-        return next(state for state in reversed(self._states) if state.samples == samples)
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`."""
-        assert self._captured is not None
-        return self._captured.write(save_dir, iteration, tag)
+        samples = int(self._args.consumed_train_samples)
+        self._take(samples, dp_rank=self.dp_rank, dp_size=self.dp, trained=self.trained(), sizes=sizes)
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`."""
