@@ -61,10 +61,10 @@ class Mode:
 #: A new mode is a row here and in `kernel.MODES`, a branch of `kernel.advance`, and a method in
 #: tests/stream/reference.py.
 MODES: Mapping[PackingMode, Mode] = {
-    "best_fit": Mode(bins="open_bins", can_be_filled=True),  # whole documents, each where it fits best
-    "knapsack": Mode(
-        bins="lookahead", groups=True
-    ),  # whole documents, those of some that wait which fill a sample best
+    # whole documents, each where it fits best
+    "best_fit": Mode(bins="open_bins", can_be_filled=True),
+    # whole documents: of those that wait, the ones that together fill a sample best
+    "knapsack": Mode(bins="lookahead", groups=True),
     "split": Mode(cuts=True),
     "none": Mode(is_one_document=True),
 }

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
+from megaresume.stream.data_yaml import MODES, PackingMode
 from megaresume.stream.errors import StreamExhausted
 from megaresume.stream.planner import PlannedSegment, Planner
 from megaresume.stream.stages import Course
@@ -46,8 +47,8 @@ def _assert_whole(segments: list[PlannedSegment], length: int) -> None:
 
 @settings(max_examples=60)
 @given(drawn=st.data())
-@pytest.mark.parametrize("mode", ["best_fit", "split", "none"])
-def test_every_document_once_an_epoch(mode: str, configs: Configs, drawn: st.DataObject) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_every_document_once_an_epoch(mode: PackingMode, configs: Configs, drawn: st.DataObject) -> None:
     data, lengths = drawn.draw(configs(modes=[mode]))
     for source in data["sources"].values():
         source |= {"max_epochs": source.get("max_epochs", 2), "on_exhausted": "drop"}
@@ -66,35 +67,37 @@ def test_every_document_once_an_epoch(mode: str, configs: Configs, drawn: st.Dat
     for (i, _, document), segments in documents.items():
         length = lengths[f"s{i}"][document]
         _assert_whole(segments, length)
-        if mode != "split":  # cut only when longer than a sample, and then into as few pieces as possible
+        if not MODES[mode].cuts:  # cut only when longer than a sample, and then into as few pieces as possible
             pieces = [s.length for s in sorted(segments, key=lambda s: s.offset)]
             assert pieces[:-1] == [seq_length] * ((length - 1) // seq_length)
     for k, sample in enumerate(samples):
         used = sum(-(-s.length // align) * align for s in sample)
         assert sample and used <= seq_length
-        if mode == "split" and k < len(samples) - 1:
+        if MODES[mode].cuts and k < len(samples) - 1:
             assert used == seq_length
-        if mode == "none":
+        if MODES[mode].is_one_document:
             assert len(sample) == 1
 
 
-@pytest.mark.parametrize("mode", ["best_fit", "split", "none"])
-def test_epochs_of_an_endless_stream(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_epochs_of_an_endless_stream(mode: PackingMode) -> None:
     """Nothing of epoch e + 2 before all of epoch e was seen; bins hold few documents back, `split` the ends of 256."""
     rng = random.Random(8)
     lengths = {"a": [rng.randint(0, 90) for _ in range(500)], "b": [rng.randint(1, 300) for _ in range(30)]}
-    data = {"seq_length": 100, "packing": mode, "sources": {"a": {"weight": 2}, "b": {"weight": 1}}}
+    bins = MODES[mode].bins
+    packing = {"mode": mode} if bins is None else {"mode": mode, bins: 8}  # fewer than an epoch of the smaller source
+    data = {"seq_length": 100, "packing": packing, "sources": {"a": {"weight": 2}, "b": {"weight": 1}}}
     documents = _by_document(_samples(data, lengths, 3000))
     for i, name in enumerate(lengths):
         last = max(epoch for source, epoch, _ in documents if source == i)
         assert last >= 3
         order = [epoch for source, epoch, _ in documents if source == i]
-        for epoch in range(last - (4 if mode == "split" else 1)):
+        for epoch in range(last - (4 if MODES[mode].cuts else 1)):
             whole = {d for d, length in enumerate(lengths[name]) if length}
             assert {d for s, e, d in documents if (s, e) == (i, epoch)} == whole
             for document in whole:
                 _assert_whole(documents[i, epoch, document], lengths[name][document])
-            if epoch + 2 <= last and mode != "split":
+            if epoch + 2 <= last and not MODES[mode].cuts:
                 assert len(order) - order[::-1].index(epoch) - 1 < order.index(epoch + 2)
 
 
