@@ -95,7 +95,7 @@ def attach(
 
 
 class DataRecord:
-    """What is in a checkpoint of Accelerate's, as an object that is registered for checkpointing: the last one."""
+    """The data's record in a checkpoint of Accelerate's: an object registered for checkpointing, the last one."""
 
     def __init__(self) -> None:
         self.carried: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class DataRecord:
         return self.carried
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Take what `state_dict` returned."""
         self.carried = state
 
 

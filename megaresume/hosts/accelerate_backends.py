@@ -1,4 +1,4 @@
-"""How Accelerate shares out a model, in a loop or under the Trainer, and what follows for its checkpoints.
+"""The ways in which Accelerate shards a model, in a loop or under the Trainer, and what each means for checkpoints.
 
 DDP, DeepSpeed or FSDP.
 """
@@ -98,7 +98,7 @@ def check_loadable(
 
 
 def expected_files(accelerator: Any, save_dir: Path, tag: str, *, inner: Callable[[Any], str]) -> list[str] | None:
-    """What this rank writes into a checkpoint; None if not known beforehand.
+    """The files that this rank writes into a checkpoint; None if not known beforehand.
 
     Args:
         accelerator: Accelerate's.

@@ -61,7 +61,7 @@ class Ran:
 
 
 class Driver(ABC):
-    """How runs of one trainer are started. A run of one rank that is not killed may train in the tests' process."""
+    """Starts the runs of one trainer. A run of one rank that is not killed may train in the tests' process."""
 
     @abstractmethod
     def run(self, job: Job) -> Ran:

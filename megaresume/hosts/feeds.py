@@ -50,7 +50,7 @@ class Feed(Data, Protocol):
 
     @property
     def layout(self) -> str:
-        """How samples become steps and micro-batches, which is the same on every rank."""
+        """The division of samples into steps and micro-batches, the same on every rank."""
 
     def read_back(self, state: DataState) -> None:
         """See `Data`."""
@@ -60,7 +60,7 @@ class Feed(Data, Protocol):
         """The micro-batches from a sample on, with which a step begins, to the end of the epoch or of the data."""
 
     def pass_end(self, sample: int) -> int | None:
-        """Where a ``for`` that begins there ends: with the first step that reaches it; None: with the data."""
+        """The end of a ``for`` that begins there: the first step that reaches it; None: the end of the data."""
 
     def has(self, sample: int) -> bool:
         """Whether the data has, from there on, a micro-batch for every rank; with whole steps alone, a step."""
@@ -69,7 +69,7 @@ class Feed(Data, Protocol):
         """The sample after a micro-batch that was just read, and that begins there."""
 
     def numbers(self, first: int, stop: int, *, step: int) -> Sequence[int]:
-        """Those of a micro-batch of all ranks, ``first .. stop``, that this rank was given.
+        """The samples that this rank was given, of a micro-batch ``first .. stop`` of all ranks.
 
         Args:
             first, stop: samples.
@@ -86,7 +86,7 @@ class Feed(Data, Protocol):
         """Samples of the step that begins there, unless the data ends before."""
 
     def topology(self, sample: int) -> Topology:
-        """How the run is laid out at the step that begins there."""
+        """The layout of the run at the step that begins there."""
 
     def trained(self, sample: int) -> None:
         """A step has trained the samples before this one."""
@@ -94,7 +94,7 @@ class Feed(Data, Protocol):
 
 
 class ItemFeed(Feed):
-    """Those of a `DataLoader`.
+    """The items of a `DataLoader`.
 
     Args:
         loader: of this rank.
@@ -178,11 +178,11 @@ class RankFaults:
         self._new: list[FaultRecord] = []
 
     def add(self, batch: Mapping[str, Any]) -> None:
-        """Those of a batch that was read."""
+        """Add the faults of a batch that was read."""
         self._new += batch.get("faults", ())
 
     def gather(self, trained: int) -> None:
-        """Put together those of all ranks, of the samples before this one. Collective.
+        """Put together the faults of all ranks, of the samples before this one. Collective.
 
         Ranks that read the same samples have the same faults: they count once.
         """
@@ -192,12 +192,12 @@ class RankFaults:
         self._to = trained
 
     def up_to(self, trained: int) -> Faults:
-        """Those that are known on this rank, of the samples before this one."""
+        """The faults known on this rank, of the samples before this one."""
         return self.known.with_new(self._new, self._to, trained)
 
 
 class Samples(Feed):
-    """Those of a `StreamLoader`.
+    """The samples of a `StreamLoader`.
 
     Args:
         loader: of this rank.
@@ -292,7 +292,7 @@ class Samples(Feed):
 
 
 def feed_of(loader: Any, *, whole_steps: bool = False) -> Feed:
-    """What a loop trains.
+    """The feed of the loader that a loop trains on.
 
     Args:
         loader: of this rank.

@@ -1,4 +1,4 @@
-"""What is in a checkpoint of a loop, and how it is written.
+"""The files of a checkpoint of a loop, and how they are written.
 
     dcp          torch.distributed.checkpoint: every rank writes its shards; loads on any number of ranks
     dcp_async    the same, while training continues
@@ -51,7 +51,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class Objects:
-    """What a loop saves: modules, optimizers, and others with a ``state_dict`` and a ``load_state_dict``.
+    """The objects that a loop saves: modules, optimizers, and others with a ``state_dict`` and a ``load_state_dict``.
 
     Args:
         objects: by name.
@@ -126,11 +126,11 @@ class Objects:
                 _forget_unused(optimizer, blank[name]["param_groups"], states[name]["state"])
 
     def rest(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """What is not a module and no optimizer, and what a checkpoint holds besides."""
+        """Everything in a checkpoint but the modules and optimizers."""
         return {"names": self.names, "others": {name: one.state_dict() for name, one in self.others.items()}, **held}
 
     def put_rest(self, rest: Mapping[str, Any]) -> None:
-        """Set what is not a module and no optimizer."""
+        """Put back everything but the modules and optimizers."""
         for name, one in self.others.items():
             one.load_state_dict(rest["others"][name])
 

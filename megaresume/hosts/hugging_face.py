@@ -249,7 +249,7 @@ class TransformersHost(TrainerHost):
         self.trainer.state.epoch = self.loader.epoch + self._part_of_epoch()
 
     def _part_of_epoch(self) -> float:
-        """What of the epoch is trained. The Trainer's own counts batches, which differ from one epoch to the next."""
+        """The part of the epoch that is trained. The Trainer's own counts batches, of which epochs differ."""
         begin, end = self._epoch
         if not begin <= self.steps.samples < end:
             before, end = end, self.loader.epoch_end
@@ -301,7 +301,7 @@ class TransformersHost(TrainerHost):
         return result
 
     def _settings(self) -> dict[str, Any]:
-        """What the loader was made with."""
+        """The settings that the loader was made with."""
         trainer = self.trainer
         names = (
             "per_device_train_batch_size",
@@ -343,13 +343,13 @@ class TransformersHost(TrainerHost):
         return str(choice.tag_dir)
 
     def set_initial_training_values(self, values: Any, *args: Any, **more: Any) -> Any:
-        """How many epochs and steps the run has, counted from the sample where it continues."""
+        """The epochs and steps of the run, counted from the sample where it continues."""
         _, *between, _ = values(*args, **more)
         epochs, steps = self.length()
         return (epochs, *between, steps)
 
     def init_training_state(self, init: Any, *args: Any, **more: Any) -> tuple[int, int]:
-        """Where it continues: (epoch, batches to skip)."""
+        """The place where it continues: (epoch, batches to skip)."""
         init(*args, **more)
         return self.loader.epoch, 0
 
@@ -410,7 +410,7 @@ class TransformersHost(TrainerHost):
         write_all(save, write_files)
 
     def read(self, choice: Choice, before: Topology | None) -> Reading:
-        """What lies with the weights, which the Trainer reads later. On every rank; raises on its own.
+        """Read what is stored with the weights, which the Trainer reads later. On every rank; raises on its own.
 
         Args:
             choice: the checkpoint.

@@ -1,4 +1,4 @@
-"""What a Hugging Face Trainer trains: the loader that its settings describe, how its items become a batch, and which
+"""The data of a Hugging Face Trainer: the loader that its settings describe, how its items become a batch, and which
 Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's); `Batches`, which
 it reads from, and the callback that tells of its steps.
 """
@@ -63,7 +63,7 @@ def loader_of(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
 
 
 def _lengths(trainer: Any, data: Any) -> Any:
-    """Where the Trainer would find how long items are: a column, or the first input of its model."""
+    """The place where the Trainer would look up the length of an item: a column, or the first input of its model."""
     column, processing = trainer.args.length_column_name, trainer.processing_class
     if column in (getattr(data, "column_names", None) or ()):
         return column
@@ -164,7 +164,7 @@ def collator(trainer: Any) -> Collate:
 
 
 def packing_collator(trainer: Any) -> Collate:
-    """What makes a row of the items of packed samples: `flatten`, if the Trainer was given no collator; else its own.
+    """The function that makes one row of packed items: `flatten`, or the Trainer's own collator if it was given one.
 
     Raises:
         UsageError: it pads: items that were packed would be laid side by side.
@@ -250,7 +250,7 @@ def _swift_save(trainer: Any) -> Mapping[str, Any]:
 
 
 def _replaces_bad_items(dataset: Any) -> str | None:
-    """How a dataset of ms-swift puts another item, at random, in place of one that it cannot encode.
+    """How a dataset of ms-swift replaces items that it cannot encode by others, at random; None if it does not.
 
     Items of known lengths were all encoded before, and those that cannot be are left out.
     """
@@ -328,7 +328,7 @@ def _refused(cls: type, method: str, what: str) -> UsageError:
 
 
 class Batches:
-    """What the Trainer trains from, in place of the loader that they are of."""
+    """The batches that the Trainer iterates over in place of the loader."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps

@@ -154,7 +154,7 @@ def _check_output_dir(output_dir: Path) -> None:
 
 
 def _resume_from(output_dir: Path, asked: Any) -> Any:
-    """What to resume from: a checkpoint of ``output_dir`` that the script names, or the newest complete one.
+    """The checkpoint to resume from: one of ``output_dir`` that the script names, or the newest complete one.
 
     Scripts that look for the newest one by its name may find one that a kill has left half-written; and one that lies
     elsewhere is where the run began.

@@ -89,7 +89,7 @@ _finder = _Finder()
 
 
 def find_spec(fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """What the finders of this process other than ours say, without importing anything.
+    """The spec that the other finders of this process give, without importing anything.
 
     Args:
         fullname: dotted name.
@@ -103,7 +103,7 @@ def find_spec(fullname: str, path: Any = None, target: ModuleType | None = None)
 
 
 def ask(finder: Any, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """What one finder says; None of ours."""
+    """Ask one finder; None of ours."""
     find = getattr(finder, "find_spec", None)
     return None if finder is _finder or find is None else find(fullname, path, target)
 

@@ -191,7 +191,7 @@ class LightningHost(TrainerHost):
     # Load
 
     def select(self, select: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, **more: Any) -> Any:
-        """What a fit is to resume from: None, ``last``, or a path."""
+        """The checkpoint that a fit is to resume from: None, ``last``, or a path."""
         if state_fn != FITTING:
             return select(state_fn, ckpt_path, *args, **more)
         connector = self.trainer._checkpoint_connector
@@ -367,7 +367,7 @@ class LightningHost(TrainerHost):
         return file
 
     def save_if_due(self, *, is_over: bool = False) -> None:
-        """That which was asked for in the middle of a step. ``is_over``: the rest of a step will never be trained."""
+        """Save what was asked for in the middle of a step. ``is_over``: the rest of a step will never be trained."""
         self._is_over = is_over
         if is_over:
             self.steps.leave()
@@ -451,6 +451,6 @@ class LightningHost(TrainerHost):
         return within // loader.step_samples * loader.accumulation, micro_batches_to(loader, end, at)
 
     def epochs(self) -> int | None:
-        """How many epochs the run has, by the Trainer or by the loader; None: no end."""
+        """The number of epochs of the run, by the Trainer or by the loader; None: no end."""
         limits = [self.trainer.fit_loop.max_epochs, *(one.max_epochs for one in self.loader.stream.config.sources)]
         return min((limit for limit in limits if limit not in (None, -1)), default=None)

@@ -196,7 +196,7 @@ def check_kind(strategy: Any, choice: Choice, engine: Any, begin_anew: str) -> N
 
 
 def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
-    """Those that change what a step is, or save in the middle of one."""
+    """The callbacks that change what a step is, or save in the middle of one."""
     elsewhere = "in a Trainer of its own, without megaresume.attach"
     refused = {
         "GradientAccumulationScheduler": "Trainer(accumulate_grad_batches=...), one number",
@@ -343,7 +343,7 @@ def callback_of(host: Any) -> Any:
     base = importlib.import_module(f"{host.module}.callbacks").Callback
 
     class DataResume(base):  # type: ignore[misc, valid-type]
-        """What the Trainer tells of its steps."""
+        """The callback through which the Trainer reports its steps."""
 
         def on_after_backward(self, *args: Any, **more: Any) -> None:
             host.backward_made()

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the states of a loader: a `DataState` of kind ``loader``, nothing of it pickled.
+"""The record of the states of a loader in a checkpoint: a `DataState` of kind ``loader``, nothing of it pickled.
 
 content = {"kind": "energon", "library": "megatron-energon 7.4.1", "dp": 2, "workers": 2, "batch_size": 4,
            "batches": 40,                            trained, by each data-parallel rank
@@ -184,7 +184,7 @@ class Captured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Offer:
-    """What one process tells the others. Plain values: sent between ranks."""
+    """The state that one process offers to the others. Plain values: sent between ranks."""
 
     dp_rank: int
     facts: LoaderFacts | None

@@ -49,7 +49,7 @@ from megaresume.stream.errors import StateError, UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderFacts:
-    """What a state of this loader depends on."""
+    """The settings that a state of this loader depends on."""
 
     #: energon, or state_dict.
     kind: str
@@ -65,7 +65,7 @@ class Adapter(Protocol):
     """One loader, seen from here."""
 
     def facts(self) -> LoaderFacts:
-        """What its state depends on."""
+        """The settings that its state depends on."""
 
     def save(self, handed: int, epoch: int) -> Any:
         """The state after the last batch.

@@ -44,7 +44,7 @@ class Manager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """What Bridge keeps from one save to the next."""
+        """The context that Bridge keeps from one save to the next."""
         context: dict[str, Any] = self._bridge.checkpointing_context
         return context
 
@@ -77,7 +77,7 @@ class Manager:
         return self._begin(ctx) if found is None else tuple(found)
 
     def _begin(self, ctx: Any) -> tuple[int, int]:
-        """What there was is the first save of a run, cut short: begin from the weights that it began from."""
+        """The first save of a run was cut short: begin again from the weights that it began from."""
         own = self._config
         if own.pretrained_checkpoint is None or ctx.state.cfg.peft is not None:  # which has loaded them already
             return 0, 0

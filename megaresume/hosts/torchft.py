@@ -170,7 +170,7 @@ class TorchftHost(TrainerHost):
 
     @property
     def save_dir(self) -> Path:
-        """Where the run saves."""
+        """The directory where the run saves."""
         return self._root
 
     def begin(self) -> None:
@@ -194,7 +194,7 @@ class TorchftHost(TrainerHost):
     # A replica that joins
 
     def given(self) -> dict[str, Any]:
-        """What a replica that joins is given, besides the weights. In a thread of torchft's, between two steps."""
+        """The state for a replica that joins, besides the weights. In a thread of torchft's, between two steps."""
         steps = self.steps
         state = Envelope(state=steps.feed.snapshot(steps.samples), iteration=steps.step, framework=self.framework)
         return {"data": state.to_text(), "step": steps.step, "launch": self.shared.membership}
@@ -371,7 +371,7 @@ class ReplicaLoop(StepLoop):
 
     @property
     def weight(self) -> float:
-        """What the mean loss over the samples of the micro-batch handed out last is multiplied by, so that each sample
+        """The factor for the mean loss over the samples of the micro-batch handed out last, so that each sample
         of a step weighs the same, however many replicas there are and torchft divides by. 0 if this replica has no
         sample in it, or others are there than when it was read: it trains it only to take part in the all-reduce.
         Waits for the quorum: read it after the forward."""

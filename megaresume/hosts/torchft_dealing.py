@@ -1,4 +1,4 @@
-"""Who trains which samples of a step of torchft's, and whether the step counts. It knows no session and no files.
+"""A step's samples divided between torchft's replicas, and whether it counts. It knows no session and no files.
 
     the quorum is there   `who_contributes`: whose gradients torchft adds up   -> `Contributors`
     the samples           `Contributors.share`: those of one process           -> `Share`
@@ -46,7 +46,7 @@ OF_MANAGER = (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which samples of a step this process trains.
+    """The samples of a step that this process trains.
 
     Args:
         size: processes that are dealt samples, of all replicas together.
@@ -59,7 +59,7 @@ class Share:
     averaged: int
 
     def sizes(self, samples: int, micro_batch_size: int) -> list[tuple[int, int]]:
-        """How many samples each micro-batch has, of a step of so many: of all processes together, and of this one."""
+        """The samples in each micro-batch of a step of so many: of all processes together, and of this one."""
         return [
             (size, 0 if self.rank is None else _size(part_of(size, dp_rank=self.rank, dp_size=self.size)))
             for size in in_even_parts(samples, micro_batch_size=micro_batch_size, dp_size=self.size)
@@ -94,7 +94,7 @@ class Contributors:
         return min(len(self.replicas) * self.processes, self.samples)
 
     def share(self, process: int) -> Share:
-        """What a process of this replica trains."""
+        """The share of a process of this replica."""
         rank = None if self.index is None else self.index * self.processes + process
         if rank is not None and rank >= self.size:
             rank = None
@@ -122,7 +122,7 @@ def who_contributes(manager: Any, *, processes: int, samples: int) -> Contributo
 
 
 def _ask(manager: Any, participants: int, mine: int | None) -> list[int]:
-    """Those of the participants that say that they contribute."""
+    """The participants that say that they contribute."""
     here = torch.zeros(participants, device=reduce_device(manager))
     if mine is not None:
         here[mine] = 1
@@ -131,13 +131,13 @@ def _ask(manager: Any, participants: int, mine: int | None) -> list[int]:
 
 
 def reduce_device(manager: Any) -> torch.device:
-    """Where torchft's process group takes tensors."""
+    """The device on which torchft's process group takes tensors."""
     is_on_gpu = "nccl" in manager._pg.getBackendName().lower()
     return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
 class Ballot:
-    """What the replicas tell each other about a step, added up by torchft as their gradients are: one all-reduce of
+    """The votes of the replicas on a step, added up by torchft as their gradients are: one all-reduce of
     four numbers, while they train.
 
     Args:

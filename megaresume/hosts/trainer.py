@@ -103,7 +103,7 @@ class TrainerHost(Host):
 
     @property
     def device(self) -> Any:
-        """Whose generators are saved, besides those on the CPU; None if the trainer saves generators by itself."""
+        """The device whose generators are saved with those of the CPU; None if the trainer saves generators itself."""
         return self.trainer.device
 
     def begin(self) -> None:
@@ -198,7 +198,7 @@ class TrainerHost(Host):
 
     @property
     def save_dir(self) -> Path:
-        """Where the run saves: `settings` sees to it that it is known."""
+        """The directory where the run saves: `settings` makes sure that it is known."""
         save_dir = self.session.save_dir
         assert save_dir is not None
         return save_dir

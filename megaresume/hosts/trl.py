@@ -187,7 +187,7 @@ class Arrivals:
 
 
 class Trained(TrainerCallback):
-    """Which rollouts the step has trained.
+    """The rollouts that the step has trained.
 
     Args:
         trainer: TRL's.

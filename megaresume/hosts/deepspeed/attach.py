@@ -264,7 +264,7 @@ _SLOT = "_megaresume_attached"
 
 @dataclass(slots=True)
 class _Slot:
-    """What is attached to an engine now; the hooks look here at every call."""
+    """The data attached to an engine now; the hooks look here at every call."""
 
     data: EngineData
 

@@ -1,4 +1,4 @@
-"""How a universal checkpoint is made: by ``megaresume convert DIR``, or by a job that loads.
+"""Universal checkpoints: made by ``megaresume convert DIR``, or by a job that loads.
 
 A conversion is locked, with room for it, in a directory that nobody reads until it is whole.
 

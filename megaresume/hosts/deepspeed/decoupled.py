@@ -61,7 +61,7 @@ while True:
 
 @dataclass(slots=True)
 class _Flight:
-    """What an engine has in flight."""
+    """The save that an engine has in flight."""
 
     pending: PendingCheckpoint | None = None
     #: on rank 0, once all ranks have written.

@@ -1,4 +1,4 @@
-"""What loading does about ZeRO's partitions: nothing, take the conversion that is there, make one, or refuse.
+"""ZeRO's partitions at a load: keep them, take an existing conversion, make one, or refuse.
 
     prepare_load     before the model is built: rank 0 looks and converts, or every rank refuses; no GPU memory is used
     conversion       within load_checkpoint, where the engine says what it is; the same decision

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine says of itself. Everything that reads the engine's private names is in this file.
+"""The facts about a DeepSpeed engine. Everything that reads the engine's private names is in this file.
 
 Read against DeepSpeed 0.16 to 0.19 (deepspeed/runtime/engine.py, deepspeed/runtime/pipe/engine.py).
 """
@@ -246,7 +246,7 @@ def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
 
 
 def topology(engine: Any) -> Topology:
-    """How the run is laid out, for records, but for its workers."""
+    """The layout of the run, for records, without its workers."""
     world = dist.get_world_size()
     dp, sp = data_size(engine), partitions(engine) // data_size(engine)
     if is_pipeline(engine):

@@ -130,12 +130,12 @@ class EngineData(Batches):
 
     @property
     def resume(self) -> Resume | None:
-        """What the last ``engine.load_checkpoint`` restored; None: nothing, this is a fresh start."""
+        """The checkpoint that the last ``engine.load_checkpoint`` restored; None: none, this is a fresh start."""
         return self.session.resumed
 
     @property
     def attempt(self) -> int | None:
-        """Which start of the run this is, from 1; None if no step has begun yet, or no ``save_dir`` is known."""
+        """Number of this start of the run, from 1; None if no step has begun yet, or no ``save_dir`` is known."""
         return self.session.attempt
 
     @property
@@ -189,7 +189,7 @@ class EngineData(Batches):
         return self.session.clocks.wait(self._read)
 
     def _close_on_error(self, function: Callable[[], Any]) -> Any:
-        """What a function returns; after an error of it, nothing more is handed out."""
+        """Call a function; if it raises, nothing more is handed out."""
         self._count.check()
         try:
             return function()
@@ -365,14 +365,14 @@ def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of(batch: Any) -> torch.Tensor | None:
-    """What a batch of any kind is recognised by: its largest tensor of integers on the CPU, the first of them."""
+    """The tensor by which a batch of any kind is recognised: the first of its largest ones of integers on the CPU."""
     found = [t for t in _tensors(batch) if _is_integer(t) and t.device.type == "cpu" and t.numel()]
     return max(found, key=torch.Tensor.numel, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What is known of one."""
+    """A micro-batch that was handed out, as far as it is known."""
 
     #: in words: its samples.
     name: str
@@ -387,7 +387,7 @@ class MicroBatch:
 
 
 class Witness:
-    """What one engine's forward was given since the last optimizer step."""
+    """The micro-batches that one engine's forward was given since the last optimizer step."""
 
     #: fingerprints of the micro-batches of all engines of this process that were handed out lately, or only looked at.
     _known: ClassVar[deque[int]] = deque(maxlen=1024)
@@ -425,7 +425,7 @@ class Witness:
         self._forwards.append([fingerprint(t) for t in found])
 
     def seen(self, out: Sequence[MicroBatch]) -> list[MicroBatch] | None:
-        """Which of the micro-batches that are out the model was given, in the order of its forwards; each once.
+        """The outstanding micro-batches that the model was given, in the order of its forwards; each once.
 
         Those of other steps and engines are recognised as well, and count for nothing. None if a forward was given
         something else as well, or there was none.
@@ -444,7 +444,7 @@ class Witness:
         return [out[index] for index in found]
 
     def unseen(self, out: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Those that the model was not given, if that is known."""
+        """The outstanding micro-batches that the model was not given, if that is known."""
         seen = self.seen(out)
         return [] if seen is None else [batch for batch in out if not any(batch is one for one in seen)]
 

@@ -115,7 +115,7 @@ class EngineHost:
         return dataclasses.replace(now, balance=batches.balance)
 
     def layout(self, *, num_workers: int, global_batch_size: int | None) -> Topology:
-        """What the engine says of the layout of the run, with what it does not know."""
+        """The layout of the run: the engine's, with the workers and the batch size, which it does not know."""
         now = facts.topology(self.engine)
         return dataclasses.replace(now, num_workers=num_workers, global_batch_size=global_batch_size)
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint must be to be loaded: rules on its records alone, without torch.
+"""Rules for loading a DeepSpeed checkpoint: on its records alone, without torch.
 
 `megaresume plan` asks them before any rank is started, `megaresume.hosts.deepspeed.host` on the ranks.
 
@@ -144,7 +144,7 @@ def check_partitions(tag_dir: Path, manifest: Manifest, topology: Topology) -> N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
-    """How an engine divides the optimizer state."""
+    """The division of the optimizer state between the ranks of an engine."""
 
     #: that it is divided over: data-parallel times context-parallel.
     ranks: int
@@ -213,7 +213,7 @@ class Universal:
 
 
 def universal_dir(tag_dir: Path) -> Path:
-    """Where the universal form of a checkpoint lies: ``global_step4_universal`` beside ``global_step4``."""
+    """The directory of the universal form of a checkpoint: ``global_step4_universal`` beside ``global_step4``."""
     return tag_dir.with_name(tag_dir.name + SUFFIX)
 
 
@@ -316,7 +316,7 @@ def _read_seal(directory: Path) -> tuple[str, Maker, tuple[FileEntry, ...]]:
 
 
 def list_universal(root: Path) -> list[Path]:
-    """What lies in a directory and is a universal checkpoint, or was to be one."""
+    """The universal checkpoints in a directory, and what was to become one."""
     try:
         return [root / name for name in sorted(os.listdir(root)) if SUFFIX in name]
     except OSError:

@@ -1,4 +1,4 @@
-"""What Megatron's arguments say: our flags in its parser, and the global batch size of every step.
+"""Megatron's arguments: our flags in its parser, and the global batch size of every step.
 
 ``_add_data_args`` of Megatron registers the flags of the data; ours follow them. A run from ``--yaml-cfg`` has
 no parser defaults and drops the command line, so `Settings.from_args` takes nothing for granted.
@@ -71,7 +71,7 @@ def around_add_data_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What our flags say."""
+    """The values of our flags."""
 
     mode: Mode
     #: path of a data.yaml; None: the classic flags say what the data is.
@@ -166,7 +166,7 @@ def _group(group: type[G], said: Mapping[str, Any]) -> G:
 
 
 def _stop(args: Any, file: str | None, before_end: Any) -> StopConditions | None:
-    """What our flags say, and with Megatron's ``--exit-signal-handler`` the signals that it does not listen to."""
+    """The stop conditions of our flags, and with Megatron's ``--exit-signal-handler`` the signals that it ignores."""
     handled = getattr(getattr(args, "exit_signal", None), "name", "SIGTERM")
     listens = bool(getattr(args, "exit_signal_handler", False))
     signals = tuple(name for name in SIGNALS if name != handled) if listens else ()
@@ -182,7 +182,7 @@ def _words(value: object) -> tuple[str, ...]:
 
 
 def skip_of(args: Any, settings: Settings, *, from_0: bool) -> SkipConfig:
-    """What the flags want left out of the stream, ours and Megatron's.
+    """The samples that the flags, ours and Megatron's, leave out of the stream.
 
     Args:
         args: Megatron's namespace.
@@ -246,7 +246,7 @@ def ignores_rampup(args: Any, project: Any = None) -> bool:
 
 
 def _running(args: Any) -> Callable[[int], int]:
-    """What is trained of a planned size: with ``--decrease-batch-size-if-needed``, what divides over the ranks."""
+    """The batch size in force: with ``--decrease-batch-size-if-needed``, the part that divides over the ranks."""
     if not getattr(args, "decrease_batch_size_if_needed", False):
         return lambda size: size
     stride = int(args.micro_batch_size) * int(args.data_parallel_size)

@@ -64,7 +64,7 @@ _PROOFS = ("megaresume.hosts.deepspeed.attach", "megaresume.hosts.trainer")
 
 
 class _Process:
-    """What is known of this process."""
+    """The state of this process."""
 
     #: by `megaresume.run`: then any training in it is meant to be hooked.
     launched: bool = False
@@ -318,7 +318,7 @@ def _check_state(names: Mapping[str, Any]) -> None:
 
 
 def at_exit() -> None:
-    """What only the end shows. A process that trained past us does not end with status 0."""
+    """Checks at the end of the process. One that trained past us does not end with status 0."""
     current = _latest_host()
     if process.refused:
         os._exit(1)  # whatever a program made of the error that it was given
@@ -370,7 +370,7 @@ def _passed_by(current: MegatronHost | None) -> MegaresumeError | None:
 
 
 def _tracker(current: MegatronHost) -> str | None:
-    """What Megatron's tracker in ``--save`` says; None if there is none that we can read."""
+    """The iteration in Megatron's tracker in ``--save``; None if there is none that we can read."""
     directory = getattr(current.args, "save", None)
     try:
         return read_file(Path(directory, TRACKER)).decode().strip() if directory else None
@@ -400,7 +400,7 @@ def _trained(current: MegatronHost) -> bool:
 
 
 def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the end"]) -> None:
-    """What was taken from the training iterators of this rank is what was trained.
+    """Check that this rank trained exactly what it took from its training iterators.
 
     Raises:
         SetupError: fewer samples, so others were trained; or more (not at the end, which may come within a step).
@@ -432,7 +432,7 @@ def _step_size(args: Any) -> int:
 
 
 def _rerun_machine() -> Any:
-    """What runs a step of doubtful results again; None if this core has none."""
+    """Megatron's machine that runs a step of doubtful results again; None if this core has none."""
     module = sys.modules.get(f"{package_name()}.core.rerun_state_machine")
     return None if module is None else module.get_rerun_state_machine()
 

@@ -1,4 +1,4 @@
-"""What happens around Megatron's ``save_checkpoint`` and ``load_checkpoint``; the protocol itself is `Session`'s.
+"""Hooks around Megatron's ``save_checkpoint`` and ``load_checkpoint``; the protocol itself is `Session`'s.
 
     save   state of the consumed samples -> args.megaresume_state, before Megatron collects its own
            Megatron-LM: `Session.save` around Megatron's save, which moves its tracker by itself
@@ -337,7 +337,7 @@ def _record_loaded(host: MegatronHost) -> None:
 
 
 def _random_state(args: Any, saved_with: Any) -> str | None:
-    """What to say of the random state, which is Megatron's own business; None: nothing, it restores it."""
+    """The warning if the random state is not restored; None if Megatron restores it."""
     for flag, its in (("no_load_rng", args), ("no_save_rng", saved_with)):
         if getattr(its, flag, None):
             return f"random state NOT restored (--{flag.replace('_', '-')}): with dropout, losses differ"

@@ -186,7 +186,7 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
 
 
 def after_load(current: MegatronHost, iteration: int, checkpoint_args: Any) -> None:
-    """What the arguments in the checkpoint say against those of this run. On every rank.
+    """Compare the arguments in the checkpoint with those of this run. On every rank.
 
     Raises:
         CheckpointError: they did not come back.
@@ -266,7 +266,7 @@ def _check_cyclic(args: Any, saved: Any) -> None:
 
 
 def after_restore(current: MegatronHost, envelope: Envelope, checkpoint_args: Any) -> None:
-    """What the data state says of the Megatron that saved it. On every rank.
+    """Check the Megatron that saved the data state. On every rank.
 
     Raises:
         UsageError: ``--iterations-to-skip`` counts from another base now.

@@ -132,7 +132,7 @@ class MegatronHost:
 
     @property
     def order(self) -> Data | None:
-        """What is trained; set as soon as the data is built."""
+        """The order of the training data; set as soon as the data is built."""
         return self.session.data
 
     @order.setter
@@ -194,7 +194,7 @@ class MegatronHost:
 
 
 def topology_of(args: Any, samples: int, project: Any = None) -> Topology:
-    """How a run is laid out that has these arguments, at ``samples`` trained samples."""
+    """The layout of a run with these arguments, at ``samples`` trained samples."""
 
     def count(name: str, default: int = 1) -> int:
         return int(getattr(args, name, None) or default)
@@ -343,7 +343,7 @@ def _host_of(client_state: Mapping[str, Any]) -> MegatronHost | None:
 
 
 def _state_to_save(host: MegatronHost, iteration: int) -> Envelope:
-    """What the hook around Megatron's ``save_checkpoint`` has put on ``args``, which must be of this save."""
+    """The state that the hook around Megatron's ``save_checkpoint`` put on ``args``, which must be of this save."""
     saved = envelope_on(host.args)
     if saved is None or (saved.iteration, saved.samples) != (iteration, host.samples()):
         was = "none" if saved is None else f"one of iteration {saved.iteration}, sample {saved.samples}"

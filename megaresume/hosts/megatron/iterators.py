@@ -1,4 +1,4 @@
-"""What happens around Megatron's ``build_train_valid_test_data_iterators``.
+"""Hooks around Megatron's ``build_train_valid_test_data_iterators``.
 
 By then the checkpoint is loaded, and ``args.consumed_train_samples`` is what training resumes from. All ranks are here,
 also those that read no data, so this is where what concerns all of them is settled:
@@ -250,7 +250,7 @@ def _hash(value: Any) -> str:
 
 
 def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterators: Any, *, chunk: int) -> Any:
-    """What Megatron's ``build_train_valid_test_data_iterators`` returned, the training iterator with a log.
+    """Add a log to the training iterator of what Megatron's ``build_train_valid_test_data_iterators`` returned.
 
     Args:
         current: the host; its settings name the directory.

@@ -1,4 +1,4 @@
-"""What may be loaded under Megatron: rules on records and configs alone, without torch.
+"""Rules for loading under Megatron: on records and configs alone, without torch.
 
 `megaresume plan` asks them before any rank is started; the hooks on the ranks.
 
@@ -132,7 +132,7 @@ def is_unusable(tracker: Pointer) -> bool:
 def _instead(
     root: Path, tracker: Pointer, damaged: Mapping[Path, str] | None = None
 ) -> Choice | ForeignCheckpoint | None:
-    """What a load takes in place of what a tracker should name: see `_newest`; `ForeignCheckpoint`: what it names."""
+    """The checkpoint to load if the tracker names none: see `_newest`; `ForeignCheckpoint`: load what it names."""
     if not is_unusable(tracker):
         return ForeignCheckpoint()
     try:
@@ -181,7 +181,7 @@ def _invalid(path: Path, found: str) -> CheckpointError:
 
 
 def _remedy(root: Path) -> str:
-    """Which checkpoint to point to, as far as the directory tells."""
+    """The checkpoint to point to, as far as the directory tells."""
     try:
         choice = choose(root)
     except (MegaresumeError, OSError):
@@ -206,10 +206,11 @@ def mend_tracker(root: Path, choice: Choice | None) -> None:
 
 
 def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Choice | ForeignCheckpoint | None:
-    """What Megatron is to load, and is it all right if there is no tracker? Reads only; on rank 0, before its load.
+    """The checkpoint that Megatron is to load. Reads only; on rank 0, before its load.
 
-    It is at the first start of a run that loads from where it will save, if nothing was ever finished. And where
-    Megatron loads something else: ``--ckpt-step`` that is there, ``--pretrained-checkpoint``, a non-persistent one.
+    A tracker may be missing at the first start of a run that loads from where it will save, if nothing was ever
+    finished; and if Megatron loads something else: an existing ``--ckpt-step``, ``--pretrained-checkpoint``, a
+    non-persistent checkpoint.
 
     Args:
         args: Megatron's namespace.
@@ -279,7 +280,7 @@ def _check_step(args: Any, root: Path) -> None:
 
 
 def _advice(root: Path, candidates: Iterable[Candidate]) -> str:
-    """Which checkpoint to ask for: the first of these that is whole, if we know."""
+    """The checkpoint to ask for: the first of these that is whole, if known."""
     for candidate in candidates:
         with contextlib.suppress(MegaresumeError):
             if examine(root, candidate).status in ("complete", "unmanaged"):

@@ -1,4 +1,4 @@
-"""Which Megatron is this: by what its files hold, not by what anything is called, and without importing it.
+"""The kind and version of Megatron: by the contents of its files, not by names, and without importing it.
 
 The name ``megatron`` is shared by projects that have nothing else in common: Megatron-LM (``megatron.training.*``
 beside ``megatron.core``), pip's megatron-core (``megatron.core`` alone), Megatron-DeepSpeed in two families and
@@ -262,7 +262,7 @@ def data_parallel(project: Project) -> tuple[int, int]:
 
 
 def coordinates(project: Project) -> str:
-    """Where this process stands, for messages: ``tp 0, pp 1, dp 3, cp 0``."""
+    """The coordinates of this process, for messages: ``tp 0, pp 1, dp 3, cp 0``."""
     mpu = parallel_state(project)
     names = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "dp": "data_parallel"}
     names["cp"] = "context_parallel"

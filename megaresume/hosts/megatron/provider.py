@@ -329,7 +329,7 @@ def _check_text(flags: dict[str, bool], packing: PackingConfig) -> None:
 
 
 def _cu_seqlens(args: Any, packing: PackingConfig) -> Literal["padded", "exact"] | None:
-    """How this version takes the bounds of documents, if it does."""
+    """The form in which this version takes the bounds of documents, if it does."""
     if getattr(args, "dataloader_inter_document_masking", False):
         flag, form = "--dataloader-inter-document-masking", "padded"
     # --sft packs since the version that brought --hybrid-context-parallel (0.16), with bounds padded since 0.19.

@@ -56,7 +56,7 @@ Item = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleForm:
-    """What an item holds."""
+    """The form of an item."""
 
     #: whole micro-batches with images instead of items (Megatron-LM with --dataloader-type external).
     images: bool = False

@@ -328,7 +328,7 @@ def not_loaded(iteration: int) -> MegaresumeError:
 
 
 def not_read(taken: int, trained: int) -> MegaresumeError:
-    """What was built through our hook is not what is trained on.
+    """The refusal of training that does not read what was built through our hook.
 
     Args:
         taken: samples of all ranks, by what this rank took from its training iterator.
@@ -403,7 +403,7 @@ def not_asked(current: MegatronHost) -> MegaresumeError:
 
 
 def seam_name(factory: str) -> str:
-    """Where Megatron has the function that this factory wraps."""
+    """The place of the function that this factory wraps in Megatron."""
     seam = next(seam for seam in SEAMS if seam.factory.path == factory)
     try:
         home = current_project().modules[seam.role]

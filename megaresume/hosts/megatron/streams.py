@@ -53,7 +53,7 @@ _CLASSIC = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartData:
-    """What one stream is opened from."""
+    """The data config or paths that one stream is opened from."""
 
     #: the mapping of a data.yaml.
     mapping: Mapping[str, Any]
@@ -147,7 +147,7 @@ def _weight(entry: Any) -> Any:
 
 
 def read_data(args: Any, data_file: str | None, named: DataConfig | None = None) -> dict[Part, PartData | None]:
-    """What each part is opened from; None for a part that does not exist or is not evaluated.
+    """The `PartData` of each part; None for a part that does not exist or is not evaluated.
 
     ``named`` is what ``data_file`` holds, if it was read already.
 

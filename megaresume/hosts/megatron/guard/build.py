@@ -246,7 +246,7 @@ class _Rebuild:
 
 
 def _moved(old: Blend | None, new: Blend | None) -> Blend | None:
-    """Where the corpora are now, with the weights as recorded."""
+    """The paths of the corpora now, with the weights as recorded."""
     return old if old is None or new is None else (new[0], old[1])
 
 
@@ -256,7 +256,7 @@ _MIN_SAMPLES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
-    """What a split needs after its recorded samples. Plain, to be sent to all ranks."""
+    """The samples that a split needs after its recorded ones. Plain, to be sent to all ranks."""
 
     #: samples of the blend, or of each dataset if there is none.
     samples: int
@@ -266,7 +266,7 @@ class Extension:
 
 
 def plan_extension(split: SplitRecord, dataset: Any, samples: int, *, by_length: bool) -> Extension | None:
-    """What this built split needs to hold ``samples`` samples; None: nothing.
+    """The extension with which this built split holds ``samples`` samples; None if it needs none.
 
     Args:
         split: the record.

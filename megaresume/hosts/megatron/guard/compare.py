@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """What a comparison found. The same on every rank, once it is sent there."""
+    """The result of a comparison. The same on every rank, once it is sent there."""
 
     differences: list[Difference] = field(default_factory=list)
     #: changes that do no harm, in words.

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def agreed(datasets: Iterable[Any], look: Callable[[], T]) -> T:
-    """What ``look`` returns where datasets were built, on all ranks. Collective.
+    """Return on all ranks what ``look`` returns where datasets were built. Collective.
 
     Raises:
         StateError: two hosts see different things.
@@ -64,7 +64,7 @@ def agreed(datasets: Iterable[Any], look: Callable[[], T]) -> T:
 
 
 def from_leaders(datasets: Iterable[Any], look: Callable[[], T]) -> list[T]:
-    """What ``look`` returns on one rank of every host, all of it on all ranks. Collective."""
+    """Return on all ranks everything that ``look`` returns on one rank of every host. Collective."""
     leaders = _leaders(datasets)
     found = gather(on_all_ranks(lambda: look() if rank() in leaders else None))
     return [found[leader] for leader in leaders]
@@ -122,7 +122,7 @@ class Pass:
         self._accept: tuple[str, ...] = tuple(getattr(host.settings, "accept", None) or ())
 
     def pin(self, ordinal: int) -> BuilderRecord | None:
-        """What is recorded of the builder with this number."""
+        """The record of the builder with this number."""
         if self.recorded is None or ordinal >= len(self.recorded.builders):
             return None
         return self.recorded.builders[ordinal]

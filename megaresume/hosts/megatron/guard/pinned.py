@@ -63,7 +63,7 @@ def part(dataset: Any, what: str) -> ArrayHashes:
 
 
 def blend_part(blend: Any, samples: int | None = None) -> ArrayHashes:
-    """How a blend takes turns over its first samples (None: all)."""
+    """The turns of a blend over its first samples (None: all)."""
     arrays = index_arrays(blend)
     size = len(arrays["dataset_index"]) if samples is None else samples
     return ArrayHashes(
@@ -73,7 +73,7 @@ def blend_part(blend: Any, samples: int | None = None) -> ArrayHashes:
 
 
 def observe(request: Request, datasets: Sequence[Any]) -> BuilderRecord:
-    """What a builder was asked for, and what it built."""
+    """Record what a builder was asked for, and what it built."""
     return BuilderRecord(
         dataset=request.dataset,
         settings=request.settings,
@@ -135,7 +135,7 @@ def _lowest(array: Array, function: Any) -> int:
 
 
 def unguarded(record: BuilderRecord, datasets: Iterable[Any]) -> list[str]:
-    """What a record cannot promise, in words."""
+    """The parts of an order that a record cannot promise, in words."""
     notes = []
     for name, split, dataset in zip(SPLITS, record.splits, datasets, strict=True):
         if split is not None and not any(component.built.arrays for component in split.components):

@@ -1,4 +1,4 @@
-"""What is recorded of an order: sizes, weights and hashes, as plain JSON; never the arrays themselves.
+"""The record of an order: sizes, weights and hashes, as plain JSON; never the arrays themselves.
 
 OrderRecord      what a checkpoint carries
   BuilderRecord    one ``BlendedMegatronDatasetBuilder``: what it was asked for
@@ -106,7 +106,7 @@ class BuilderRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderRecord:
-    """What a checkpoint carries: all builders of the data provider, in the order in which it runs them."""
+    """The record in a checkpoint: all builders of the data provider, in the order in which it runs them."""
 
     #: version of megatron-core that built first.
     megatron: str
@@ -187,7 +187,7 @@ _TOKENIZER = ("eod", "pad", "vocab_size")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a builder is asked to build."""
+    """The datasets that a builder is asked for."""
 
     #: the dataset class.
     cls: Any

@@ -60,7 +60,7 @@ class Beside:
         return None
 
     def note(self, recipe: Recipe) -> str | None:
-        """What to tell the user where the version lies outside the recipe's range."""
+        """The note for the user if the version lies outside the recipe's range."""
         if self.version is None or SpecifierSet(recipe.versions).contains(self.version):
             return None
         return f"{self} is outside {recipe.versions}; the parameters agree"

@@ -172,7 +172,7 @@ def check(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
 def _judge(
     before: Reverted, name: str, recipes: Sequence[Recipe], beside: Beside | None
 ) -> tuple[Status, str | None, str | None]:
-    """What is to be said of a patched script, why, and what to do."""
+    """The verdict on a patched script, the reason, and what to do."""
     marker, again = before.marker, f"megaresume patch --revert {name} && megaresume patch {name}"
     if marker.recipe not in (names := [recipe.name for recipe in recipes]):
         reason = f"it was patched with recipe {marker.recipe}, which is not among {', '.join(names)}"
@@ -193,7 +193,7 @@ def _judge(
 
 
 class Codemod(cst.CSTTransformer):
-    """What a recipe changes in a script.
+    """The changes that a recipe makes in a script.
 
     Raises:
         PatchError: the provider is missing, or cannot be told to be one.

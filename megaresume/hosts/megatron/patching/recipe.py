@@ -1,4 +1,4 @@
-"""What a recipe is, how its YAML is read, and where the shipped ones are. ``docs/launcher.md`` explains every key.
+"""Recipes: what one is, how its YAML is read, and where the shipped ones are. ``docs/launcher.md`` explains every key.
 
 A patch leaves a comment: which recipe, and the changed lines, as they were and as they are.
 
@@ -245,7 +245,7 @@ class Hunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchMarker:
-    """What the comment says."""
+    """The content of the marker comment."""
 
     recipe: str
     version: int

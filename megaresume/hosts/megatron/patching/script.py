@@ -47,7 +47,7 @@ def dotted(node: cst.CSTNode | None) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uses:
-    """Where a script uses a function that it imports, in the order of the text."""
+    """The places where a script uses a function that it imports, in the order of the text."""
 
     calls: Sequence[cst.Call]
     #: handed on to something else, so that there may be further calls.
@@ -107,7 +107,7 @@ class Script:
         return frozenset(name.name for name in found if name.source is QualifiedNameSource.IMPORT)
 
     def bindings(self, place: cst.CSTNode, name: str) -> list[cst.CSTNode]:
-        """What binds a name that is used at a place: a FunctionDef, ClassDef, Param, Import, ImportFrom or Name."""
+        """The nodes that bind a name used at a place: a FunctionDef, ClassDef, Param, Import, ImportFrom or Name."""
         return [one.node for one in self._assignments(place, name)]
 
     def _assignments(self, place: cst.CSTNode, name: str) -> list[Assignment | ImportAssignment]:
@@ -233,11 +233,11 @@ _Needed = tuple[list[str] | None, cst.CSTNode]
 
 
 class _Unclear(Exception):
-    """What an expression is cannot be told; the reason in words."""
+    """It cannot be told whether an expression is a provider; the reason in words."""
 
 
 class Judge:
-    """Why an expression cannot be told to be a provider; None if it can.
+    """Tells whether an expression is a provider, and if not, why.
 
     Args:
         script: that it stands in.
@@ -320,7 +320,7 @@ class Judge:
 
 
 def _without(names: list[str] | None, given: Sequence[cst.Arg]) -> list[str] | None:
-    """What is still needed after a partial; all of it where that unpacks something."""
+    """The arguments still needed after a partial; all of them if it unpacks something."""
     if names is None or any(argument.star for argument in given):
         return names
     keywords = {argument.keyword.value for argument in given if argument.keyword is not None}
