@@ -1,10 +1,10 @@
 """A training job from outside: started, stopped or killed, brought back, and compared.
 
-scenario.py  start, stop, resume on another layout, compare with an undisturbed run: the demo and the smoke test
+scenario.py  what a launch and its launcher are; start, stop, resume on another layout, compare with an undisturbed run:
+             the demo and the smoke test
 smoke/       `megaresume smoke`: that on one's own cluster, with every kind of stop
 demo/        `megaresume demo`: that on this machine, with a report
 training/    the small trainer of both, a program of its own
-job.py       what a job and its launcher are, and how its records are watched
 local.py     jobs of this machine: groups of processes
 records.py   what a run recorded of its steps, and two runs compared
 new.py       `megaresume new`: the programs of starts/, for a reader's own trainer

@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.cluster.launching.driver import (
+    AttemptProgress,
     LaunchDriver,
     LaunchSettings,
     Ledgers,

@@ -32,8 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.launching.decide import BadNode
-from megaresume.cluster.launching.driver import gpus_listed, modules_of, script_of
+from megaresume.cluster.launching.driver import BadNode, gpus_listed, modules_of, script_of
 
 #: begins the line of an answer.
 MARK = "megaresume-node "

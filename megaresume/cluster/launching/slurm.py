@@ -20,23 +20,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.cluster.launching.decide import (
+from megaresume.cluster.launching.driver import (
     AttemptHistory,
     AttemptProgress,
+    Attempts,
     BadNode,
     Decision,
+    LaunchDriver,
+    Ledgers,
     Reason,
     SlurmState,
     Status,
+    checkpoint_roots,
     choose_nodes,
     decide,
     decide_start,
-)
-from megaresume.cluster.launching.driver import (
-    Attempts,
-    LaunchDriver,
-    Ledgers,
-    checkpoint_roots,
     read_attempts,
     without_pins,
     write_attempts,

@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from megaresume.cluster.launching.decide import Reason
-from megaresume.cluster.launching.driver import LaunchSettings, modules_of, script_of
+from megaresume.cluster.launching.driver import LaunchSettings, Reason, modules_of, script_of
 from megaresume.cluster.launching.node_check import Verdict
 from megaresume.cluster.launching.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 from megaresume.stream.errors import UsageError

@@ -89,8 +89,9 @@ def _run(args: Arguments) -> int:
         build_model,
         build_optimizer,
         deepspeed_config,
+        image_encoder,
+        with_vision,
     )
-    from megaresume.cluster.training.vision import image_encoder, with_vision
     from megaresume.hosts.deepspeed.elastic import prepare_load
 
     dp, schedule = check_layout(args, dist.get_world_size())
@@ -219,7 +220,7 @@ def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
         UsageError: its images are not encoded as those that the model is trained on.
     """
     from megaresume.batches.open import open_stream
-    from megaresume.cluster.training.vision import encoders_of
+    from megaresume.cluster.training.model import encoders_of
 
     assert args.megaresume_held_out is not None
     stream = open_stream(args.megaresume_held_out, seq_length=seq_length, seed=args.seed)

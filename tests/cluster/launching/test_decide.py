@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launching.decide import (
+from megaresume.cluster.launching.driver import (
     Action,
     AttemptHistory,
     AttemptProgress,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launching.decide import AttemptProgress
+from megaresume.cluster.launching.driver import AttemptProgress
 from megaresume.cluster.launching.local import LocalDriver, LocalSettings
 from megaresume.stream.errors import UsageError
 

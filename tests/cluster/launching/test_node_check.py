@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.launching.decide import BadNode
+from megaresume.cluster.launching.driver import BadNode
 from megaresume.cluster.launching.node_check import (
     MARK,
     Verdict,

@@ -11,8 +11,8 @@ from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.ledger import ATTEMPT, LedgerEntry, append_ledger, with_attempt
 from megaresume.checkpoint.records import ledger_path
 from megaresume.checkpoint.system import Topology
-from megaresume.cluster.launching.decide import AttemptProgress
 from megaresume.cluster.launching.driver import (
+    AttemptProgress,
     Attempts,
     Ledgers,
     checkpoint_roots,

@@ -14,8 +14,15 @@ from PIL import Image
 
 from megaresume.cluster.training.launch import Arguments, parse_arguments, seed_everything
 from megaresume.cluster.training.logging import content_hashes
-from megaresume.cluster.training.model import build_model, document_mask
-from megaresume.cluster.training.vision import Images, VisionLanguageModel, image_encoder, vision_shape, with_vision
+from megaresume.cluster.training.model import (
+    Images,
+    VisionLanguageModel,
+    build_model,
+    document_mask,
+    image_encoder,
+    vision_shape,
+    with_vision,
+)
 from megaresume.encoding.images.processors import processor_from_options
 from megaresume.stream.errors import SetupError, UsageError
 

@@ -11,8 +11,7 @@ import pytest
 from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
-from megaresume.cluster.launching.decide import AttemptProgress
-from megaresume.cluster.launching.driver import Ledgers
+from megaresume.cluster.launching.driver import AttemptProgress, Ledgers
 from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project
