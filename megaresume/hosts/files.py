@@ -102,7 +102,7 @@ class Objects:
         return states
 
     def blank(self) -> dict[str, Any]:
-        """As `states`, to be read into: the optimizers forget theirs, and every parameter has one."""
+        """As `states`, to be read into: the optimizers forget their states, and every parameter gets an empty one."""
         for optimizer, _ in self.optimizers.values():
             optimizer.state.clear()
             optimizer.zero_grad()  # of a step that is given up

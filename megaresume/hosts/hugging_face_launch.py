@@ -176,7 +176,7 @@ def _watch_steps(module: ModuleType) -> None:
         if not any(name in sys.modules for name in _PROOFS):
             show_refusals()
             raise _not_attached(type(optimizer).__name__)
-        handle.remove()  # it would be in the way of a compiled step
+        handle.remove()  # it would keep a step from being compiled
 
     handle = module.register_optimizer_step_pre_hook(before_step)
 

@@ -254,7 +254,7 @@ def install_in_children(installer: str, modules: Iterable[str]) -> None:
 
     Args:
         installer: dotted name of our module.
-        modules: the modules that they wait for; one that imports none of them pays next to nothing.
+        modules: the modules whose import triggers the call; a process that imports none of them pays next to nothing.
     """
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(_STARTUP) not in path:

@@ -412,8 +412,8 @@ class ReplicaLoop(StepLoop):
         self.host.save_now()
 
     def load(self) -> Resume | None:
-        """Resume from the newest complete checkpoint. A replica that finds others further on is given theirs, in its
-        first quorum.
+        """Resume from the newest complete checkpoint. A replica that is behind others takes their state in its first
+        quorum.
 
         Returns:
             where it continues; None if there is no checkpoint.

@@ -110,7 +110,7 @@ def who_contributes(manager: Any, *, processes: int, samples: int) -> Contributo
     """Wait for the quorum, and see whose gradients torchft adds up; see `Contributors`.
 
     With the asynchronous quorum, torchft counts the replicas that are being healed in step 0 as participants, and adds
-    none of their gradients. So there they are asked.
+    none of their gradients. In that case the replicas are asked.
     """
     participants, number = manager.num_participants(), manager.participating_rank()
     mine = number if manager.is_participating() else None

@@ -58,7 +58,7 @@ _CONVERTING = re.compile(r"\..+_universal\.converting-[0-9a-f]{8}")
 
 #: seconds between lines of progress, and between looks at the worker.
 _PROGRESS, _POLL = 15.0, 0.2
-#: what launchers tell a rank; the worker is none.
+#: variables that launchers set for a rank; taken away from the worker, which is not a rank.
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 #: bytes; below it one process converts faster than several start.
 _SMALL = 1 << 30

@@ -50,7 +50,7 @@ class Batches(Data, Protocol):
     @property
     @abstractmethod
     def schedule(self) -> BatchSchedule:
-        """Global batch sizes of the whole run: those that were, those that are planned."""
+        """Global batch sizes of the whole run, past and planned."""
 
     @property
     @abstractmethod

@@ -86,7 +86,7 @@ class TrainingData(EngineData):
 
     @property
     def schedule(self) -> BatchSchedule:
-        """Global batch sizes of the whole run: those that were, those that are planned."""
+        """Global batch sizes of the whole run, past and planned."""
         return self._schedule
 
     def state(self) -> StreamState:

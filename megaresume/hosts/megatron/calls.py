@@ -182,7 +182,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
     if current.session.meter is not None:
         current.session.meter.start()
     if process.handle is not None:
-        # What was to be shown by it is shown; and it would be in the way of a compiled optimizer step.
+        # It has shown what it was there for, and it would keep an optimizer step from being compiled.
         process.handle.remove()
         process.handle = None
     if os.environ.get("RANK", "0") == "0":

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from megaresume.hosts.megatron.calls import Counted
 
 
-#: the attribute of Megatron's namespace that holds the state, as the text of its envelope. The namespace rides in every
+#: the attribute of Megatron's namespace that holds the state, as the text of its envelope. The namespace is in every
 #: checkpoint format. A string, because since core 0.19 it is loaded with ``weights_only=True``, where a NumPy scalar or
 #: a class of ours would make the whole checkpoint unloadable.
 KEY = "megaresume_state"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,24 @@ def data_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sources:\n  web: {path: web, weight: 0.7}\n  code: {path: code, weight: 0.3}\n"
     )
     return path
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One gloo process as megatron-core wants it."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megaresume.cluster.training.launch import seed_everything
+
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    seed_everything(1, torch.device("cpu"))
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 @dataclass

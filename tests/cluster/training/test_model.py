@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megaresume.batches.batch import document_mask as reference_mask
-from megaresume.cluster.training.launch import Arguments, parse_arguments, seed_everything
+from megaresume.cluster.training.launch import Arguments, parse_arguments
 from megaresume.cluster.training.model import (
     WEIGHT_DECAY,
     LossMeter,
@@ -27,18 +22,6 @@ BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-si
 
 def arguments(more: str = "") -> Arguments:
     return parse_arguments(f"{BASE} --train-iters 1 {more}".split())
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One gloo process as megatron-core wants it."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    seed_everything(1, CPU)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 #: two rows of 12: documents of 5, 4, and 3 places of padding; one document of 12.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from PIL import Image
 
-from megaresume.cluster.training.launch import Arguments, parse_arguments, seed_everything
+from megaresume.cluster.training.launch import Arguments, parse_arguments
 from megaresume.cluster.training.logging import content_hashes
 from megaresume.cluster.training.model import (
     Images,
@@ -26,6 +23,8 @@ from megaresume.cluster.training.model import (
 from megaresume.encoding.images.processors import processor_from_options
 from megaresume.stream.errors import SetupError, UsageError
 
+pytestmark = pytest.mark.usefixtures("groups")
+
 CPU = torch.device("cpu")
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --megaresume-data d.yaml --lr 0.01"
 VISION = "--vision-num-layers 2 --vision-hidden-size 16 --vision-num-attention-heads 2 --vision-patch-size 4"
@@ -35,18 +34,6 @@ SQUARES = {"kind": "patches", "size": 16, "patch_size": 4, "merge": 2, "fit": "s
 
 def arguments(more: str = VISION) -> Arguments:
     return parse_arguments(f"{BASE} --train-iters 1 {more}".split())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One gloo process as megatron-core wants it."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    seed_everything(1, CPU)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 class Encoder:

@@ -1,4 +1,4 @@
-"""A small real tokenizer, trained for the tests."""
+"""A small real tokenizer, trained for the tests; a plugin of conftest.py."""
 
 from __future__ import annotations
 
