@@ -398,9 +398,7 @@ def read_sealed(
     except FileNotFoundError as problem:
         raise error(f"{what} is missing", found="no such file", expected=str(path)) from problem
     except OSError as problem:
-        raise error(
-            f"{what} cannot be read", found=f"{path}: {problem.strerror or problem}", expected="a readable file"
-        ) from problem
+        raise error.unreadable(what, problem, "a readable file", at=path) from problem
     try:
         fields = unseal(data)
     except SealError as problem:

@@ -30,7 +30,7 @@ from megaresume.data.layout import (
     spans_path,
 )
 from megaresume.data.sidecar import CorpusIdentity, FileIdentity, changed, map_file
-from megaresume.data.source import PLACES, Documents, contents_hash
+from megaresume.data.source import PLACES, BaseSource, contents_hash
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.progress import progress
 from megaresume.stream.source import LongDocuments
@@ -45,7 +45,7 @@ AT_ONCE = 16
 REBUILD = "copy the corpus again or rebuild it: megaresume prepare"
 
 
-class IndexedDocuments(Documents):
+class IndexedDocuments(BaseSource):
     """Documents whose lengths stand in an .idx. Safe to share between threads, to fork and to pickle: opened again.
 
     A document is all sequences between two of the boundaries in the .idx. (Megatron's ``GPTDataset`` takes every

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from megaresume.data.indexed_documents import IndexedDocuments
 from megaresume.data.source import (
     DOCUMENT_MEMBERS,
-    Documents,
+    BaseSource,
     Source,
     is_document_source,
     scan_fingerprint,
@@ -60,7 +60,7 @@ def as_source(thing: object, name: str = "source") -> Source:
     return PythonSource(thing, name=name)
 
 
-class PythonSource(Documents):
+class PythonSource(BaseSource):
     """A user's object, checked at every answer.
 
     Args:

@@ -22,7 +22,7 @@ from megaresume.data.image_folder import Folder
 from megaresume.data.inputs import resolved
 from megaresume.data.record_index import IndexedFile, ShardIndex
 from megaresume.data.shard_files import Place, RecordError, ShardFiles
-from megaresume.data.source import Documents, scan_fingerprint
+from megaresume.data.source import BaseSource, scan_fingerprint
 from megaresume.data.tar import content_hash, parse_record
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
@@ -44,7 +44,7 @@ SCAN = 1 << 20
 SOME = 8
 
 
-class ShardSource(Documents):
+class ShardSource(BaseSource):
     """Documents of tar shards. Safe to share between threads, to fork and to pickle.
 
     Args:

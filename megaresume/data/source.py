@@ -3,7 +3,7 @@
 Source           documents by number
   TokenSource      all tokens in one array: a compiled loop copies them
   DocumentSource   tokens and images of one document together, with randomness that is keyed by what it is
-Documents        base of our own sources: what follows from lengths and reads, wherever the tokens come from
+BaseSource       base of our own sources: what follows from lengths and reads, wherever the tokens come from
 
 What a `DocumentSource` gives is in `megaresume.encoding.images.document`.
 
@@ -134,7 +134,7 @@ def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
 Int64Array = npt.NDArray[np.int64]
 
 
-class Documents(ABC):
+class BaseSource(ABC):
     """What a source of ours answers by its ``lengths`` and `read`, wherever its tokens come from."""
 
     @property

@@ -25,7 +25,7 @@ from megaresume.data.record_index import places_path
 from megaresume.data.row_source import RowSource
 from megaresume.data.sidecar import changed, map_file, opened_file
 from megaresume.data.source import (
-    Documents,
+    BaseSource,
     DocumentSource,
     Source,
     TokenSource,
@@ -108,7 +108,7 @@ def range_of(source: Source, start: int, stop: int) -> RangeSource:
     return RangeSource(source, start, stop)
 
 
-class RangeSource(Documents):
+class RangeSource(BaseSource):
     """Documents [start, stop) of another source, numbered from 0.
 
     Raises:

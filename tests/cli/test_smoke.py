@@ -24,7 +24,7 @@ BAD = {
     "--steps 6": ("too few steps for the stops", "2 stops", "12 or more"),
     "--save-interval 1": ("cannot cost one", "--save-interval 4"),
     "--data nowhere.yaml": ("no such data config",),
-    "--script nowhere.sh": ("--script nowhere.sh cannot be read",),
+    "--script nowhere.sh": ("nowhere.sh cannot be read",),
     "--timeout 0": ("not a number above 0",),
     "--timeout soon": ("not a number from 0",),
     "--min-step-seconds -1": ("not a number from 0",),

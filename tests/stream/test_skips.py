@@ -411,7 +411,7 @@ def test_a_source_of_which_nothing_would_be_left_is_refused_at_once(kept: list[i
         ({"smaples": []}, "bad value of skip"),
         ([3], "bad value of skip"),
         ({"documents": [3]}, "bad value of skip.documents"),
-        ({"documents": {"c": [3]}}, "source that does not exist"),
+        ({"documents": {"c": [3]}}, "unknown source"),
         ({"documents": {"a": [-3]}}, "bad value of skip.documents.a"),
         ({"documents": {"a": []}}, "bad value of skip.documents.a"),
         ({"documents": {"a": ["3"]}}, "bad value of skip.documents.a"),

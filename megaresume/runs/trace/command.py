@@ -20,9 +20,16 @@ from megaresume.encoding.text.tokenizers import Tokenizer, load_tokenizer
 from megaresume.render import write_bytes
 from megaresume.runs import prompts
 from megaresume.runs.run import Run
-from megaresume.runs.trace.by_loss import as_text, rank, with_text
 from megaresume.runs.trace.documents import Decoder, ImagesWritten, marked_ids, write_images
-from megaresume.runs.trace.find import Occurrence, Sought, find, parse_documents
+from megaresume.runs.trace.find import (
+    Occurrence,
+    Sought,
+    find,
+    losses_as_text,
+    parse_documents,
+    rank_by_loss,
+    with_texts,
+)
 from megaresume.runs.trace.formats import (
     CSV_COLUMNS,
     Format,
@@ -262,10 +269,10 @@ def _text_of(row: Mapping[str, Any], *, of_items: bool) -> str:
 
 def _by_loss(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
     with _progress("tracing", trace.work(first, stop)) as update:
-        found = rank(trace, first, stop, args.most or 20, progress=update)
+        found = rank_by_loss(trace, first, stop, args.most or 20, progress=update)
     if args.text:
-        found = with_text(found, trace, Decoder(sources, _tokenizer(args), _note))
-    found.give(as_text, as_json=args.json)
+        found = with_texts(found, trace, Decoder(sources, _tokenizer(args), _note))
+    found.give(losses_as_text, as_json=args.json)
 
 
 def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
