@@ -216,15 +216,40 @@ def item_hash(item: Any) -> int:
 
     The same in every process. Of an object of which nothing is known only the type counts.
     """
+    try:
+        return xxhash.xxh3_64_intdigest(_plain(item).encode())
+    except _NotPlain:
+        pass
     hasher = xxhash.xxh3_64()
     _hash_into(hasher, item)
     return hasher.intdigest()
 
 
+class _NotPlain(Exception):
+    """It holds something else than text, numbers, lists and mappings by text."""
+
+
+def _plain(value: Any) -> str:
+    """What `_hash_into` hashes, at once: of conversations and other rows in half the time."""
+    kind = type(value)
+    if kind is str:
+        return f"str {value!r}:"
+    if kind is dict:
+        parts = [f"mapping {len(value)}:"]
+        for key in sorted(value, key=str):
+            if type(key) is not str:
+                raise _NotPlain
+            parts += (f"str {key!r}:", _plain(value[key]))
+        return "".join(parts)
+    if kind is list:
+        return f"list {len(value)}:" + "".join([_plain(one) for one in value])
+    if kind is int or kind is float or kind is bool or value is None:
+        return f"{kind.__name__} {value!r}:"
+    raise _NotPlain
+
+
 def _hash_into(hasher: Any, value: Any) -> None:
-    if type(value) is str:  # most of all; the others take ten times as long to tell apart
-        hasher.update(f"str {value!r}:".encode())
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         hasher.update(f"mapping {len(value)}:".encode())
         for key in sorted(value, key=str):
             _hash_into(hasher, str(key))

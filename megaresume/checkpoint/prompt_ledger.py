@@ -1,11 +1,16 @@
 """The ledger of prompts: what became of every ordinal of a run, one line for every state that was taken.
 
     {"format": "megaresume.prompts", "version": 1, "id": "9f..", "parent": "3c..", "step": 20, "next": 180, "open": 12,
-     "trained": {"19": "120:126 128", "20": "127 129:133"}, "dropped": {"stale": "118"}, "checksum": "..."}
+     "trained": {"19": "120:126 128", "20": "127 129:133"}, "dropped": {"stale": "118"}, "staleness": {"0": 40, "1": 8},
+     "checksum": "..."}
 
 A line says what was settled since its parent, and a state names its line. So the past of a checkpoint is its line and
 the parents of it; a line that no such path goes through is of a part of the run that a crash threw away. Each ordinal
 below ``next`` is at one place of a path, trained at a step or dropped for a reason, or one of the ``open`` in flight.
+``staleness``: rollouts that were trained, by how many versions the weights were newer than those that made them.
+
+A run that went on for a while without a ledger can be given one: its first line says in ``before`` which ordinals were
+settled by then, of which nothing else is known.
 
 The line is on the disk before the state is handed out: no checkpoint names one that is missing.
 """
@@ -13,8 +18,11 @@ The line is on the disk before the state is handed out: no checkpoint names one 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +50,10 @@ class PromptLine:
     open: int
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
     dropped: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: rollouts that were trained, by versions of the weights.
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    #: what was settled before the ledger began: ranges, ascending.
+    before: Sequence[tuple[int, int]] = ()
 
     def to_bytes(self) -> bytes:
         """The line, with its newline."""
@@ -49,25 +61,37 @@ class PromptLine:
         fields |= {"step": self.step, "next": self.next, "open": self.open}
         fields["trained"] = {str(step): to_text(ordinals) for step, ordinals in self.trained.items()}
         fields["dropped"] = {reason: to_text(ordinals) for reason, ordinals in self.dropped.items()}
+        fields["staleness"] = {str(versions): rollouts for versions, rollouts in self.staleness.items()}
+        if self.before:
+            fields["before"] = _ranges_text(self.before)
         return seal(fields)
 
 
 def to_text(ordinals: Iterable[int]) -> str:
     """Ordinals as ranges: ``0:16 18``."""
-    ranges: list[list[int]] = []
+    ranges: list[tuple[int, int]] = []
     for ordinal in sorted(ordinals):
         if ranges and ordinal == ranges[-1][1]:
-            ranges[-1][1] += 1
+            ranges[-1] = ranges[-1][0], ordinal + 1
         else:
-            ranges.append([ordinal, ordinal + 1])
+            ranges.append((ordinal, ordinal + 1))
+    return _ranges_text(ranges)
+
+
+def _ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
     return " ".join(str(first) if stop == first + 1 else f"{first}:{stop}" for first, stop in ranges)
 
 
 def from_text(text: str) -> Iterator[int]:
     """The ordinals again. Raises ValueError: these are no ranges."""
+    for first, stop in _ranges(text):
+        yield from range(first, stop)
+
+
+def _ranges(text: str) -> Iterator[tuple[int, int]]:
     for one in text.split():
         first, _, stop = one.partition(":")
-        yield from range(as_count(int(first)), int(stop) if stop else int(first) + 1)
+        yield as_count(int(first)), int(stop) if stop else int(first) + 1
 
 
 class PromptLedger:
@@ -90,6 +114,8 @@ class PromptLedger:
         self.path = path
         #: the line of the last state that was taken or loaded.
         self.id: str | None = None
+        #: that of a ledger which begins in the middle of a run, until it is written.
+        self._first: PromptLine | None = None
 
     def append(self, **fields: Any) -> str:
         """Add the line of a state that is about to be handed out: its id. On the disk when this returns.
@@ -97,10 +123,12 @@ class PromptLedger:
         Raises:
             CheckpointError: the disk refuses.
         """
-        line = PromptLine(id=secrets.token_hex(8), parent=self.id, **fields)
-        append_lines(self.path, [line.to_bytes()])
-        self.id = line.id
-        return line.id
+        lines = [] if self._first is None else [self._first]
+        parent = lines[0].id if lines else self.id
+        lines.append(PromptLine(id=secrets.token_hex(8), parent=parent, **fields))
+        append_lines(self.path, [line.to_bytes() for line in lines])
+        self.id, self._first = lines[-1].id, None
+        return self.id
 
     def check_begins(self) -> None:
         """A run may begin here: no prompt in the ledger was settled. Lines of nothing, or a torn one, are no harm.
@@ -119,22 +147,39 @@ class PromptLedger:
                 action="load the state of the checkpoint; to begin anew, remove the ledger, or name another one",
             )
 
-    def check_has(self, state_id: str | None) -> str:
-        """The id of a state's line, if the ledger has it, and every line that leads there.
+    def check_has(self, state_id: str) -> None:
+        """The ledger has the line of a state, and every line that leads there.
 
         Raises:
-            StateError: it has not; or the state was taken without a ledger.
+            StateError: it has not.
         """
         history = PromptHistory.read(self.path)
-        if state_id is not None and (state_id in history.lines or history.problems):
-            history.path_to(state_id)
-            return state_id
-        raise StateError(
-            "the ledger does not know this state of the prompts",
-            found=f"{self.path}, without a line {state_id}" if state_id else "a state that was taken without a ledger",
-            expected="the ledger that was written when the state was taken",
-            cause="the ledger was not copied with the checkpoint, or is another run's",
-            action="copy it along; or leave ledger= out: the run continues, without a proof of what came before",
+        if state_id not in history.lines and not history.problems:
+            raise StateError(
+                "the ledger does not know this state of the prompts",
+                found=f"{self.path}, without a line {state_id}",
+                expected="the ledger that was written when the state was taken",
+                cause="the ledger was not copied with the checkpoint, or is another run's",
+                action="copy it along; or leave ledger= out: the run continues, without a proof of what came before",
+            )
+        history.path_to(state_id)
+
+    def go_on_from(self, state_id: str | None, *, step: int, next: int, open: Collection[int]) -> None:
+        """Continue from a state. From one that was taken without a ledger, begin in the middle of the run: that line is
+        on the disk with the next one.
+
+        Args:
+            state_id: see `check_has`; None: there was no ledger.
+            step, next: of the state.
+            open: the ordinals in flight.
+        """
+        self.id, self._first = state_id, None
+        if state_id is not None:
+            return
+        settled = pairwise([-1, *sorted(open), next])
+        before = [(last + 1, following) for last, following in settled if last + 1 < following]
+        self._first = PromptLine(
+            id=secrets.token_hex(8), parent=None, step=step, next=next, open=len(open), before=before
         )
 
 
@@ -225,9 +270,15 @@ class Fates:
         self.step, self.next, self._open = last.step, last.next, last.open
         self.trained: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
+        self._before = path[0].before
+        #: how many were settled before the ledger began.
+        self.before = sum(stop - first for first, stop in self._before)
+        #: rollouts that were trained, by how many versions the weights were newer.
+        self.staleness: Counter[int] = Counter()
         #: what cannot be, in words.
         self.problems: list[str] = []
         for line in path:
+            self.staleness.update(line.staleness)
             for step, ordinals in line.trained.items():
                 for ordinal in ordinals:
                     self._once(ordinal, f"trained at step {step}")
@@ -236,14 +287,14 @@ class Fates:
                 for ordinal in ordinals:
                     self._once(ordinal, f"dropped ({reason})")
                     self.dropped[ordinal] = reason
-        settled = len(self.trained.keys() | self.dropped.keys())
+        settled = len(self.trained.keys() | self.dropped.keys()) + self.before
         if settled + self._open != self.next:
             missing = self.next - settled - self._open
             what = f"{missing} are lost" if missing > 0 else f"{-missing} are too many"
             self.problems.append(f"of {self.next} prompts {settled} are settled and {self._open} in flight: {what}")
 
     def _once(self, ordinal: int, now: str) -> None:
-        if ordinal in self.trained or ordinal in self.dropped:
+        if ordinal in self.trained or ordinal in self.dropped or self._is_before(ordinal):
             self.problems.append(f"prompt {ordinal} is {self.of(ordinal)}, and {now}")
         if ordinal >= self.next:
             self.problems.append(f"prompt {ordinal} is {now}, and was never issued")
@@ -254,11 +305,19 @@ class Fates:
             return f"trained at step {self.trained[ordinal]}"
         if ordinal in self.dropped:
             return f"dropped ({self.dropped[ordinal]})"
+        if self._is_before(ordinal):
+            return "settled before the ledger began"
         return "in flight" if ordinal < self.next else "not issued"
 
     def in_flight(self) -> Iterator[int]:
         """The ordinals that are."""
-        return (k for k in range(self.next) if k not in self.trained and k not in self.dropped)
+        after = pairwise([(0, 0), *self._before, (self.next, self.next)])
+        later = chain.from_iterable(range(stop, first) for (_, stop), (first, _) in after)
+        return (k for k in later if k not in self.trained and k not in self.dropped)
+
+    def _is_before(self, ordinal: int) -> bool:
+        at = bisect_right(self._before, ordinal, key=lambda one: one[0]) - 1
+        return at >= 0 and ordinal < self._before[at][1]
 
 
 def _line(path: Path, fields: Mapping[str, Any]) -> PromptLine:
@@ -275,4 +334,6 @@ def _line(path: Path, fields: Mapping[str, Any]) -> PromptLine:
         open=as_count(fields["open"]),
         trained={as_count(int(step)): tuple(from_text(text)) for step, text in fields["trained"].items()},
         dropped={reason: tuple(from_text(text)) for reason, text in fields["dropped"].items()},
+        staleness={int(versions): as_count(rollouts) for versions, rollouts in fields["staleness"].items()},
+        before=list(_ranges(fields.get("before", ""))),
     )

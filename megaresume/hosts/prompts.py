@@ -321,7 +321,12 @@ class Prompts:
             trained, dropped = flights.settled
             if self._ledger is not None:
                 body["line"] = self._ledger.append(
-                    step=flights.step, next=flights.next, open=len(flights.open), trained=trained, dropped=dropped
+                    step=flights.step,
+                    next=flights.next,
+                    open=len(flights.open),
+                    trained=trained,
+                    dropped=dropped,
+                    staleness=flights.staleness,
                 )
             flights.forget_settled()
             return body | {"checksum": checksum(body)}
@@ -345,8 +350,8 @@ class Prompts:
             streams, line = open_envelope(
                 state, lambda body: _read(body, flights), format_name=FORMAT, version=VERSION, texts=()
             )
-            if self._ledger is not None:
-                line = self._ledger.check_has(line)
+            if self._ledger is not None and line is not None:
+                self._ledger.check_has(line)
             before = self._loader.stream.base_state
             try:
                 orders = self._orders_of(streams, flights)
@@ -354,7 +359,7 @@ class Prompts:
                 self._loader.stream.restore(before)
                 raise
             if self._ledger is not None:
-                self._ledger.id = line
+                self._ledger.go_on_from(line, step=flights.step, next=flights.next, open=flights.open)
             self.is_begun = True
             self._flights, self._orders, self._planned = flights, orders, []
             self._start = secrets.token_hex(4)
@@ -383,6 +388,11 @@ class Prompts:
         """Since this object was made, or loaded: prompts trained; rollouts ``dropped: REASON``, ``requeued: REASON``,
         ``repeated``, ``late``, ``superseded`` (stale, and asked for again since), ``of later weights``."""
         return dict(self._flights.counts)
+
+    @property
+    def rollouts(self) -> int:
+        """Of each prompt."""
+        return self._flights.rollouts
 
     @property
     def in_flight(self) -> list[int]:

@@ -12,7 +12,7 @@
     trace/          which documents did these steps train on, or will they?
     verify.py       is what was recorded the stream of these corpora?
     top.py          what does it do now? what comes next?
-    prompts.py      what became of every prompt of reinforcement learning? for trace and verify
+    prompts.py      what became of every prompt of reinforcement learning? for trace, verify, report, top
     report.py       what became of it, on one page
     doctor.py       what is wrong: with the directory, a launch (logs.py), the machine (machine.py)
     stream.py       what does a data config give? (before there is a run)

@@ -1,5 +1,5 @@
-"""What became of every prompt of reinforcement learning: `verify` and `trace --find`, if there is a ledger of prompts
-(`megaresume.Prompts`).
+"""What became of every prompt of reinforcement learning: `verify`, `trace --find`, `report` and `top`, if there is a
+ledger of prompts (`megaresume.Prompts`).
 
 The ledger alone must hold: every ordinal trained at one step, dropped for one reason, or in flight. And every state of
 the prompts that lies beside a checkpoint must be one that the ledger led to.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.prompt_ledger import PROMPTS, PromptHistory
+from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs.answer import Answer, optional, told
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 from megaresume.stream.in_flight import from_runs, unpacked
@@ -32,8 +33,16 @@ class PromptProof(Answer):
     in_flight: int
     #: prompts by reason.
     dropped: dict[str, int]
-    #: checkpoints of which the state is as the ledger says.
+    #: settled before the ledger began, of which nothing else is known.
+    before: int
+    #: rollouts that were trained, by how many versions the weights were newer than those that made them. Of those only
+    #: whose version was told.
+    staleness: dict[int, int]
+    #: prompts that were trained, by step.
+    steps: dict[int, int]
+    #: checkpoints of which the state is as the ledger says; and of which it was taken without a ledger.
     states: int
+    unproved: int
     #: what is wrong, in words; lines that a kill has torn are not.
     problems: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
@@ -68,7 +77,8 @@ def prove(directory: Path, find: str | None = None) -> PromptProof:
         UsageError: no ordinals.
     """
     history = PromptHistory.read(directory / PROMPTS)
-    states = {path: _state(path) for path in sorted(directory.glob("*/prompts.json"))}
+    found = {path: _state(path) for path in sorted(directory.glob("*/prompts.json"))}
+    states = {path: state for path, state in found.items() if state["line"] is not None}
     known = [(state["step"], path) for path, state in states.items() if state["line"] in history.lines]
     newest = max(known, default=None)
     line = history.last if newest is None else states[newest[1]]["line"]
@@ -90,9 +100,13 @@ def prove(directory: Path, find: str | None = None) -> PromptProof:
         step=fates.step,
         prompts=fates.next,
         trained=len(fates.trained),
-        in_flight=fates.next - len(fates.trained) - len(fates.dropped),
+        in_flight=fates.next - len(fates.trained) - len(fates.dropped) - fates.before,
         dropped=dict(Counter(fates.dropped.values())),
+        before=fates.before,
+        staleness=dict(sorted(fates.staleness.items())),
+        steps=dict(sorted(Counter(fates.trained.values()).items())),
         states=len(states),
+        unproved=len(found) - len(states),
         problems=problems,
         torn=[one for one in history.problems if "cut short" in one],
         found=None if find is None else {ordinal: fates.of(ordinal) for ordinal in _ordinals(find)},
@@ -132,13 +146,58 @@ def text(proof: PromptProof) -> str:
     """For people."""
     if proof.found is not None:
         return "\n".join(f"prompt {ordinal}: {fate}" for ordinal, fate in proof.found.items())
-    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in sorted(proof.dropped.items()))
-    lines = [f"prompts of {proof.dir}, up to {proof.origin}, step {proof.step}"]
-    lines.append(
-        f"  {proof.prompts} issued: {proof.trained} trained, {proof.in_flight} in flight, {dropped or '0 dropped'}"
-    )
+    lines = [f"prompts of {proof.dir}, up to {proof.origin}, step {proof.step}", f"  {counts_of(proof)}"]
+    if proof.staleness:
+        lines.append(f"  {staleness_of(proof)}")
     lines += [f"  torn       {one} (a kill; no checkpoint is of it)" for one in proof.torn]
     lines += [f"  WRONG      {problem}" for problem in proof.problems[:20]]
     count = f"{proof.states} states beside checkpoints are as the ledger says"
+    if proof.unproved:
+        count += f", {proof.unproved} were taken without a ledger"
     lines.append(f"proved: every prompt is accounted for once; {count}" if proof.holds else "not proved")
     return "\n".join(lines)
+
+
+def counts_of(proof: PromptProof) -> str:
+    """What became of how many, in words."""
+    dropped = ", ".join(f"{count:,} dropped ({reason})" for reason, count in sorted(proof.dropped.items()))
+    words = f"{proof.prompts:,} issued: {proof.trained:,} trained, {proof.in_flight:,} in flight"
+    words += f", {dropped or '0 dropped'}"
+    return words + (f", {proof.before:,} settled before the ledger began" if proof.before else "")
+
+
+def staleness_of(proof: PromptProof) -> str:
+    """How old the rollouts were that were trained, in words."""
+    total = sum(proof.staleness.values())
+    shares = ", ".join(f"{100 * count / total:.1f} % by {age}" for age, count in proof.staleness.items())
+    return f"of {total:,} rollouts trained, older than the weights: {shares} versions"
+
+
+def prompts_page(proof: PromptProof) -> str:
+    """The page of `report`."""
+    ages = [(str(age), f"{count:,}") for age, count in proof.staleness.items()]
+    rows = [("trained", f"{proof.trained:,}"), ("in flight", f"{proof.in_flight:,}")]
+    rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in sorted(proof.dropped.items())]
+    rows += [("settled before the ledger began", f"{proof.before:,}")] if proof.before else []
+    parts = [
+        f"<h1>{escape(str(proof.dir))}</h1>",
+        f"<p>Up to {escape(proof.origin)}, step {proof.step:,}: {proof.prompts:,} prompts were issued. "
+        f"{'Every one is accounted for once.' if proof.holds else 'NOT PROVED: see below.'}</p>",
+        *[f"<p>{escape(problem)}</p>" for problem in proof.problems[:20]],
+        "<h2>Prompts</h2>",
+        html_table(("", "prompts"), rows, numbers=True),
+    ]
+    if len(proof.steps) > 1:
+        parts += ["<p>Prompts trained, by step.</p>", _steps(proof)]
+    if ages:
+        parts += ["<h2>Staleness</h2>", html_table(("versions behind the weights", "rollouts"), ages, numbers=True)]
+    return page(f"megaresume: {proof.dir}", parts)
+
+
+def _steps(proof: PromptProof) -> str:
+    def draw(axes: Any) -> None:
+        axes.plot(list(proof.steps), list(proof.steps.values()), ".", color=COLOURS[0])
+        axes.set_xlabel("step")
+        axes.set_ylim(0)
+
+    return svg(draw, height=2.4)

@@ -2,6 +2,8 @@
 
     ledger.jsonl, step_*.json  ->  `collect`  ->  `RunFacts`  ->  --json, or a page (`run_page`)
 
+Of a run of reinforcement learning with a ledger of its prompts: what became of those, in prompts.py.
+
 No corpus is read, and nothing is planned again: points are states that were saved, some hundred of them, spread over
 the run.
 """
@@ -18,6 +20,7 @@ from typing import Any
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
+from megaresume.runs import prompts
 from megaresume.runs.answer import Answer
 from megaresume.runs.history import History, Membership, memberships
 from megaresume.runs.losses import Loss, LossLog, read_losses
@@ -50,16 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
-    facts = collect(Run(args.dir), None if args.log is None else read_losses(args.log))
     output = args.output or args.dir / "report.html"
+    if prompts.has_prompts(args.dir):
+        proof = prompts.prove(args.dir)
+        if not args.json:
+            _write(output, prompts.prompts_page(proof))
+        return proof.give(lambda _: f"report: {output}", as_json=args.json)
+    facts = collect(Run(args.dir), None if args.log is None else read_losses(args.log))
     if not args.json:
-        _write(output, facts)
+        _write(output, run_page(facts))
     return facts.give(lambda _: f"report: {output}", as_json=args.json)
 
 
-def _write(output: Path, facts: RunFacts) -> None:
+def _write(output: Path, text: str) -> None:
     try:
-        output.write_text(run_page(facts), encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SetupError(
             f"cannot write {output}", found=error.strerror or str(error), action="--output ANOTHER"

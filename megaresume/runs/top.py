@@ -2,6 +2,7 @@
 
 meter/figures.jsonl, pulse.json   a run that is measured (``metrics=``): to the second
 ledger.jsonl, step_*.json         any run: as of its newest checkpoint
+prompts.jsonl                     a run of reinforcement learning: what became of its prompts, by its newest state
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 
 from megaresume.checkpoint.goodput import CAUSES, all_marks, goodput_of
 from megaresume.checkpoint.meter.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
+from megaresume.checkpoint.prompt_ledger import PROMPTS
 from megaresume.checkpoint.records import split_root
 from megaresume.command_line import at_least
 from megaresume.render import spell_bytes, text_table
-from megaresume.runs.answer import Answer
+from megaresume.runs import prompts
+from megaresume.runs.answer import Answer, optional
 from megaresume.runs.history import Membership, memberships
 from megaresume.runs.run import Run
 from megaresume.stream.changes import outlook
@@ -31,8 +34,9 @@ from megaresume.stream.state import StreamState
 
 #: bytes at the end of a file of readings, in which the newest one is.
 _TAIL = 1 << 20
-#: seconds after a sign of life in which a run is taken to be alive; and without news after which that is said.
-_ALIVE, _QUIET = 10.0, 120.0
+#: seconds after a sign of life in which a run is taken to be alive; the same after a state of its prompts, which is
+#: taken with a checkpoint; and without news after which that is said.
+_ALIVE, _ALIVE_PROMPTS, _QUIET = 10.0, 1800.0, 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +90,8 @@ class Now(Answer):
     #: in words, the nearest first.
     next: Sequence[str] = ()
     notes: Sequence[str] = field(default=())
+    #: of a run of reinforcement learning.
+    prompts: prompts.PromptProof | None = optional()
 
 
 def newest_reading(directory: Path) -> dict[str, Any] | None:
@@ -124,8 +130,13 @@ def look(root: Path) -> Now:
     spent = goodput_of(marks)
     figures: Mapping[str, Any] = {} if reading is None else reading["figures"]
     last = marks[-1] if marks else Mark(event="", time=0.0, step=0, samples=0)
+    proof, written = _prompts(run.root, notes)
+    if proof is not None and not marks:
+        last = Mark(event="", time=written, step=proof.step, samples=0)
+        notes.clear()  # that it has no checkpoint of megaresume's own
     holder = run.holder()
     is_alive = pulse is not None and pulse.event == "now" and time.time() - pulse.time < _ALIVE
+    is_alive = is_alive or time.time() - written < _ALIVE_PROMPTS
     life = "runs" if is_alive or (holder is not None and holder.status == "held") else "gone"
     events = run.ledger.events
     life = "ended" if events and events[-1].kind == "finished" else life
@@ -159,7 +170,19 @@ def look(root: Path) -> Now:
         sources=_sources(figures, state),
         next=[] if state is None else _next(state, last.samples, seconds, size),
         notes=notes,
+        prompts=proof,
     )
+
+
+def _prompts(root: Path, notes: list[str]) -> tuple[prompts.PromptProof | None, float]:
+    """What became of the prompts, and when that was written; None: it is no such run, or cannot be read."""
+    if not prompts.has_prompts(root):
+        return None, 0.0
+    try:
+        return prompts.prove(root), (root / PROMPTS).stat().st_mtime
+    except MegaresumeError as error:
+        notes.append(f"{error.headline}: {error.found}")
+        return None, 0.0
 
 
 def _pace(marks: Sequence[Mark]) -> float | None:
@@ -276,6 +299,8 @@ def _line(now: Now) -> str:
     goodput = "" if now.goodput is None else f"  goodput {100 * now.goodput:.1f} %"
     shares = "  ".join(f"{s.name} {s.share:.4f}/{s.weight:.4f}" for s in now.sources if s.share is not None)
     durable = "-" if now.durable is None else f"{now.durable:,}"
+    if now.prompts is not None:
+        shares += f"  prompts: {prompts.counts_of(now.prompts)}"
     return f"step {now.step:,}  samples {now.samples:,}{pace}  durable {durable}{goodput}  {shares}".rstrip()
 
 
@@ -297,6 +322,10 @@ def _text(now: Now) -> str:
     rows.append(["starts", f"{now.starts:,}, {now.repeated:,} samples trained again"])
     if now.memberships:
         rows.append(["replicas", _replicas(now.memberships)])
+    if now.prompts is not None:
+        rows.append(["prompts", prompts.counts_of(now.prompts)])
+        if now.prompts.staleness:
+            rows.append(["staleness", prompts.staleness_of(now.prompts)])
     parts = [head, text_table(rows)]
     if now.sources:
         table = [["source", "tokens", "share", "weight", "epoch", "loss"]]
@@ -307,7 +336,8 @@ def _text(now: Now) -> str:
         parts.append(text_table(table))
     if now.next:
         parts.append("next\n" + "\n".join(f"  {words}" for words in now.next[:6]))
-    parts += [f"note: {note}" for note in now.notes]
+    problems = () if now.prompts is None else now.prompts.problems[:5]
+    parts += [f"note: {note}" for note in (*now.notes, *problems)]
     if now.life == "runs" and now.measured and time.time() - now.time > _QUIET:
         parts.append(f"note: no news for {_duration(time.time() - now.time)}, though a process holds the directory")
     return "\n\n".join(parts)

@@ -128,9 +128,10 @@ class InFlight:
         self.is_resumed, self.first_version = False, 0
         #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
         self.counts: Counter[str] = Counter()
-        #: what was settled since `forget_settled`, in that order.
+        #: what was settled since `forget_settled`, in that order; and rollouts that were trained since, by staleness.
         self._trained: dict[int, list[int]] = {}
         self._dropped: dict[str, list[int]] = {}
+        self._staleness: Counter[int] = Counter()
 
     @property
     def frontier(self) -> int:
@@ -327,12 +328,19 @@ class InFlight:
         for ordinal, rollout in parts:
             flight = self.open[ordinal]
             flight.step = step
+            self._count_staleness(flight, 1 << rollout)
             self._gone(ordinal, flight, 1 << rollout)
         for ordinal in whole:
             if (whole_flight := self.open.get(ordinal)) is not None:
                 whole_flight.step = step
+                self._count_staleness(whole_flight, whole_flight.done)
                 self._settle(ordinal, whole_flight)
         self.step = step
+
+    def _count_staleness(self, flight: Flight, bits: int) -> None:
+        for version, made in (flight.made or {}).items():
+            if found := made & bits:
+                self._staleness[self.weights_version - version] += found.bit_count()
 
     def _check_trained(self, step: int, ordinal: int) -> None:
         flight = self._trainable(step, ordinal)
@@ -422,9 +430,15 @@ class InFlight:
         """What was settled since `forget_settled`: ordinals by the step that trained them; by why they were dropped."""
         return self._trained, self._dropped
 
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Rollouts that were trained since `forget_settled`, whole or in part of their group, by how many versions the
+        weights were newer than those that made them. Of those only whose version was told."""
+        return dict(sorted(self._staleness.items()))
+
     def forget_settled(self) -> None:
         """It is written down."""
-        self._trained, self._dropped = {}, {}
+        self._trained, self._dropped, self._staleness = {}, {}, Counter()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; the prompts in flight are packed if they are many."""
@@ -432,11 +446,12 @@ class InFlight:
         partial = [(k, f"{one.gone:x}", one.step) for k in opened if (one := self.open[k]).gone]
         fields: dict[str, Any] = {"open": to_runs(opened), "partial": partial}
         if len(json.dumps(fields, separators=(",", ":"))) > LARGE:
-            # By column: what is alike lies side by side.
-            ordinals = to_runs([ordinal for ordinal, _, _ in partial])
-            columns = [fields["open"], ordinals, [gone for _, gone, _ in partial], [step for _, _, step in partial]]
-            text = json.dumps(columns, separators=(",", ":"))
-            fields = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
+            # By column, what is alike side by side; the rollouts that are gone as a bitmap of each group.
+            width = -(-self.rollouts // 8)
+            columns = [fields["open"], to_runs([k for k, _, _ in partial]), [step for _, _, step in partial]]
+            text = json.dumps(columns, separators=(",", ":")).encode()
+            bits = b"".join(self.open[k].gone.to_bytes(width, "little") for k, _, _ in partial)
+            fields = {"packed": _packed(text), "gone": _packed(bits)}
         head = {"rollouts": self.rollouts, "step": self.step, "weights_version": self.weights_version}
         return head | {"frontier": self.frontier, "next": self.next} | fields
 
@@ -483,12 +498,28 @@ def unpacked(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "packed" not in fields:
         return dict(fields)
+    opened, runs, steps = parse_json(_bytes_of(fields, "packed"))
+    ordinals, bits, width = from_runs(runs), _bytes_of(fields, "gone"), -(-as_count(fields["rollouts"]) // 8)
+    if len(bits) != width * len(ordinals):
+        raise ValueError(f"gone: {len(bits)} bytes, of {len(ordinals)} groups of {width}")
+    gone = [f"{int.from_bytes(bits[at : at + width], 'little'):x}" for at in range(0, len(bits), width or 1)]
+    return {**fields, "open": opened, "partial": list(zip(ordinals, gone, steps, strict=True))}
+
+
+def _packed(data: bytes) -> str:
+    # What does not repeat, as bits that are set at random, is smaller without zlib's search for repetitions.
+    found = []
+    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
+        packer = zlib.compressobj(9, strategy=strategy)
+        found.append(packer.compress(data) + packer.flush())
+    return base64.b85encode(min(found, key=len)).decode()
+
+
+def _bytes_of(fields: Mapping[str, Any], name: str) -> bytes:
     try:
-        text = zlib.decompress(base64.b85decode(fields["packed"]))
+        return zlib.decompress(base64.b85decode(fields[name]))
     except zlib.error as error:
-        raise ValueError(f"packed: {error}") from error
-    opened, ordinals, gone, steps = parse_json(text)
-    return {**fields, "open": opened, "partial": list(zip(from_runs(ordinals), gone, steps, strict=True))}
+        raise ValueError(f"{name}: {error}") from error
 
 
 def to_runs(ordinals: Sequence[int]) -> list[int]:

@@ -95,6 +95,47 @@ def test_what_is_wrong_is_found(run: Path) -> None:
     assert "in flight" in megaresume("trace", run, "--find", "2").stdout
 
 
+def test_a_report_of_them(run: Path) -> None:
+    assert megaresume("report", run).returncode == 0
+    page = (run / "report.html").read_text()
+    assert "8 prompts were issued. Every one is accounted for once." in page
+    assert "dropped: filtered" in page and "<svg" in page
+    found = json.loads(megaresume("report", run, "--json").stdout)
+    assert (found["trained"], found["in_flight"], found["steps"]) == (4, 3, {"1": 2, "3": 2})
+
+
+def test_a_run_that_trains_them_is_followed(run: Path) -> None:
+    done = megaresume("top", run, "--once")
+    assert done.returncode == 0
+    assert "8 issued: 4 trained, 3 in flight, 1 dropped (filtered)" in done.stdout
+    assert "step        3, " in done.stdout and "runs" in done.stdout.splitlines()[0]
+    found = json.loads(megaresume("top", run, "--once", "--json").stdout)
+    assert (found["step"], found["prompts"]["trained"]) == (3, 4)
+
+
+def test_a_ledger_that_came_later(run: Path) -> None:
+    (run / "prompts.jsonl").unlink()
+    prompts = Prompts(Texts("data", 20), rollouts=2, max_staleness=3)
+    for prompt in prompts.issue(4):
+        assert all(prompts.done(prompt.ordinal, prompt.digest, rollout, version=0) for rollout in range(2))
+    prompts.trained(1, [0])
+    shutil.rmtree(run / "checkpoint-1")
+    save(run, prompts)
+    later = Prompts(Texts("data", 20), rollouts=2, max_staleness=3, ledger=run / "prompts.jsonl")
+    later.load_state_dict(prompts.state_dict())
+    for prompt in later.issue(2):
+        assert all(later.done(prompt.ordinal, prompt.digest, rollout, version=0) for rollout in range(2))
+    later.advance(1)
+    later.trained(4, [1, 2])
+    save(run, later)
+    shutil.rmtree(run / "checkpoint-3")
+    said = megaresume("verify", run)
+    assert said.returncode == 0
+    assert "4 issued: 2 trained, 1 in flight, 0 dropped, 1 settled before the ledger began" in said.stdout
+    assert "of 4 rollouts trained, older than the weights: 100.0 % by 1 versions" in said.stdout
+    assert "1 states beside checkpoints are as the ledger says, 1 were taken without a ledger" in said.stdout
+
+
 def prove(directory: Path) -> None:
     """In this process, for its error."""
     from megaresume.runs import prompts

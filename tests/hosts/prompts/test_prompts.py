@@ -11,6 +11,7 @@ import pytest
 
 import megaresume
 from megaresume import MegaresumeError, Prompts
+from megaresume.checkpoint.prompt_ledger import PromptHistory
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 from tests.hosts.prompts.simulated import Texts
 
@@ -386,6 +387,60 @@ def test_a_ledger_that_does_not_know_the_state(tmp_path: Path) -> None:
     other = made(ledger=tmp_path / "other.jsonl")
     with pytest.raises(StateError, match="does not know this state"):
         other.load_state_dict(state)
-    with pytest.raises(StateError, match="without a ledger"):
-        made(ledger=tmp_path / "one.jsonl").load_state_dict(made().state_dict())
     resumed(prompts, ledger=tmp_path / "one.jsonl")
+
+
+def test_a_ledger_that_begins_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    prompts = made()
+    finish(prompts, *prompts.issue(5))
+    prompts.trained(1, [0, 1, 3])
+    prompts.drop(4, "filtered")
+    path = tmp_path / "prompts.jsonl"
+    later = resumed(prompts, ledger=path)
+    assert not path.exists()
+    finish(later, *later.issue(2))
+    later.trained(2, [2, 5])
+    state = later.state_dict()
+    fates = PromptHistory.read(path).fates(state["line"])
+    assert fates.problems == [] and (fates.before, fates.next) == (4, 6)
+    before = "settled before the ledger began"
+    assert [fates.of(k) for k in range(7)] == [
+        before,
+        before,
+        "trained at step 2",
+        before,
+        before,
+        *["trained at step 2", "not issued"],
+    ]
+    assert list(fates.in_flight()) == []
+    resumed(later, ledger=path)
+    with pytest.raises(StateError, match="does not know this state"):
+        resumed(later, ledger=tmp_path / "other.jsonl")
+
+
+def test_how_old_the_rollouts_were_that_were_trained(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    prompts = made(rollouts=2, max_staleness=2, ledger=path)
+    first, second, third = prompts.issue(3)
+    assert all(prompts.done(0, first.digest, k, version=0) for k in range(2))
+    assert prompts.done(1, second.digest, 0, version=0)
+    prompts.advance(2)
+    assert prompts.done(1, second.digest, 1, version=1) and prompts.done(2, third.digest, 0, version=2)
+    prompts.trained(1, [0, 1, (2, 0)])
+    line = prompts.state_dict()["line"]
+    assert PromptHistory.read(path).lines[line].staleness == {0: 1, 1: 1, 2: 3}
+    following = prompts.state_dict()["line"]
+    assert PromptHistory.read(path).lines[following].staleness == {}
+
+
+def test_the_state_of_many_groups_in_parts() -> None:
+    draw = random.Random(7)
+    prompts = made(20_000, rollouts=64)
+    finish(prompts, *prompts.issue(10_000))
+    for ordinal in range(10_000):
+        gone = draw.sample(range(64), draw.randrange(8))
+        prompts.trained(1 + ordinal // 1000, [(ordinal, rollout) for rollout in gone])
+    assert len(json.dumps(prompts.state_dict())) < 65_536
+    again = resumed(prompts, 20_000, rollouts=64)
+    wanted = {ordinal: flight.gone for ordinal, flight in prompts._flights.open.items()}
+    assert {ordinal: flight.gone for ordinal, flight in again._flights.open.items()} == wanted
