@@ -27,11 +27,12 @@ engine.load_checkpoint("checkpoints")  # begins, if there is none
 while engine.global_steps < STEPS:
     batch = {name: tensor.to(engine.device) for name, tensor in next(data).items() if torch.is_tensor(tensor)}
     losses = F.cross_entropy(engine(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    loss = (losses * batch["loss_mask"].flatten()).sum() / batch["loss_mask"].sum()
+    loss = (losses * batch["loss_mask"].flatten()).sum() / losses.numel()
     engine.backward(loss)
+    ends_step = engine.is_gradient_accumulation_boundary()  # ask before engine.step()
     engine.step()
-    if engine.global_rank == 0:
+    if ends_step and engine.global_rank == 0:
         print(f"step {engine.global_steps} loss {loss.item():.9g}", flush=True)
-    if engine.global_steps % 20 == 0:
+    if ends_step and engine.global_steps % 20 == 0:
         engine.save_checkpoint("checkpoints")
 torch.distributed.destroy_process_group()
