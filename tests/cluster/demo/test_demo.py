@@ -10,6 +10,7 @@ import pytest
 
 from megaresume.cluster.records import compare_runs, read_records
 from tests.cli.conftest import megaresume_process
+from tests.packaging.conftest import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -40,6 +41,20 @@ def test_the_report_is_one_page_with_everything_inside(demo):
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
     for name in ("code", "docstrings", "manual"):
         assert f"<td>{name}</td>" in page
+
+
+def shape(text: str) -> str:
+    """With N for every number and range."""
+    return re.sub(r"N(, N)+", "N", re.sub(r"\d+ to \d+|\d+(\.\d+)?(e[+-]\d+)?", "N", text))
+
+
+def test_the_readme_shows_what_is_printed(demo):
+    readme = re.findall(r"^ {7}(\S.*?)  +(\S.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    page = (demo[0] / "report.html").read_text()
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in page.split("<tr>")]
+    assert [name for name, _ in readme][:1] == ["steps compared"]
+    shown = [tuple(map(shape, row)) for row in rows if len(row) == 2]
+    assert [tuple(map(shape, row)) for row in readme] == shown
 
 
 def test_steps_done_again_are_told_from_the_others(demo):
