@@ -189,7 +189,7 @@ def test_a_rank_that_errs_alone_ends_the_job(launch: Launch, data_yaml: Path, tm
 
 
 def _text_of(loops: Any, case: str) -> str:
-    """The error or warning that a case of docs/deepspeed.md names, on rank 0."""
+    """The error or warning that a case of docs/deepspeed-loops.md names, on rank 0."""
     if case == "drawn_after_a_save":
         return str(loops[case][0]).replace(". ", ".\n").strip()
     name, which = case.split()[:2]
@@ -203,7 +203,7 @@ def _text_of(loops: Any, case: str) -> str:
 
 
 def test_the_document_shows_what_is_printed(loops: Any, root: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "deepspeed-loops.md").read_text()
     cases = re.findall(r"<!-- ([^>]*) -->\n```text\n(.*?)\n```", text, re.DOTALL)
     assert len(cases) == text.count("```text") == 17
     for case, shown in cases:
