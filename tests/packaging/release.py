@@ -60,7 +60,8 @@ def check_tree(root: Path) -> None:
     heading = next(re.finditer(r"^## (.+)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE))[1]
     if re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading) is None:
         raise NotReady(
-            f"the first heading of CHANGELOG.md is {heading!r}: expected '{version} (its day, as 2026-11-30)'"
+            f"the first heading of CHANGELOG.md is {heading!r}: write the day of the release, "
+            f"'## {version} (2026-11-30)', and commit it"
         )
 
 

@@ -55,7 +55,7 @@ def test_what_is_ready_passes(checkout: Path) -> None:
             "CHANGELOG.md",
             "^## .*",
             "## 0.1.0 (unreleased)",
-            "the first heading of CHANGELOG.md is '0.1.0 (unreleased)'",
+            "the first heading of CHANGELOG.md is '0.1.0 (unreleased)': write the day of the release",
         ),
         ("pyproject.toml", r"^dynamic = .*", 'version = "0.1.0"\ndynamic = ["readme"]', "a version of its own"),
     ],

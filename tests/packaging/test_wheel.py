@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import megaresume
 from megaresume.program import COMMANDS
 from tests.packaging.conftest import ROOT, SAVE, Run, make_environment
 from tests.release import release
@@ -20,14 +21,21 @@ pytestmark = pytest.mark.process
 
 def test_the_archive_holds_what_a_developer_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as file:
-        names = {name.partition("/")[2] for name in file.getnames()}
+        members = {member.name.partition("/")[2]: member for member in file.getmembers()}
+    names, files = set(members), {name: member.size for name, member in members.items() if member.isfile()}
     assert {"LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "tests/README.md"} <= names
     for folder in ("benchmarks", "docs", "launch", "megaresume", "patches", "tests"):
         tracked = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True).stdout.split(
             "\n"
         )
         assert [name for name in tracked[:-1] if name not in names and (ROOT / name).exists()] == []
-    assert not [name for name in names if "__pycache__" in name]
+    # Nothing else, but what setuptools writes; nothing large, as data of a test would be.
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    known = set(subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.split("\n"))
+    written = {"PKG-INFO", "setup.cfg", *(name for name in files if name.startswith("megaresume.egg-info/"))}
+    links = ("megaresume/hosts/megatron/patching/recipes/", "megaresume/cluster/launch/")
+    assert [name for name in files if name not in known | written and not name.startswith(links)] == []
+    assert {name: size for name, size in files.items() if size > 300_000} == {}
 
 
 def test_the_wheel(built: tuple[Path, Path]) -> None:
@@ -36,8 +44,17 @@ def test_the_wheel(built: tuple[Path, Path]) -> None:
         metadata = next(file.read(name).decode() for name in names if name.endswith("METADATA"))
         marker = next(name for name in names if name.endswith("py.typed"))
     assert marker == "megaresume/py.typed"
-    assert [name for name in names if name.startswith(("tests/", "benchmarks/"))] == []
+    assert {name.partition("/")[0] for name in names} == {
+        "megaresume",
+        f"megaresume-{megaresume.__version__}.dist-info",
+    }
     links = ("megaresume/hosts/megatron/patching/recipes/", "megaresume/cluster/launch/")
+    others = [name for name in names if name.startswith("megaresume/") and not name.endswith(".py")]
+    assert sorted(name for name in others if not name.startswith(links)) == [
+        "megaresume/cluster/starts/megatron.sh",
+        "megaresume/py.typed",
+        "megaresume/runs/known.yaml",
+    ]
     copied = [name for name in names if name.startswith(links)]
     assert len(copied) == sum(path.is_file() for folder in ("patches", "launch") for path in (ROOT / folder).rglob("*"))
     assert "License-Expression: Apache-2.0" in metadata and "Typing :: Typed" in metadata
