@@ -6,6 +6,7 @@ it, one is made.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -63,7 +64,7 @@ def start(python: str, directory: Path, name: str, text: str) -> subprocess.Pope
     (directory / name).write_text(text)
     env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     with open(directory / "log", "ab") as log:
-        return subprocess.Popen([python, name], cwd=directory, env=env, stdout=log, stderr=log)
+        return subprocess.Popen([python, name], cwd=directory, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
 def write_raw(directory: Path, documents: int) -> None:
@@ -104,6 +105,13 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+def _directory(process: psutil.Process) -> str:
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return ""
+
+
 @release("datatrove, which no extra installs", "`tests/data`")
 def test_what_datatrove_wrote_is_a_source_as_it_is(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +127,8 @@ def test_what_datatrove_wrote_is_a_source_as_it_is(
     # One task is killed: of the same command, the other is not done again.
     killed = start(python, tmp_path, "killed.py", KILL + program.replace("workers=2", "workers=1"))
     assert killed.wait() != 0, (tmp_path / "log").read_text()[-2000:]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(killed.pid, signal.SIGKILL)  # a process that datatrove started, which waits for the one that is dead
     done = tmp_path / "tokens" / "00000_tokens.idx"
     before = done.stat().st_mtime_ns
     whole = start(python, tmp_path, "tokenize_with_datatrove.py", program)
@@ -133,3 +143,4 @@ def test_what_datatrove_wrote_is_a_source_as_it_is(
             expected = [words[name], words[str(i)]] * (1 + i % 9) + [0]
             assert np.array_equal(source.get(i), expected), (name, i)
     assert len(stream.plan(0, 50)) == 50
+    assert [process for process in psutil.process_iter() if _directory(process) == str(tmp_path)] == [psutil.Process()]
