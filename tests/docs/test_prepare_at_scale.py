@@ -12,8 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ import pytest
 import megaresume
 from megaresume.program import main
 from tests.docs.pages import section
+from tests.environments import make_environment
 from tests.packaging.conftest import ROOT
 from tests.release import release
 
@@ -50,14 +49,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter that sees the packages of this one as well."""
     if given := os.environ.get("MEGARESUME_SCALE_PYTHON"):
         return given
-    directory = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    (site,) = directory.glob("lib/*/site-packages")
-    (site / "parent.pth").write_text(sysconfig.get_path("purelib"))
-    words = [directory / "bin" / "python", "-m", "pip", "install", "-q", "ray==2.60.0", "datatrove==0.10.1"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return str(directory / "bin" / "python")
+    words = ("ray==2.60.0", "datatrove==0.10.1")
+    return str(make_environment(tmp_path_factory.mktemp("venv"), *words))
 
 
 def start(python: str, directory: Path, name: str, text: str) -> subprocess.Popen[bytes]:

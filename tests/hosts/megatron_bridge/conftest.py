@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.environments import versions_in
+
 PACKAGES = ("megatron-bridge", "megatron-core", "torch")
 
 
@@ -21,8 +23,8 @@ def python(record_testsuite_property: Callable[[str, object], None]) -> str:
     given = os.environ.get("MEGARESUME_BRIDGE_PYTHON")
     if given is None:
         pytest.skip("MEGARESUME_BRIDGE_PYTHON names no interpreter that has Megatron-Bridge")
-    code = f"import importlib.metadata as m, platform; print(platform.python_version(), *map(m.version, {PACKAGES}))"
-    done = subprocess.run([given, "-c", code], capture_output=True, text=True, check=True)
-    for package, version in zip(("python", *PACKAGES), done.stdout.split(), strict=True):
-        record_testsuite_property(package, version.partition("+")[0])
+    done = subprocess.run([given, "--version"], capture_output=True, text=True, check=True)
+    record_testsuite_property("python", done.stdout.split()[-1])
+    for package, version in versions_in(given, *PACKAGES).items():
+        record_testsuite_property(package, version)
     return given

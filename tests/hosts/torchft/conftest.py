@@ -6,11 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.environments import make_environment
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,12 +32,5 @@ def _python(tmp_path_factory: pytest.TempPathFactory) -> str:
         return given
     if importlib.util.find_spec("torchft") is not None:
         return sys.executable
-    directory = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    executable = directory / "bin" / "python"
-    (site,) = directory.glob("lib/*/site-packages")
-    (site / "parent.pth").write_text(sysconfig.get_path("purelib"))
-    words = [executable, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "torchft==0.2.0"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return str(executable)
+    words = ("-c", ROOT / "constraints.txt", "torchft==0.2.0")
+    return str(make_environment(tmp_path_factory.mktemp("venv"), *words))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.environments import make_environment, versions_in
 
 PACKAGES = Path(__file__).with_name("packages")
 #: of each program, what the report of the tests gives the version of.
@@ -34,9 +33,7 @@ def environment(
         if name not in made:
             given = os.environ.get(f"MEGARESUME_{name.upper()}_PYTHON")
             python = Path(given) if given else _make(name, tmp_path_factory.mktemp(name))
-            words = f"import importlib.metadata as m; print(*map(m.version, {REPORTED[name]}))"
-            done = subprocess.run([python, "-c", words], capture_output=True, text=True, check=True)
-            for package, version in zip(REPORTED[name], done.stdout.split(), strict=True):
+            for package, version in versions_in(python, *REPORTED[name]).items():
                 record_testsuite_property(package, version)
             made[name] = python.parent
         return made[name]
@@ -45,14 +42,9 @@ def environment(
 
 
 def _make(name: str, directory: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    python = directory / "bin" / "python"
-    (site,) = directory.glob("lib/*/site-packages")
-    (site / "parent.pth").write_text(sysconfig.get_path("purelib"))
-    words = [python, "-m", "pip", "install", "-q", "--no-deps", "-r", PACKAGES / f"{name}.txt"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python = make_environment(directory, "--no-deps", "-r", PACKAGES / f"{name}.txt")
     if name == "llamafactory":  # it imports it for audio, and its wheels are for CUDA alone
+        (site,) = directory.glob("lib/*/site-packages")
         (site / "torchaudio.py").touch()
     torchrun = python.with_name("torchrun")
     torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
