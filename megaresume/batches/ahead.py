@@ -1,4 +1,4 @@
-"""What the next batches of one process need, read before they do: records of shards, tokens that are not in memory.
+"""Read ahead what the next batches of one process need: records of shards, tokens that are not in memory.
 
 `ReadAhead` has records read by the plan, which knows them:
 
@@ -84,7 +84,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Guess:
-    """Which samples are asked for next: runs of consecutive ones, as long as the last one, at equal distances."""
+    """A guess at the samples asked for next: runs of consecutive ones, as long as the last one, at equal distances."""
 
     def __init__(self) -> None:
         self.gap, self.length = 0, 1
@@ -252,12 +252,12 @@ if sys.platform == "linux":
 
 
 def _waits() -> int:
-    """How often this thread has waited for a page that was not in memory."""
+    """The number of times that this thread has waited for a page that was not in memory."""
     return getrusage(RUSAGE_THREAD).ru_majflt
 
 
 class ColdPages:
-    """What the kernel is told of the tokens of one process.
+    """Tells the kernel which pages of tokens one process needs.
 
     Args:
         stream: in this process.
@@ -402,7 +402,7 @@ class _Regions:
         self._most = 2 * shuffle.window * (block // self._size + 2)
 
     def around(self, starts: Int64Array, stops: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """What to ask for instead of these bytes: the regions of them that were not asked for.
+        """The ranges to ask for instead of these bytes: the regions of them that were not asked for.
 
         Args:
             starts, stops: int64[n], addresses.

@@ -1,4 +1,4 @@
-"""What a batch is: arrays, which compiled loops lay out and write as a whole, and then torch tensors; its images.
+"""A batch: arrays, which compiled loops lay out and write as a whole, and then torch tensors; its images.
 
 The loops do not hold the GIL. A blend with image sources has the keys of images in every batch, also in one without an
 image: with 0 rows, so that all ranks run the same graph. Image-text documents have tokens and labels as text has, and
@@ -125,7 +125,7 @@ def document_mask(cu_seqlens: Sequence[torch.Tensor], seq_length: int) -> torch.
 
 
 def image_places(batch: Batch) -> torch.Tensor:
-    """Where image tokens stand: bool[m, S]. Row by row they are those of ``image_positions``, one image after another.
+    """The places of image tokens: bool[m, S]. Row by row those of ``image_positions``, one image after another.
 
     Raises:
         UsageError: a text of the batch has the image token too.
@@ -174,7 +174,7 @@ class BatchArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLayout:
-    """Where the n segments of m samples go."""
+    """The places of the n segments of m samples."""
 
     #: int64[n], in samples from the first of the batch.
     rows: Int64Array
@@ -192,7 +192,7 @@ class SegmentLayout:
 
 @compiled
 def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds, order, num_of_source):  # type: ignore[no-untyped-def]
-    """Where each segment of a plan goes, and where attention must not look across.
+    """Lay out the segments of a plan, and the places across which attention must not look.
 
     Args:
         table, starts: of the `Plan`: int64[n, SEGMENT_WIDTH], int64[m + 1].
@@ -421,7 +421,7 @@ class DocumentReader:
 
     @functools.cached_property
     def levels(self) -> Levels | None:
-        """How 8-bit levels of all sources become pixels; None if not all have levels, or not in one way."""
+        """The map from 8-bit levels to pixels for all sources; None if not all have levels, or one map."""
         found = {getattr(source, "levels", None) for source in self.sources.values()}
         return found.pop() if len(found) == 1 else None
 

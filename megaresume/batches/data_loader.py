@@ -298,7 +298,7 @@ class DataLoader(RankLoader):
         """None, which those read that ask for a sampler (Lightning does both)."""
 
     def set_epoch(self, epoch: int) -> None:
-        """What a loop calls before each epoch; the loader counts by itself, and checks that it counts alike.
+        """Called by loops before each epoch; the loader counts by itself, and checks that the loop counts alike.
 
         After `load_state_dict`, a loop that begins at epoch 0 again passes over those that are trained: the next
         ``for`` is then empty.

@@ -84,7 +84,7 @@ class ItemOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How items become samples."""
+    """The settings by which items become samples."""
 
     #: tokens of a sample; None if an item is a sample.
     seq_length: int | None
@@ -155,7 +155,7 @@ def sources_of(
 
 
 def windows_of(items: int, step: int) -> dict[str, int]:
-    """How items are grouped by length: `GroupConfig` of a run that begins, as transformers' sampler does.
+    """The `GroupConfig` of a run that begins: items grouped by length as transformers' sampler does.
 
     Args:
         items: of the dataset.

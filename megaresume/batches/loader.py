@@ -148,7 +148,7 @@ def process_rank() -> tuple[int, int]:
 
 
 def available(stream: Stream, first: int, wanted: int) -> int:
-    """How many of the samples from ``first`` on the stream has, at most ``wanted``."""
+    """The number of samples that the stream has from ``first`` on, at most ``wanted``."""
     low, high = 0, wanted + 1  # there are low; there are not high
     while high - low > 1:
         middle = wanted if high > wanted else (low + high) // 2
@@ -287,11 +287,11 @@ class RankLoader:
         return in_thread(self._in_process, self.prefetch) if self.prefetch else self._in_process()
 
     def _from_workers(self) -> Iterator[Any]:
-        """What worker processes read."""
+        """The batches that worker processes read."""
         raise NotImplementedError
 
     def _in_process(self) -> Iterator[Any]:
-        """What is read as it is taken."""
+        """The batches, read as they are taken."""
         raise NotImplementedError
 
 
@@ -413,7 +413,7 @@ class StreamLoader(RankLoader):
             ahead.close()
 
     def read_ahead_of(self, worker: int = 0, workers: int = 1) -> ReadAhead:
-        """What reads ahead in the process that reads every ``workers``-th micro-batch from number ``worker`` on."""
+        """The `ReadAhead` of the process that reads every ``workers``-th micro-batch from number ``worker`` on."""
         whole_steps = copy.copy(self)
         whole_steps.at_end = "refuse"  # what is special about the last step is said once, where it is read
         upcoming = islice(whole_steps.indices(), worker, None, workers)
@@ -433,7 +433,7 @@ class StreamLoader(RankLoader):
 
 
 class _InWorkers(torch.utils.data.Dataset[Batch]):
-    """What worker processes read, each what is dealt to it: of images, levels instead of pixels."""
+    """The dataset in worker processes, each of which reads its share: of images, levels instead of pixels."""
 
     def __init__(self, loader: StreamLoader) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Who reads batches ahead: worker processes, which hand them over in one piece of shared memory; or a thread.
+"""Readers of batches ahead: worker processes, which hand them over in one piece of shared memory; or a thread.
 
 torch passes every tensor of a batch in a file of its own, through a socket, and both processes map it again: for text
 that takes several times as long as reading it.
@@ -92,7 +92,7 @@ def _wait(parent: int) -> None:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor is in a room."""
+    """The place of a tensor in a room."""
 
     #: bytes.
     offset: int
@@ -380,7 +380,7 @@ def num_ready() -> int:
 
 
 def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]:
-    """What an iterator gives, read by a thread: so many ahead. Raises what it raises, after what came before."""
+    """Iterate in a thread, so many items ahead. Raises what the iterator raises, after the items before that."""
     ready: queue.Queue[tuple[Any, BaseException | None] | None] = queue.Queue(maxsize=ahead)
     _ready.add(ready)
     stopped = threading.Event()

@@ -447,7 +447,7 @@ class LocalScript(Processes):
 
 
 def _ranks(processes: dict[int, bytes]) -> list[int]:
-    """Those that are ranks: a launcher has told them so, and not a rank whose workers they are."""
+    """The processes that are ranks: a launcher started them, not a rank whose workers they are."""
     told = {pid for pid, environment in processes.items() if b"\0RANK=" in environment}
     ranks = []
     for pid in told:

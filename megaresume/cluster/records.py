@@ -1,4 +1,4 @@
-"""What a training recorded of its steps, read; and a run compared with an undisturbed one, step by step. Without torch.
+"""The steps that a training recorded; and a run compared with an undisturbed one, step by step. Without torch.
 
     records                    one line a step, of all ranks (`megaresume.cluster.training.logging`)
     records/rank_00000.jsonl   a file a rank (`megaresume.checkpoint.rank_log`): Megatron-LM, megaresume.attach

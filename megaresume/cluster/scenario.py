@@ -171,7 +171,7 @@ class Watch:
 
     @property
     def starts(self) -> int:
-        """How many there have been."""
+        """The number of starts so far."""
         return 0 if self.records is None else len(self.records.starts)
 
     @property
@@ -330,7 +330,7 @@ class StopResult:
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """What became of the run."""
+    """The result of a run."""
 
     attempts: list[Attempt] = field(default_factory=list)
     stops: list[StopResult] = field(default_factory=list)
@@ -384,7 +384,7 @@ class Scenario:
         raise NotImplementedError
 
     def log(self, name: str, number: int) -> Path:
-        """What an attempt has printed."""
+        """The file with the output of an attempt."""
         raise NotImplementedError
 
     def keep_log(self, name: str, number: int, text: str) -> None:

@@ -215,7 +215,7 @@ def check_sizes(schedule: BatchSchedule, sample: int, *, micro_batch_size: int, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """How the samples of a global batch are dealt out so that all ranks have as much to do.
+    """The way in which the samples of a global batch are dealt out so that all ranks have as much to do.
 
     Args:
         objective: what is to cost the same. ``step``: what a rank does in a step; ``micro-step``: every micro-batch.

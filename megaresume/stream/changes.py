@@ -1,4 +1,4 @@
-"""What changed between a state and the data config of today, and what becomes of it.
+"""Changes between a state and the data config of today, and what follows from each.
 
 The past is immutable, the future is free: stages that are declared to come may be edited at will. Whatever would change
 the current stage is refused by name, or begins a new stage at the resume point, as the user decides (`OnChange`).
@@ -127,7 +127,7 @@ def _seq_length(state: StreamState) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconciled:
-    """How a stream resumes from a state."""
+    """The result: how a stream resumes from a state."""
 
     #: the config of today over all sources that the run ever had.
     config: StreamConfig
@@ -284,7 +284,7 @@ def _changed(now: StreamConfig, then: StreamConfig) -> list[tuple[str, Any, Any]
 
 
 def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
-    """How many of the declared stages have begun at the state."""
+    """The number of declared stages that have begun at the state."""
     for k, stage in enumerate(stages):
         if stage.unit == "tokens":
             begun = stage.at <= state.tokens

@@ -1,4 +1,4 @@
-"""What defines the order of a stream: everything in data.yaml that is not a place.
+"""The definition of the order of a stream: everything in data.yaml but paths.
 
 `StreamConfig.from_dict` reads the mapping that a data.yaml holds; `StreamConfig.to_dict` is the normalised form
 that goes into the state: weights as the smallest integers, defaults written out, no paths.
@@ -165,7 +165,7 @@ class StreamConfig:
         return _recorded(json.dumps(data))
 
     def without_stages(self) -> StreamConfig:
-        """What holds before the first declared change, whatever is skipped."""
+        """The config before the first declared change, whatever is skipped."""
         return replace(self, stages=(), skip=NO_SKIP)
 
     def changed_by(self, stage: StageConfig) -> StreamConfig:
@@ -181,7 +181,7 @@ class StreamConfig:
         )
 
     def over_time(self) -> Iterator[tuple[StreamConfig, str]]:
-        """What holds at first and after each declared change; and when, in words for an error."""
+        """The configs at first and after each declared change; and when, in words for an error."""
         current = self
         yield current, ""
         for stage in self.stages:
@@ -215,7 +215,7 @@ class StreamConfig:
 
     @property
     def fillers(self) -> tuple[bool, ...]:
-        """Which sources are cut to fill what the whole documents of the others leave free."""
+        """Whether each source is cut to fill what the whole documents of the others leave free."""
         return tuple(self.packing.traits.can_be_filled and source.packing == "split" for source in self.sources)
 
     @property
@@ -465,7 +465,7 @@ def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> St
 
 
 def renames(then: StreamConfig, now: StreamConfig) -> tuple[str, ...]:
-    """What is called by another name than at the time of a state, in words."""
+    """The sources that have another name than in a state, in words."""
     before = {source.name: source.label for source in then.sources}
     return tuple(
         f"source '{before[source.name]}' is called '{source.label}'"

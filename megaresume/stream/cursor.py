@@ -1,4 +1,4 @@
-"""Where a stream stands: samples planned forward a block at a time, snapshots before them, and a snapshot as a state.
+"""A stream's position: samples planned forward a block at a time, snapshots before them, and a snapshot as a state.
 
 `Blocks` keeps the last blocks; what lies before is planned again. A snapshot is taken at the start of each block.
 `Anchors` keep those of the past, dense near the front and ever sparser before it: going back by d blocks then costs
@@ -109,7 +109,7 @@ class Blocks:
         return min(max(BLOCK_TOKENS // config.seq_length, 1), most) * (1 + len(self._sources) // BLOCK)
 
     def plan(self, first: int, stop: int) -> Plan:
-        """What samples ``first .. stop`` hold.
+        """Plan samples ``first .. stop``.
 
         Raises:
             StreamExhausted: the stream ends before ``stop``.

@@ -72,7 +72,7 @@ MODES: Mapping[PackingMode, Mode] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig(Options):
-    """How documents become samples."""
+    """The settings by which documents become samples."""
 
     #: see `MODES`.
     mode: PackingMode = "split"

@@ -1,4 +1,4 @@
-"""Which samples of a global batch go to which rank and micro-step, so that no rank waits long for another.
+"""The samples of a global batch dealt to ranks and micro-steps, so that no rank waits long for another.
 
 A step takes as long as its slowest rank, and a sample as long as its documents ask for: attention costs the square of
 a document's tokens, so samples of one length take different times. Every rank plans the lengths of all samples, so it
@@ -188,7 +188,7 @@ def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, d
 
 
 def costs(plan: Plan, balance: Balance) -> Int64Array:
-    """What each sample costs: int64[samples]. Padding costs nothing."""
+    """The cost of each sample: int64[samples]. Padding costs nothing."""
     return np.asarray(sums_of_squares(plan.table, plan.starts, balance.token_cost), np.int64)
 
 

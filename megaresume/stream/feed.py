@@ -1,4 +1,4 @@
-"""What the planning loop works on: the pieces of each source, a chunk at a time, and its arrays.
+"""The input of the planning loop: the pieces of each source, a chunk at a time, and its arrays.
 
 `DocumentFeed` hands over the pieces of one source in stream order, with their lengths. Documents that are skipped by
 their number are passed over here, as empty ones are (`Mask`); those that wait in open bins when that is declared are
@@ -59,7 +59,7 @@ class Mask:
     epochs: Range | None
 
     def hits(self, documents: Int64Array, epochs: Int64Array | int) -> npt.NDArray[np.bool_]:
-        """Which of the documents, in their epochs, are meant: bool[n]."""
+        """Whether each of the documents, in its epoch, is meant: bool[n]."""
         at = np.minimum(self.ids.searchsorted(documents), len(self.ids) - 1)
         hit = self.ids[at] == documents
         if self.epochs is not None:
@@ -416,7 +416,7 @@ def put_tails(arrays: Arrays, rows: Int64Array, orders: Orders) -> None:
 
 
 def pending_segments(arrays: Arrays) -> Int64Array:
-    """What waits to be placed: the current document, then those carried over: int64[w, SEGMENT_WIDTH]."""
+    """The segments that wait to be placed: the current document, then those carried over: int64[w, SEGMENT_WIDTH]."""
     scalars = arrays.scalars
     at_hand = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
     num = int(at_hand[kernel.LENGTH] > 0)

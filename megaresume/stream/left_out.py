@@ -1,4 +1,5 @@
-"""What a run leaves out: what was asked for (``skips.py``), and since when; and the documents that failed.
+"""The samples and documents that a run leaves out: what was asked for (``skips.py``), and since when; and those
+that failed.
 
 Steps become samples when they are first named, once. What was decided is kept in the state as a log of what was asked
 for, and as what is in force. The past is immutable: what was trained already is not left out any more, what was left
@@ -76,7 +77,7 @@ class DocumentSkip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skips:
-    """What is left out of a stream, as its state knows it."""
+    """The skips of a stream, as its state knows them."""
 
     #: absolute; in force, or left out.
     ranges: Ranges = ()
@@ -154,7 +155,7 @@ def decide(
     steps_to_samples: Callable[[Range], Range] | None = None,
     end: int | None = None,
 ) -> tuple[Skips, tuple[str, ...]]:
-    """What is left out from a state on.
+    """Decide what is left out from a state on.
 
     Args:
         before: what the state knows.

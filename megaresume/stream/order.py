@@ -139,7 +139,7 @@ class SourceOrder(Eras):
         return np.asarray(epoch + (positions - first) // pieces, np.int64)
 
     def pieces_at(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """What comes at some positions, all of one epoch and one era.
+        """The pieces at some positions, all of one epoch and one era.
 
         Returns:
             int64[n] twice: the document, and the tokens of it that come before the piece.
@@ -243,7 +243,7 @@ class SourceOrder(Eras):
             return
 
     def _moved(self, position: int, joins: Sequence[Era]) -> int:
-        """Where a piece comes once these have mixed what was left of its epoch."""
+        """The position of a piece once these have mixed what was left of its epoch."""
         for era in joins:
             if position >= era.first:
                 slot = position - era.first
@@ -252,7 +252,7 @@ class SourceOrder(Eras):
         return position
 
     def _regrouped(self, era: Era, position: int) -> int:
-        """Where it comes, if it came at a position without a look at lengths."""
+        """Its position, if it would be at this one without a look at lengths."""
         if self.group is None:
             return position
         first, places = self._window(self.eras.index(era), position)
@@ -285,12 +285,12 @@ def resolve(numbers, parts, num_documents, ids, ends, guide, stride):  # type: i
 
 
 def _part(era: Era) -> str:
-    """What the permutation of an era is keyed by beside its epoch."""
+    """The key of the permutation of an era, besides its epoch."""
     return f"grown to {era.documents} at {era.first}" if era.rest else ""
 
 
 class Orders(tuple[SourceOrder, ...]):
-    """Those of all sources."""
+    """The orders of all sources."""
 
     def known_in(self, stage: int) -> Orders:
         """As a stage knew them."""

@@ -233,7 +233,7 @@ class _Blocks:
         return np.asarray(blocks[turns - lowest] * self.size + offsets, np.int64)
 
     def index(self, item: int) -> int:
-        """Where an item comes in the epoch."""
+        """The position of an item in the epoch."""
         block, offset = divmod(item, self.size)
         turn = unpermute_index(block, self.num, self._keys)
         place = turn * self.size + offset
@@ -264,7 +264,7 @@ def window_of(position: int, begin: int, end: int, group: GroupConfig) -> tuple[
 
 
 def grouped(lengths: Int64Array, first: int, group: GroupConfig, keys: npt.NDArray[np.uint64]) -> Int64Array:
-    """What comes at each place of a window.
+    """The items at the places of a window.
 
     Args:
         lengths: int64[n], in the order before.

@@ -1,4 +1,4 @@
-"""What Jupyter shows of a state and of a plan: a small table with bars, as HTML with SVG in it.
+"""A state and a plan in Jupyter: a small table with bars, as HTML with SVG in it.
 
 Text and empty bars take the colour of the page's text, so both light and dark pages do.
 """
@@ -24,7 +24,7 @@ COLUMNS = 28
 
 
 def picture_of_state(state: Any) -> str:
-    """What was trained of a `StreamState`, and how far each source is. HTML."""
+    """The samples that a `StreamState` has trained, and how far each source is. HTML."""
     names = list(state.sources)
     config = state.stages[-1].config if state.stages else state.config
     weights = {name: float(source["weight"]) for name, source in config["sources"].items()}
@@ -51,7 +51,7 @@ def picture_of_state(state: Any) -> str:
 
 
 def picture_of_plan(plan: Any) -> str:
-    """What the samples of a `Plan` hold. HTML."""
+    """The contents of the samples of a `Plan`. HTML."""
     sources, lengths = plan.table[:, SOURCE], plan.table[:, LENGTH]
     num = len(plan.orders)
     tokens = np.bincount(sources, lengths, num).astype(np.int64)
@@ -103,7 +103,7 @@ def _bar(share: float, number: int, *, mark: float | None = None) -> str:
 
 
 def _columns(amounts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
-    """How often which amount occurs: a column for each range, from the smallest to the largest."""
+    """A histogram of amounts: a column for each range, from the smallest to the largest."""
     counts, _ = np.histogram(amounts, bins=COLUMNS)
     step, tall = WIDTH / COLUMNS, 22
     parts = [

@@ -172,7 +172,7 @@ def orders_of(
     sources: Sequence[LengthSource],
     lists: Sequence[PieceLists] | None = None,
 ) -> Orders:
-    """Those that a state knows; of the other sources, and without a state, nothing is known yet.
+    """The orders that a state knows; of the other sources, and without a state, nothing is known yet.
 
     Args:
         state: None if the run begins.
@@ -202,14 +202,14 @@ def orders_of(
 
 
 def past_orders(course: Course, config: StreamConfig, sources: Sequence[LengthSource]) -> Orders:
-    """Those that the past of a course knows in the end: made once, as they keep the lists of long documents."""
+    """The orders that the past of a course knows in the end: made once, as they keep the lists of long documents."""
     if course.past_orders is None:
         course.past_orders = orders_of(course.past, config, sources)
     return course.past_orders
 
 
 def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource], arrays: Arrays) -> Orders:
-    """Those of the sources from the beginning of a stage on: of the ones that are drawn in it, or that grow with it."""
+    """The orders of the sources from a stage on: of the ones that are drawn in it, or that grow with it."""
     config, number = stage.config, int(arrays.scalars[kernel.STAGE])
     positions = arrays.sources[:, kernel.NEXT].tolist()
     return Orders(
@@ -324,7 +324,7 @@ class Planner:
         return int(self._arrays.scalars[kernel.SAMPLES])
 
     def snapshot(self) -> Arrays:
-        """Where the planner is: a copy of its arrays, with a pool of just the segments in open bins."""
+        """A snapshot of the planner: a copy of its arrays, with a pool of just the segments in open bins."""
         now = self._arrays
         num_open, next_carried = int(now.scalars[kernel.NUM_OPEN]), int(now.scalars[kernel.NEXT_CARRIED])
         arrays = now._replace(

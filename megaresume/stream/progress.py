@@ -17,7 +17,7 @@ QUIET_SECONDS = 1.0
 
 
 class Progress(Protocol):
-    """What the work calls with the amount done since the last call."""
+    """Called with the amount of work done since the last call."""
 
     def update(self, amount: int, /) -> object:
         """Add an amount, in the unit of the progress."""

@@ -1,4 +1,4 @@
-"""What people wrote, as typed, frozen values: plain Python (of YAML or JSON) to dataclasses, by pydantic.
+"""Configurations as typed, frozen values: plain Python (of YAML or JSON) to dataclasses, by pydantic.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Patches(Options):
@@ -139,12 +139,12 @@ def plain(value: Any) -> dict[str, Any]:
 
 
 def plain_kind(value: Any) -> dict[str, Any]:
-    """What `read_kind` makes the same object of."""
+    """The plain options of which `read_kind` makes the same object."""
     return {"kind": value.kind, **plain(value)}
 
 
 def refused(headline: str = "bad value of {place}", **fields: Any) -> PydanticCustomError:
-    """What a validator raises; `read` makes a `ConfigError` of it.
+    """The error for a validator to raise; `read` makes a `ConfigError` of it.
 
     Args:
         headline: ``{place}`` stands for the place in the configuration.

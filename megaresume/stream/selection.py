@@ -1,4 +1,4 @@
-"""Which source the blend draws next, and which of the documents that wait make up the next sample.
+"""The choice of the source that a blend draws next, and of the waiting documents that make up the next sample.
 
 The source is found by a tournament, in which a draw changes two paths, whatever the number of sources:
 

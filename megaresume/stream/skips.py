@@ -1,4 +1,4 @@
-"""What is not to be trained, as it is asked for: ranges of samples, steps, single documents.
+"""Skips, as they are asked for: ranges of samples, steps, single documents.
 
     data.yaml, a flag, attach(skip=)  ->  `SkipConfig`  --left_out.decide-->  `Skips`, in the state
 
@@ -50,7 +50,7 @@ def union(*sets: Iterable[Range]) -> Ranges:
 
 
 def minus(ranges: Iterable[Range], other: Iterable[Range]) -> Ranges:
-    """What of the first is not in the second."""
+    """The first without the second."""
     result = list(union(ranges))
     for low, high in union(other):
         result = [
@@ -63,7 +63,7 @@ def minus(ranges: Iterable[Range], other: Iterable[Range]) -> Ranges:
 
 
 def common(ranges: Iterable[Range], other: Iterable[Range]) -> Ranges:
-    """What is in both."""
+    """The intersection of two."""
     ranges = union(ranges)
     return minus(ranges, minus(ranges, other))
 
@@ -222,7 +222,7 @@ class DocumentList:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipConfig:
-    """What is asked for in one place."""
+    """The skips that are asked for in one place."""
 
     #: absolute.
     samples: Ranges = ()

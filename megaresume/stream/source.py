@@ -1,4 +1,4 @@
-"""What the stream asks of a source: how many documents, how long each is; and whether it is the one that it was.
+"""The source of a stream: how many documents, how long each is; and whether it is the one that it was.
 
 An epoch of a source is made of pieces of at most a sample (`LongDocuments`), so that a long document is spread over it:
 
@@ -151,7 +151,7 @@ class LongDocuments:
         return int(self.ends[k - 1]) if k else 0
 
     def between(self, start: int, stop: int) -> LongDocuments:
-        """Those of documents ``start .. stop``, numbered from 0."""
+        """The long ones of documents ``start .. stop``, numbered from 0."""
         a, b = (int(k) for k in self.ids.searchsorted([start, stop]))
         if start == 0:
             return LongDocuments(self.ids[:b], self.ends[:b], self.guide[: b // STRIDE])

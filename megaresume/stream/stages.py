@@ -93,7 +93,7 @@ class Course:
 
     @classmethod
     def recorded(cls, past: StreamState) -> Course:
-        """What led to a state, to be planned again from sample 0."""
+        """The course that led to a state, to be planned again from sample 0."""
         return cls(tuple(Stage.recorded(record) for record in past.stages), [0], skips=past.skips, past=past)
 
     def config(self, index: int) -> StreamConfig:
@@ -218,7 +218,7 @@ def check_whole(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
 
 
 def _longest(source: LengthSource) -> int:
-    """What the source says, or else what its lengths say."""
+    """The longest document by the source itself, or else by its lengths."""
     known = getattr(source, "longest", None)
     return max((int(source.lengths(ids).max()) for ids in chunks(source)), default=0) if known is None else int(known)
 

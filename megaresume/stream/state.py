@@ -39,7 +39,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What a source is, wherever it lies."""
+    """The identity of a source, wherever it lies."""
 
     documents: int
     tokens: int
@@ -57,7 +57,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCursor:
-    """How far one source was drawn."""
+    """The position in one source."""
 
     #: pieces drawn or passed over since the start of the run; the next draw looks from here.
     position: int
@@ -168,12 +168,12 @@ class StreamState:
 
     @property
     def reached(self) -> int:
-        """Where the stream stands, counted with the samples that were left out."""
+        """The position of the stream, counted with the samples that were left out."""
         return reached(self.skips.ranges, self.samples)
 
     @property
     def waiting(self) -> list[Segment]:
-        """What was drawn and is in no sample yet."""
+        """The segments that were drawn and are in no sample yet."""
         return [*(s for b in self.bins for s in b.segments), *self.pending, *self.tails]
 
     def to_dict(self) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def check_version(found: object, newest: int, what: str) -> None:
 def open_envelope(
     data: object, make: Callable[[dict[str, Any]], T], *, format_name: str, version: int, texts: type | tuple[type, ...]
 ) -> T:
-    """What ``make`` builds of the members of a data state.
+    """Check a data state and build it of its members by ``make``.
 
     Args:
         data: a mapping, or the JSON of one.

@@ -60,7 +60,7 @@ class Eras:
 
     @staticmethod
     def epoch_bounds(era: Era, position: int) -> tuple[int, int]:
-        """Where the epoch of a position of an era begins and ends; of the rest of an epoch, where that does."""
+        """The first position and the end of the epoch at a position of an era, or of the rest of that epoch."""
         if era.rest:
             end = era.first + era.pieces
             return (era.first, end) if position < end else (end, end)

@@ -30,7 +30,7 @@ from megaresume.stream.state import Fingerprint, StreamState
 
 
 class _Opened(NamedTuple):
-    """What a stream is made of that resumes from a state: see `Stream._restore`."""
+    """The parts of a stream that resumes from a state: see `Stream._restore`."""
 
     config: StreamConfig
     course: Course
@@ -120,7 +120,7 @@ class Stream:
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """What the sources are, by name. The first use may read an index once from end to end."""
+        """The fingerprints of the sources, by name. The first use may read an index once from end to end."""
         if self._fingerprints is None:
             config, sources, *_ = self._given
             names = [s.name for s in config.sources]
@@ -280,7 +280,7 @@ class Stream:
         self._reconcile(state)
 
     def config_at(self, sample: int) -> StreamConfig:
-        """What holds in the stage of a sample: its config, which declares no stages."""
+        """The config in the stage of a sample, which declares no stages."""
         if len(self._course.stages) == 1:
             return self._course.config(0)
         with self._lock:
@@ -295,11 +295,11 @@ class Stream:
 
     @property
     def skips(self) -> Skips:
-        """What is left out."""
+        """The skips of the stream."""
         return self._course.skips
 
     def plan(self, first: int, stop: int) -> Plan:
-        """What samples ``first .. stop`` hold.
+        """Plan samples ``first .. stop``.
 
         Raises:
             StreamExhausted: the stream ends before ``stop``.

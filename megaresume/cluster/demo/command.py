@@ -254,7 +254,7 @@ class ReportedStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the report tells."""
+    """The facts in the report."""
 
     demo: Demo
     extra: Extra
@@ -323,7 +323,7 @@ def _packing(facts: Facts, stream: Stream) -> tuple[str, ...]:
 
 
 def checks(facts: Facts) -> list[tuple[str, str]]:
-    """What was checked, and what came of it."""
+    """The checks, and their results."""
     c, losses = facts.comparison, facts.comparison.losses
 
     def identical(different: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a demo is, what small models have in common with those of `megaresume smoke`, and the demo of text.
+"""The parts of a demo, what its small models share with those of `megaresume smoke`, and the demo of text.
 
 It trains a GPT on three corpora of this machine's Python, the text that every installation has: its sources, the
 docstrings in them, and its reference manual.
@@ -87,7 +87,7 @@ def as_words(flags: Mapping[str, object]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extra:
-    """What a scenario tells beyond the comparison."""
+    """A scenario's own results, beyond the comparison."""
 
     #: (what, result), for the terminal and the table of the report.
     rows: tuple[tuple[str, str], ...] = ()

@@ -52,7 +52,7 @@ class Texts(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def datasets_in(directory: Path) -> dict[str, tuple[Texts, str]]:
-    """What ``megaresume.attach`` takes as data: {name: (dataset, weight)}."""
+    """The data for ``megaresume.attach``: {name: (dataset, weight)}."""
     return {name: (Texts(directory / f"{name}.jsonl"), weight) for name, (_, weight) in SOURCES.items()}
 
 

@@ -110,7 +110,7 @@ def prepare_pictures(directory: Path, pictures: Pictures) -> tuple[dict[str, Any
 
 
 def digits_of(pictures: Pictures, total: int) -> npt.NDArray[np.int64]:
-    """Which of the ``total`` digits its pictures may hold."""
+    """The digits, of ``total``, that its pictures may hold."""
     order = np.random.default_rng(0).permutation(total)
     return order[:_HELD_OUT_DIGITS] if pictures.held_out else order[_HELD_OUT_DIGITS:]
 

@@ -62,7 +62,7 @@ class BadNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """How the training has ended."""
+    """The end of a training."""
 
     #: exit status of the launcher.
     exit: int
@@ -84,7 +84,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmState:
-    """What Slurm says of the attempt, and what may follow it."""
+    """Slurm's view of the attempt, and what may follow it."""
 
     #: why Slurm has ended it; None if it has not.
     reason: Reason | None = None
@@ -105,7 +105,7 @@ class SlurmState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptProgress:
-    """What this attempt itself has written to the ledger of its checkpoints; never what another job wrote there."""
+    """The progress of an attempt, by the lines that it wrote to the ledger of its checkpoints; never another job's."""
 
     #: the last step, if the run has said that it is over.
     finished: int | None = None
@@ -115,7 +115,7 @@ class AttemptProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptHistory:
-    """What came before, in this job or its chain."""
+    """The earlier attempts, in this job or its chain."""
 
     #: attempts in a row without a new checkpoint.
     fruitless: int = 0
@@ -130,7 +130,7 @@ class AttemptHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What follows."""
+    """The next action."""
 
     action: Action
     #: one line for people.
@@ -146,7 +146,7 @@ class Decision:
 def decide(
     status: Status, signal: str | None, slurm: SlurmState, progress: AttemptProgress, history: AttemptHistory
 ) -> Decision:
-    """What follows an attempt.
+    """Decide what follows an attempt.
 
     A checkpoint is new if no attempt before has come so far: one that begins at the same early step each time, as a
     flag may say, does the same steps forever.
@@ -256,7 +256,7 @@ _RUN = ("-m", "megaresume.run")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSettings:
-    """Those that every script has, and explains; as they were given."""
+    """The settings that every script has, and explains; as they were given."""
 
     run_dir: str
     data: str
@@ -407,7 +407,7 @@ class Attempts:
 
 
 def read_attempts(path: Path) -> Attempts:
-    """What earlier attempts have left; a missing file: nothing. Raises SetupError if it cannot be read."""
+    """Read what earlier attempts have left; a missing file: nothing. Raises SetupError if it cannot be read."""
     if not path.exists():
         return Attempts()
     try:
@@ -489,7 +489,7 @@ class Ledgers:
         self._begin = {ledger_path(root): len(read_ledger(ledger_path(root)).entries) for root in roots}
 
     def progress(self, *, status: int | None = None) -> AttemptProgress:
-        """What the attempt has done so far.
+        """The progress of the attempt so far.
 
         Args:
             status: exit status of the training; None if it still runs. A start that found nothing to train is an end

@@ -39,7 +39,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSettings(LaunchSettings):
-    """Those of the scripts that need no scheduler; "" is one that this script does not have."""
+    """The settings of the scripts that need no scheduler; "" is one that this script does not have."""
 
     nnodes: str
     node_rank: str

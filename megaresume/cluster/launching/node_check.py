@@ -1,4 +1,4 @@
-"""What a node finds out about itself before a training starts on it; the driver starts this on every node.
+"""A node's check of itself before a training starts on it; the driver starts this on every node.
 
 python -m megaresume.cluster.launching.node_check RUN_DIR DATA GPUS ADDRESS PORT NODES LAUNCHER TRAIN ...
     ->  one line: megaresume-node {"name": "n2", ...}
@@ -55,7 +55,7 @@ _IMPORTS = {"torchrun": "torch.distributed.run", "srun": "torch", "deepspeed": "
 def look(
     run_dir: Path, data: str, gpus: int, training: Sequence[str] = (), *, temporary: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What this node has to say of itself.
+    """Check this node.
 
     Args:
         run_dir: of the run.
@@ -135,7 +135,7 @@ def _expanded(path: str) -> str:
 
 
 def _missing_of(training: Sequence[str]) -> list[str]:
-    """What is not there of a training command: its script or module, and files that its flags name."""
+    """The missing parts of a training command: its script or module, and files that its flags name."""
     script = script_of(training)
     missing = [script] if script and not os.path.isfile(script) else []
     missing += [f"module {name}" for name in modules_of(training) if not _has_module(name)]
@@ -282,7 +282,7 @@ def ask_nodes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the answers of all nodes say."""
+    """The result of the checks of all nodes."""
 
     #: nodes that are not to train.
     bad: tuple[BadNode, ...]
@@ -293,7 +293,7 @@ class Verdict:
 
 
 def judge(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]], received: Mapping[str, float]) -> Verdict:
-    """Which nodes are not to train.
+    """Find the nodes that must not train.
 
     Args:
         nodes: that were asked, the one where the ranks meet first.

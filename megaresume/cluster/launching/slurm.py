@@ -166,7 +166,7 @@ class SlurmDriver(LaunchDriver):
                 self.say(f"{' '.join(pins)} is left out: {saved}")
 
     def _choose_nodes(self) -> None:
-        """Those that train, of those that are left; others look whether the node of this driver lives."""
+        """Choose the nodes that train, of those that are left; others watch whether the node of this driver lives."""
         left = self.job.nodes_left()
         self.nodes = choose_nodes(left, int(self.settings.train_nodes), self.attempts.replaced)
         others = [node for node in left if node != os.environ.get("SLURMD_NODENAME")]
@@ -187,7 +187,7 @@ class SlurmDriver(LaunchDriver):
 
     @property
     def history(self) -> AttemptHistory:
-        """What came before this attempt."""
+        """The attempts before this one."""
         return AttemptHistory(
             fruitless=self.attempts.fruitless,
             best=self.attempts.best,
@@ -446,7 +446,7 @@ class SlurmDriver(LaunchDriver):
 
 
 def _batch_log() -> tuple[str, int]:
-    """Where this process prints, and how long that is already."""
+    """The file that this process prints to, and its size now."""
     try:
         path = os.readlink("/proc/self/fd/2")
         return path, os.stat(path).st_size

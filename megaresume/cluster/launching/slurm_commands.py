@@ -48,7 +48,7 @@ _USABLE = ("idle", "mixed", "allocated", "completing")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobInfo:
-    """What the controller says about a job."""
+    """The controller's record of a job."""
 
     state: str
     #: why it is pending.

@@ -97,7 +97,7 @@ class SlurmJob:
         )
 
     def show(self, job: str = "") -> dict[str, str]:
-        """What the controller says of it, or of another job; {} if it does not answer."""
+        """The controller's record of it, or of another job; {} if it does not answer."""
         return fields_of(run("scontrol", "show", "job", "--oneliner", job or self.id).stdout)
 
     def state(self) -> str:
@@ -122,7 +122,7 @@ class SlurmJob:
         return fields_of(run("scontrol", "show", "node", "--oneliner", node).stdout).get("NodeAddr", node)
 
     def nodes_left(self) -> tuple[str, ...]:
-        """Those that it still has: of a job with ``--no-kill`` Slurm takes away the nodes that die."""
+        """The nodes that it still has: from a job with ``--no-kill`` Slurm takes away those that die."""
         left = run("scontrol", "show", "hostnames", self.show().get("NodeList", "")).stdout.split()
         return tuple(node for node in self.nodes if node in left) or self.nodes
 
@@ -252,7 +252,7 @@ _IGNORE_SIGNALS = 'trap "" USR1 TERM; printf . >>"$0"; exec "$@"'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmSettings(LaunchSettings):
-    """Those of the batch script, which is here as Slurm has copied it."""
+    """The settings of the batch script, which is here as Slurm has copied it."""
 
     launcher: str
     train_nodes: str
@@ -371,7 +371,7 @@ class Chain:
         self._left = 0
 
     def read(self) -> None:
-        """What the job before has told this one, and an earlier attempt of this one has left."""
+        """Read what the job before passed on, and what an earlier attempt of this one left."""
         self.head = os.environ.get(_HEAD, self._job.id)
         # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
         self._left = int(os.environ.get(_LEFT, self._settings.chain))
@@ -416,7 +416,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """Where the ranks are, and where they meet."""
+    """The nodes of the ranks, and the address where they meet."""
 
     nodes: tuple[str, ...]
     ranks_per_node: int
@@ -426,7 +426,7 @@ class RankLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tasks:
-    """What srun is told."""
+    """The tasks that srun starts."""
 
     per_node: int
     words: tuple[str, ...]

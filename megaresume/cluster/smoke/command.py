@@ -115,7 +115,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def options(args: argparse.Namespace) -> SmokeOptions:
-    """What the flags say."""
+    """The options in the flags."""
     given = {name: value for name, value in vars(args).items() if name in SmokeOptions.__dataclass_fields__}
     if args.min_step_seconds is None and args.script is None:
         given["min_step_seconds"] = 1.0 if args.launcher == "slurm" else 0.3
@@ -258,7 +258,7 @@ def run_smoke(plan: SmokePlan, launcher: Launcher, *, tolerance: float, patience
 
 
 class _Test(Scenario):
-    """What `run_smoke` runs."""
+    """The scenario of `run_smoke`."""
 
     def __init__(self, plan: SmokePlan, launcher: Launcher, result: Result, patience: float, say: Say) -> None:
         super().__init__(

@@ -33,7 +33,7 @@ SAVE_INTERVAL = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmokeOptions:
-    """What the command line says; None and (): nothing."""
+    """The options of the command line; None and (): not given."""
 
     out: Path
     launcher: Literal["local", "slurm"] = "local"
@@ -60,7 +60,7 @@ class SmokeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchLayout:
-    """What a launch runs on, and how it cuts its batches; None: as the script says."""
+    """The ranks of a launch, and the sizes of its batches; None: as in the script."""
 
     nodes: int
     ranks_per_node: int
@@ -90,7 +90,7 @@ class LaunchLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmokePlan:
-    """What will be run."""
+    """The launches and stops of a test."""
 
     options: SmokeOptions
     #: by attempt; the reference has the first.

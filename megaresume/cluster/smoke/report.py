@@ -1,4 +1,4 @@
-"""What a test has found: its attempts, its stops, the comparison, and whether it all holds.
+"""The results of a test: its attempts, its stops, the comparison, and whether it all holds.
 
 As a table for the terminal, plain JSON, one HTML page.
 """
@@ -40,7 +40,7 @@ class Result(Found):
 
     @property
     def first_difference(self) -> str | None:
-        """What to look at first."""
+        """The difference to look at first."""
         if self.holds:
             return None
         if self.outcome is not None and self.outcome.first is not None:

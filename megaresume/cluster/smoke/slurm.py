@@ -202,7 +202,7 @@ echo "megaresume|$name|clock|$(date +%s.%N)|"
 
 @dataclass(kw_only=True, slots=True)
 class _Answers:
-    """What the nodes said; the keys are their names."""
+    """The answers of the nodes, by name."""
 
     #: what they read of the token, and whether they could write beside it.
     seen: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -283,7 +283,7 @@ def _ask_nodes(partition: Partition, count: int, token: Path, options: Sequence[
 
 
 def _lines(process: subprocess.Popen[str], timeout: float) -> Iterator[str]:
-    """What it prints, line by line, until its end or for ``timeout`` seconds."""
+    """Its output, line by line, until its end or for ``timeout`` seconds."""
     stdout = process.stdout
     assert stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()

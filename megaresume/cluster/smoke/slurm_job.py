@@ -56,7 +56,7 @@ _HOPELESS = {
 
 @dataclass(slots=True)
 class Lost:
-    """What was done to the cluster, and is to be undone; empty: nothing."""
+    """The changes to the cluster that are to be undone; empty: none."""
 
     node: str = ""
     urgent_job: str = ""
@@ -101,12 +101,12 @@ class SlurmAttempt:
 
     @property
     def info(self) -> JobInfo | None:
-        """What Slurm says; None if it has forgotten the job."""
+        """Slurm's record of the job; None if it has forgotten it."""
         return find_job(self.id)
 
     @property
     def urgent(self) -> Partition:
-        """Whose jobs preempt this one."""
+        """The partition whose jobs preempt this one."""
         return self._urgent()
 
     def running(self) -> bool:

@@ -190,7 +190,7 @@ def _run(args: Arguments) -> int:
 
 
 def _skip(args: Arguments) -> Any:
-    """What flags want left out."""
+    """The samples that the flags leave out."""
     from megaresume.stream.skips import SkipConfig, parse_range, union
 
     words = args.data_options.skip or ()
@@ -205,7 +205,7 @@ def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
 
 
 def _data(args: Arguments) -> dict[str, Any]:
-    """What `open_stream` and `open_validation` need; the data config is read here, once."""
+    """The arguments of `open_stream` and `open_validation`; the data config is read here, once."""
     from megaresume.data.data_config import DataConfig
 
     assert args.launch.data is not None

@@ -1,4 +1,4 @@
-"""What a run says: lines for people on standard output, JSON lines for programs in a file.
+"""The output of a run: lines for people on standard output, JSON lines for programs in a file.
 
 The lines hold the seconds that a rank spends on its data, and hashes of what the model gets of a sample: tokens,
 labels, masks, positions, and its images down to the last bit. A JSON line is one write to a file opened for appending:

@@ -41,7 +41,7 @@ from megaresume.stream.errors import SetupError, UsageError
 
 
 class ModelParallelUnit:
-    """What DeepSpeed calls an ``mpu``: `megatron.core.parallel_state`, and the names that it no longer has."""
+    """DeepSpeed's ``mpu``: `megatron.core.parallel_state`, and the names that it no longer has."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(parallel_state, name)
@@ -95,7 +95,7 @@ class LossMeter:
 
 
 def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
-    """Where attention is not allowed: later tokens, and other documents.
+    """The mask of attention that is not allowed: to later tokens, and to other documents.
 
     Args:
         position_ids: int64[m, S], from 0 in every segment, so that a segment begins where they are 0.
@@ -315,7 +315,7 @@ _LONGEST, _SHORTEST = 8.0, 0.06
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionShape:
-    """What an image processor gives, as far as the model must know."""
+    """The output of an image processor, as far as the model must know it."""
 
     #: F: numbers of a patch, 3 * P * P.
     patch_features: int
@@ -486,7 +486,7 @@ def with_vision(args: Arguments, language: Any, encoder: Any, device: torch.devi
 
 
 def vision_shape(processor: Any, patch_size: int) -> VisionShape:
-    """What the model must know of an image processor, found out by trying it.
+    """Try an image processor, to find out what the model must know of it.
 
     Args:
         processor: of the encoder of the data's image sources.

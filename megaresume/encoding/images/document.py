@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """Which document it is, forever: what randomness is keyed by."""
+    """The identity of a document, forever: the key of its randomness."""
 
     #: of the stream.
     seed: int
@@ -78,7 +78,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """How long a record is, without decoding its images."""
+    """The length of a record, measured without decoding its images."""
 
     #: of the whole document: text, image tokens, end of document.
     tokens: int
@@ -116,14 +116,14 @@ class Fault:
 
     @classmethod
     def of(cls, error: CorpusError, policy: FaultPolicy) -> Fault:
-        """What was done about an error. Not with its cause: libraries word that, in each version again."""
+        """A fault by an error. Without its cause: libraries word that, in each version again."""
         reason = error.headline if error.found is None else f"{error.headline}; found {error.found}"
         return cls(policy=policy, reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedDocument:
-    """What a document is to the model: as many tokens as the index says, whatever happened."""
+    """A document as the model gets it: as many tokens as the index says, whatever happened."""
 
     #: int64[n]; the image token stands where features go.
     tokens: npt.NDArray[np.int64]
@@ -145,7 +145,7 @@ _reported: set[tuple[str, int]] = set()
 
 
 class RecordEncoder(Protocol):
-    """What is asked of an encoder here: `megaresume.encoding.images.encoder.ImageTextEncoder`."""
+    """The encoder that is needed here: `megaresume.encoding.images.encoder.ImageTextEncoder`."""
 
     @property
     def filler(self) -> int:

@@ -105,7 +105,7 @@ class ImageTextEncoder:
 
     @property
     def levels(self) -> Levels | None:
-        """How 8-bit levels become the pixels; None if its pixels are not made of levels, or nobody knows."""
+        """The map from 8-bit levels to pixels; None if its pixels are not made of levels, or that is not known."""
         return getattr(self.processor, "levels", None) if type(self) is ImageTextEncoder else None
 
     def most_rows(self, num_tokens: int) -> int:

@@ -144,7 +144,7 @@ class TransformersProcessor(Options):
         return image_tokens(self.pattern(width, height))
 
     def pattern(self, width: int, height: int) -> Pattern:
-        """What the processor writes for an empty image of this size.
+        """The text that the processor writes for an empty image of this size.
 
         Raises:
             CorpusError: it cannot take the size.

@@ -1,4 +1,4 @@
-"""What a template makes of a record: text and images in the order in which the model reads them.
+"""The pieces of a record by its template: text and images in the order in which the model reads them.
 
     members of a record  --template.pieces-->  [Image("jpg"), Text("\\n"), Text("a cat", trained)]
 
@@ -80,7 +80,8 @@ class Template(Protocol):
         ...
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
-        """What a row of JSON calls its images, which are files beside it, in order. Raises ValueError: in two ways."""
+        """The names of a JSON row's images, which are files beside it, in order. Raises ValueError if it has two
+        lists."""
         ...
 
     def pieces(self, record: Record) -> list[Piece]:
@@ -89,7 +90,7 @@ class Template(Protocol):
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
-    """What stands under `IMAGE_KEYS` in a row. Raises ValueError: other images under two of them."""
+    """The value under `IMAGE_KEYS` in a row. Raises ValueError: other images under two of them."""
     given = {key: row[key] for key in IMAGE_KEYS if row.get(key) is not None}
     lists = {key: list(named) if isinstance(named, list) else [named] for key, named in given.items()}
     full = {key: names for key, names in lists.items() if given[key]}

@@ -197,7 +197,7 @@ def new_rows(shape: tuple[int, ...], dtype: type[np.float32] | type[np.uint8] = 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """How levels become pixels."""
+    """The map from levels to pixels."""
 
     normalize: Statistics
     backend: Backend
@@ -227,7 +227,7 @@ class Levels:
         normalize_levels(levels, table, out.reshape(len(levels), channels, self.frames, size))
 
     def answer(self, levels: npt.NDArray[np.uint8]) -> Pixels:
-        """What a processor returns: pixels, in the room that is given; or the levels, if they are what it takes."""
+        """The answer of a processor: pixels, in the room that is given; or the levels, if it takes those."""
         room = _ROOM.get()
         if room is not None and room.takes_levels:
             return levels  # type: ignore[return-value]
@@ -307,7 +307,7 @@ _SPAN = 1024
 
 
 class Weights(NamedTuple):
-    """How each of n rows (or columns) is made."""
+    """The weights of which each of n rows (or columns) is made."""
 
     #: int64[n]: the first row that it is made of.
     first: npt.NDArray[np.int64]

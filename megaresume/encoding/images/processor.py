@@ -1,4 +1,4 @@
-"""What an image processor promises; one's own, from a factory; and whether a processor keeps its promises.
+"""The contract of an image processor; one's own, from a factory; and whether a processor keeps it.
 
     PIL image, RGB, W x H  --processor-->  float32[k, ...] normalised, (frames, rows, columns)
     W, H                   --num_tokens->  tokens that the image takes in the sequence

@@ -48,7 +48,7 @@ Shade = Annotated[int, Within(0, 255)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOptions(Options):
-    """What is taken for an image, and how it becomes RGB."""
+    """The formats that are read as images, and how they become RGB."""
 
     #: as Pillow calls them; a file of another format is refused.
     formats: Texts = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

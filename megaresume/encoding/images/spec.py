@@ -1,4 +1,4 @@
-"""What defines an encoder, as plain JSON: the index keeps it, and any machine builds the same encoder from it.
+"""The definition of an encoder, as plain JSON: the index keeps it, and any machine builds the same encoder from it.
 
     options in YAML (a tokenizer by path)  --spec_from_options-->  spec (the tokenizer's content)  -->  encoder
 

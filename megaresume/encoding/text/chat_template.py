@@ -223,7 +223,7 @@ _THINK = re.compile(r"(?:<think>|\A(?!\s*<think>))((?:(?!<think>).)*?)</think>",
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """What a message says, where it stands in the text: characters first to stop."""
+    """The content of a message in the text: characters first to stop."""
 
     message: int
     part: Part
@@ -268,7 +268,7 @@ class Marks:
         return {part for _, part in marks._labels}
 
     def find(self, marked: str, text: str) -> list[Core]:
-        """Where what was marked stands in the text without marks, in order.
+        """The places of what was marked, in the text without marks, in order.
 
         Args:
             marked, text: rendered with and without marks.

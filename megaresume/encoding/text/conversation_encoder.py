@@ -29,7 +29,7 @@ TOO_LONG = cast(tuple[TooLong, ...], get_args(TooLong))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationOptions:
-    """How rows become documents."""
+    """The settings by which rows become documents."""
 
     #: text of the chat template, and its variables for special tokens.
     template: str

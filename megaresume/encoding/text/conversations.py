@@ -74,7 +74,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """What a template is given."""
+    """The variables of a template."""
 
     #: role, content and what else the template reads; no value is None.
     messages: list[Message]
@@ -99,7 +99,7 @@ MISSING = object()
 
 
 def under(row: Mapping[str, Any], key: str) -> Any:
-    """What a row has under a key, or under keys with dots between (``meta.text``); `MISSING` if it has none."""
+    """The value in a row under a key, or under keys with dots between (``meta.text``); `MISSING` if it has none."""
     if key in row:
         return row[key]
     first, dot, rest = key.partition(".")

@@ -36,7 +36,7 @@ EOD_TOKENS = (
 
 
 class Tokenizer(Protocol):
-    """What `prepare` and `trace --text` ask of a tokenizer."""
+    """The tokenizer that `prepare` and `trace --text` need."""
 
     #: for people: a file name, or "bytes".
     name: str
@@ -270,7 +270,7 @@ def packed_vocabulary(content: str | None) -> str:
 
 
 def unpacked_content(content: str | None) -> bytes | None:
-    """What `tokenizer_from_content` takes, of what `pack_tokenizer` packed under ``content``."""
+    """The argument of `tokenizer_from_content`, from what `pack_tokenizer` packed under ``content``."""
     return None if content is None else zlib.decompress(base64.b64decode(content))
 
 

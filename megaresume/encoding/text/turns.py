@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are trained.
+"""The characters of a rendered conversation that are trained.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n<think>\\nhm\\n</think>\\n\\nHello<|im_end|>\\n
                                                          xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx   trained
@@ -37,7 +37,7 @@ _TAGS_AFTER = re.compile(r"(?:\s*</?think>)+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What is trained."""
+    """The parts of a conversation that are trained."""
 
     #: whose messages.
     roles: tuple[str, ...] = ("assistant",)
@@ -118,12 +118,12 @@ class TurnFinder:
         return None if found is None else found.end()
 
     def last_special(self, text: str) -> int | None:
-        """Where the last special token of a text ends."""
+        """The end of the last special token of a text."""
         ends = [found.end() for found in self._end.finditer(text)] if self._end is not None else []
         return ends[-1] if ends else None
 
     def prompt(self, options: dict[str, Any]) -> str:
-        """What the template adds after a question to ask the assistant to continue."""
+        """The text that the template adds after a question, for the assistant to continue."""
         key = repr(options)
         if key not in self._prompts:
             question = Conversation(messages=[{"role": "user", "content": "?"}], options=options)
@@ -140,7 +140,7 @@ class TurnFinder:
         return next((found.start() for found in around), at)
 
     def _end_of_answers(self) -> list[re.Pattern[str]]:
-        """What ends an answer, whether it is the last or another question follows; else any special token does."""
+        """The ends of an answer, of the last one and of one before another question; else any special token is one."""
         asked = {"role": "user", "content": "?"}
         tails = []
         for after in ([], [asked]):
@@ -196,7 +196,7 @@ class _Rendered:
         self._believes, self._doubted = True, set[int]()
 
     def turns(self) -> list[_Turn]:
-        """What is trained, message by message."""
+        """The trained characters, message by message."""
         wanted = set(self._finder.wanted(self._conversation))
         if self._template.marks_generation and self._selection.roles == ("assistant",):
             return self._generated(wanted)
@@ -226,7 +226,7 @@ class _Rendered:
         return turns
 
     def _generated(self, wanted: set[int]) -> list[_Turn]:
-        """What stands in {% generation %}."""
+        """The text within {% generation %}."""
         messages = self._conversation.messages
         everything = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
         if self._selection.as_generated and wanted == everything:
@@ -261,7 +261,7 @@ class _Rendered:
 
     @cached_property
     def _cores(self) -> list[Core]:
-        """What the messages that are trained say."""
+        """The contents of the messages that are trained."""
         marks = Marks(self._text)
         wanted = set(self._finder.wanted(self._conversation))
         return marks.find(self._marked(marks, marks.put(self._conversation.messages, wanted)), self._text)
@@ -280,7 +280,7 @@ class _Rendered:
             )
 
     def _begin(self, i: int, first: Core) -> int:
-        """Where the prompt ends that message i is the answer to."""
+        """The end of the prompt that message i answers."""
         usual = self._finder.prompt(self._conversation.options)
         if usual and self._text.endswith(usual, 0, first.first):
             return first.first
@@ -295,7 +295,7 @@ class _Rendered:
         return begin
 
     def _habit(self, kind: tuple[str, str], i: int) -> str | None:
-        """What stands there in turns of this kind; None: look."""
+        """The usual text there in turns of this kind; None: look."""
         text, times = self._habits.get(kind, ("", 0))
         return text if times > 1 and self._believes and i not in self._doubted else None
 
@@ -330,7 +330,7 @@ class _Rendered:
             return None
 
     def _stop(self, i: int, last: Core) -> int:
-        """Where a turn ends of which the last word is known."""
+        """The end of a turn whose last word is known."""
         said = self._said(i, self._text, last)
         stop = self._finder.end_of_turn(self._text, said) if last.part != "tool-calls" else None
         if stop is not None:
@@ -352,7 +352,7 @@ class _Rendered:
         return said + (len(after.rstrip()) if stop is None else stop)
 
     def _said(self, i: int, text: str, last: Core) -> int:
-        """Where message i ends in a text: after its last word, and after the tags that it has there."""
+        """The end of message i in a text: after its last word, and after the tags that it has there."""
         has_tags = last.part == "thinking" or _TAGS_BEFORE.search(self._content(i).rstrip())
         tags = _TAGS_AFTER.match(text, last.stop) if has_tags else None
         return last.stop if tags is None else tags.end()
@@ -362,7 +362,7 @@ class _Rendered:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     def _after(self, i: int, said: int) -> str | None:
-        """What follows message i, which ends there, before the next one begins; None if that cannot be told."""
+        """The text between the end of message i, which is there, and the next one; None if it cannot be told."""
         messages = self._conversation.messages[: i + 1]
         if len(messages) == len(self._conversation.messages):
             return self._text[said:]
