@@ -34,11 +34,12 @@ _FIRST = 10_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on.
+def keep_port() -> socket.socket:
+    """A TCP port that nobody listens on, kept until the socket is closed.
 
-    Not one of those that the system gives to outgoing connections: a job's own ranks, or another job, may be given it
-    between this call and the moment at which rank 0 listens.
+    The socket is bound, so that nobody else is given the port, and does not listen: a program that sets SO_REUSEADDR,
+    as torch's store does, can listen there in the meantime. The port is not one of those that the system gives to
+    outgoing connections.
 
     Raises:
         SetupError: there is none.
@@ -48,15 +49,27 @@ def free_port() -> int:
         last = max(int(_RANGE.read_text().split()[0]), _FIRST + 1)
     draw = random.SystemRandom()  # jobs that start at the same moment must not try the same ones
     for _ in range(200):
-        port = draw.randrange(_FIRST, last)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
+        kept = socket.socket()
+        with contextlib.suppress(OSError):
+            kept.bind(("", draw.randrange(_FIRST, last)))
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now: two that set it before could both bind
+            return kept
+        kept.close()
     raise SetupError(
         "no free port was found for the ranks to meet at",
         found=f"200 ports between {_FIRST} and {last} are in use",
         action="end other jobs on this machine, or set MASTER_ADDR and MASTER_PORT yourself",
     )
+
+
+def free_port() -> int:
+    """The number of such a port, which is not kept: another job may be given it before somebody listens there.
+
+    Raises:
+        SetupError: there is none.
+    """
+    with keep_port() as kept:
+        return int(kept.getsockname()[1])
 
 
 #: begins the name of the variable that marks the processes of a job.
@@ -78,6 +91,8 @@ class Processes:
     def __init__(self, output: Path) -> None:
         self.output = output
         self._mark = f"{MARK}{uuid.uuid4().hex}"
+        #: where the ranks meet, until the job is over.
+        self._port = keep_port()
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def _start(self, command: list[str], env: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -151,6 +166,7 @@ class Processes:
             time.sleep(0.01)
         for process in self._processes:
             process.wait()
+        self._port.close()
         return len(killed)
 
     def _members(self, value: str | None = None) -> dict[int, bytes]:
@@ -209,7 +225,7 @@ class LocalJob(Processes):
         base[self._mark] = "1"
         is_script = program.endswith(".py")
         target = [program] if is_script else ["-m", program]
-        port = str(free_port())
+        port = str(self._port.getsockname()[1])
         if launcher == "env":
             commands = [
                 ([sys.executable, *target, *arguments], base | _identity(rank, num_processes, port))
@@ -386,7 +402,8 @@ class LocalScript(Processes):
         self._logs = [logs / f"{number}.node{node}.log" for node in range(launch.nodes)]
         super().__init__(self._logs[0])
         base = os.environ | {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"} | dict(launch.env)
-        base |= {"NNODES": str(launch.nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        base |= {"NNODES": str(launch.nodes), "MASTER_ADDR": "127.0.0.1"}
+        base["MASTER_PORT"] = str(self._port.getsockname()[1])
         for node, log in enumerate(self._logs):
             env = base | devices.of_node(node, launch.ranks_per_node) | {"NODE_RANK": str(node), self._mark: str(node)}
             with open(log, "wb") as file:
