@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +82,20 @@ def same(a: object, b: object) -> bool:
     )
 
 
+#: as sitecustomize.py: kills all processes of a `prepare` when two parts are there and a third one is about to be.
+KILLER = """
+import os, pathlib, signal, sys
+
+def watch(event, args):
+    if event == "os.rename":
+        part = pathlib.Path(os.fsdecode(args[1]))
+        if part.name.startswith("shard-") and len(list(part.parent.glob("shard-*"))) >= 2:
+            os.killpg(0, signal.SIGKILL)
+
+sys.addaudithook(watch)
+"""
+
+
 def killed_and_run_again(command: Callable[..., list[str]], index: Path) -> dict[str, Any]:
     """The summary of a `prepare` that goes on after a SIGKILL, which falls when two parts are there.
 
@@ -90,15 +103,12 @@ def killed_and_run_again(command: Callable[..., list[str]], index: Path) -> dict
         command: its words, with more flags at the end.
         index: what it writes.
     """
-    process = subprocess.Popen(command("--workers", "2"), start_new_session=True)
-    try:
-        begin = time.monotonic()
-        while len(list(index.parent.glob(f"{index.name}.prepare/shard-*"))) < 2 and time.monotonic() - begin < 60:
-            assert process.poll() is None
-            time.sleep(0.005)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    killer = index.parent / "killer"
+    killer.mkdir()
+    (killer / "sitecustomize.py").write_text(KILLER)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(killer), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    process = subprocess.Popen(command("--workers", "2"), start_new_session=True, env=env)
+    assert process.wait() == -signal.SIGKILL
     assert not index.exists()
     result = subprocess.run(command("--json"), capture_output=True, text=True, check=True)
     summary: dict[str, Any] = json.loads(result.stdout)
