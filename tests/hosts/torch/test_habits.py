@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume import Checkpoints
+from megaresume import Checkpoints, StopConditions
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import holder_of
@@ -27,13 +27,21 @@ from tests.hosts.torch.program import Numbers
 class Tried:
     """A model, its optimizer, a loader, and the loop around them."""
 
-    def __init__(self, directory: Path, *, accumulation: int = 1, writer: Any = "dcp", **options: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        accumulation: int = 1,
+        writer: Any = "dcp",
+        stop: StopConditions | None = None,
+        **options: Any,
+    ) -> None:
         self.model = torch.nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.loader = megaresume.DataLoader(Numbers(), batch_size=4, accumulation=accumulation, **options)
         objects = {"model": self.model, "optimizer": self.optimizer}
         self.loop: Loop = megaresume.attach(
-            objects, self.loader, checkpoints=Checkpoints(save_dir=directory), writer=writer
+            objects, self.loader, checkpoints=Checkpoints(save_dir=directory), writer=writer, stop=stop
         )
 
     def train(self, batch: torch.Tensor) -> None:
@@ -196,6 +204,20 @@ def test_saves_of_what_a_for_has_left_over(directory: Path, writer: str) -> None
     resumed = t.loop.load()
     assert resumed is not None and resumed.samples == 8
     t.loop.close()
+
+
+def test_a_step_that_is_saved_is_not_saved_again_when_the_run_stops(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trigger = directory.with_name("stop")
+    t = Tried(directory, stop=StopConditions(file=str(trigger)))
+    with pytest.raises(SystemExit):
+        for batch in t.loop:
+            t.train(batch)
+            t.loop.save()
+            trigger.touch()
+    assert "saved at step 1;" in capsys.readouterr().out
+    assert [e.iteration for e in read_ledger(ledger_path(directory)).entries if e.kind == "checkpoint"] == [1]
 
 
 def test_an_accumulation_that_the_loader_was_not_told(directory: Path) -> None:
