@@ -9,6 +9,10 @@ BIN    := $(VENV)/bin
 # A file stays in one worker, which makes its fixtures once; tests/tiers.py puts the longest files first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
+STARTED := $(shell date +%s)
+# How long all of it took, beside the bound in minutes; exits as the tests did.
+took = status=$$?; took=$$(($$(date +%s) - $(STARTED))); \
+  echo "make $@ took $$((took / 60)) min $$((took % 60)) s; bound: $(1) min on two idle cores"; exit $$status
 
 .PHONY: demo check test test-all release docs upstream trainers peers mutations lint types bench clean
 
@@ -24,10 +28,10 @@ demo: $(STAMP)
 	$(BIN)/megaresume demo --overwrite
 
 check: $(STAMP) lint types
-	$(PYTEST) -m "not process and not release"
+	@$(PYTEST) -m "not process and not release"; $(call took,3)
 
 test: $(STAMP) lint types
-	$(PYTEST) -m "not release" --durations 25
+	@$(PYTEST) -m "not release" --durations 25; $(call took,15)
 
 test-all: $(STAMP) lint types
 	$(PYTEST) --durations 25
