@@ -286,7 +286,7 @@ CHECKPOINT = (
         "save over a run that was not loaded",
         "    choice = choose(directory)\n    if choice is None:\n        return\n",
         "    choice = choose(directory)\n    return\n",
-        ENGINE,
+        CHOOSE,
     ),
     Mutation(
         "start for ever without progress",
