@@ -253,7 +253,8 @@ class TitanHost(TrainerHost):
 
         def write(save: Save) -> None:
             self._carried.text = save.envelope.to_text()
-            with replaced(manager, interval=1):  # it saves
+            # It saves, and the step that was made: one that is stopped before its first batch has been counted already.
+            with replaced(manager, interval=1), replaced(self.trainer, step=step):
                 write_all(save, files.dcp_errors()(lambda: self._titans_save(step, last_step)))
             future, manager.save_future = manager.save_future, None  # `settle` waits for it
             if future is not None:

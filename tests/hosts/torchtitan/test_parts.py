@@ -108,3 +108,30 @@ def test_what_is_no_trainer() -> None:
     mine = trainer()
     with pytest.raises(UsageError, match="save_dir cannot be used"):
         attach(mine, checkpoints=megaresume.Checkpoints(save_dir="/elsewhere"))
+
+
+def test_a_stop_saves_the_step_that_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan counts a step before it reads the first batch of it."""
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.2.2")
+    stop, saved = tmp_path / "stop", []
+
+    def save(step: int, last: bool) -> None:
+        saved.append((step, mine.step))
+        (tmp_path / "run" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "run" / f"step-{step}" / ".metadata").write_text("the weights")
+
+    def train() -> None:
+        mine.checkpointer.load(-1)
+        source = iter(mine.dataloader)
+        while True:
+            mine.step += 1
+            next(source)
+            mine.checkpointer.save(mine.step, False)
+            stop.touch()
+
+    mine = trainer(folder=str(tmp_path / "run"), load=lambda _: False, save=save, states={}, _should_save=lambda *_: 0)
+    mine.train, mine.step, mine.device = train, 0, torch.device("cpu")
+    attach(mine, stop=megaresume.StopConditions(file=str(stop)))
+    with pytest.raises(SystemExit):
+        mine.train()
+    assert saved == [(1, 1)] and mine.step == 2
