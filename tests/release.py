@@ -19,7 +19,7 @@ README = ROOT / "tests" / "README.md"
 
 
 def release(why: str, covered_by: str) -> pytest.MarkDecorator:
-    """Mark a test, a fixture or some of its parameters: only in `make test-all`.
+    """Mark a test, a class of them, a fixture or some of its parameters: only in `make test-all`.
 
     Args:
         why: it is not in `make test`. If only some parameters have the mark, their ids come first:
@@ -32,7 +32,7 @@ def release(why: str, covered_by: str) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """A test or a fixture at the top of a file."""
+    """A test, a class of tests or a fixture at the top of a file."""
 
     #: from the root of the repository.
     path: str
@@ -65,7 +65,7 @@ def definitions() -> list[Definition]:
             if isinstance(target, ast.Name) and _is_mark(node.value)
         }
         for node in body:
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 parts = [part for decorator in node.decorator_list for part in ast.walk(decorator)]
                 marks = [part for part in parts if _is_mark(part)]
                 marks += [named[part.id] for part in parts if isinstance(part, ast.Name) and part.id in named]

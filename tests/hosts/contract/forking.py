@@ -31,10 +31,11 @@ class ForkingDriver(Driver):
         program: its file.
         train: its function, which trains as a job says.
         in_process: whether it leaves nothing behind, so that it can train in this process.
+        launcher: the module that runs the program; empty: none.
     """
 
-    def __init__(self, program: str, train: Train, *, in_process: bool = True) -> None:
-        self.program, self.train, self.in_process = program, train, in_process
+    def __init__(self, program: str, train: Train, *, in_process: bool = True, launcher: str = "") -> None:
+        self.program, self.train, self.in_process, self.launcher = program, train, in_process, launcher
 
     def run(self, job: Job) -> Ran:
         """See `Driver`."""
@@ -42,7 +43,8 @@ class ForkingDriver(Driver):
             return self._here(job)
         words, output = [json.dumps(asdict(job), default=str)], job.directory.with_name(f"{job.directory.name}.output")
         env = ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "contract", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(job.ranks)}
-        with WarmJob(self.program, words, num_processes=job.ranks, output=output, launcher="env", env=env) as started:
+        program, *words = [*filter(None, [self.launcher]), self.program, *words]
+        with WarmJob(program, words, num_processes=job.ranks, output=output, launcher="env", env=env) as started:
             return Ran(started.wait(), started.text())
 
     def _here(self, job: Job) -> Ran:

@@ -174,6 +174,7 @@ def run(
     pretrained: str | None = None,
     checkpoint: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
+    recorder_class: type[Recorder] = Recorder,
 ) -> None:
     """Train to the end, or to the death in the save of step ``kill``."""
     config = config_of(directory, iters=iters, step=step, batch=batch, interval=interval, evals=evals)
@@ -208,7 +209,7 @@ def run(
     megaresume.attach(config, data, validation=validation if evals else None)
     if kill:
         dies_in_the_save_of(kill)
-    recorder = Recorder(directory, attempt, numbers=stream is None)
+    recorder = recorder_class(directory, attempt, numbers=stream is None)
     begin = pretrain if pretrained is None else finetune
     begin(config, recorder.forward_step, callbacks=[recorder])
 

@@ -38,3 +38,9 @@ _members: dict[str, Any] = dict.fromkeys(PlatformBase.__abstractmethods__, _noth
     "visible_devices_envvar": lambda self: "CUDA_VISIBLE_DEVICES",
 }
 PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), _members))
+
+# VeRL patches a class of TRL's wherever TRL is installed; 1.16, which this environment has for other tests, has none of
+# that name.
+import verl.utils.import_utils  # noqa: E402
+
+verl.utils.import_utils.is_trl_available = lambda: False

@@ -120,10 +120,11 @@ def run(
     attached: bool = True,
     append: str | None = None,
     config: list[str] | None = None,
+    trainer_class: type[Recorded] = Recorded,
 ) -> None:
     """Train to the end, or to the death in the save of step ``kill``."""
     if attached:
-        megaresume.attach(Recorded, append=append)
+        megaresume.attach(trainer_class, append=append)
     model = model_in(directory.with_name("model"))
     settings = [
         f"model.path={model}",
@@ -147,7 +148,7 @@ def run(
         *(config or []),
     ]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        trainer = Recorded(compose("sft_trainer_engine", settings), directory, attempt, kill)
+        trainer = trainer_class(compose("sft_trainer_engine", settings), directory, attempt, kill)
     trainer.fit()
 
 
