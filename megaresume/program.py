@@ -35,6 +35,7 @@ COMMANDS = {
     "convert": "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)",
     "verify": "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference",
     "top": "follow a run while it trains: pace, shares, losses, last durable save, goodput, what comes next",
+    "replay": "train a step of a run again by its own program, changing nothing of the run, and say what is different",
     "report": "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses",
     "doctor": "find what is wrong with a machine, a checkpoint directory or the log of a failed launch, and what to do",
     "patch": "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
@@ -48,7 +49,7 @@ GROUPS = {
     "try it, and begin": ("demo", "new"),
     "data": ("prepare", "stream"),
     "start and resume": ("run", "patch", "latest", "plan", "convert"),
-    "look and prove": ("inspect", "trace", "verify", "top", "report"),
+    "look and prove": ("inspect", "trace", "verify", "top", "replay", "report"),
     "find what is wrong": ("doctor", "smoke"),
     "the shell": ("completion",),
 }
@@ -65,6 +66,7 @@ _HOMES = {
     "patch": "hosts.megatron.patching.command",
     "plan": "runs.plan.command",
     "prepare": "data.prepare.command",
+    "replay": "runs.replay",
     "report": "runs.report",
     "smoke": "cluster.smoke.command",
     "stream": "runs.stream",
@@ -131,6 +133,10 @@ def main(argv: list[str] | None = None) -> int:
             module = importlib.import_module(module_of(asked))
             module.add_arguments(parsers[asked])
             parsers[asked].words = argv
+            if getattr(module, "LAUNCHES", False) and "--" in argv:  # a command of the user's
+                cut = argv.index("--")
+                argv, launch = argv[:cut], argv[cut + 1 :]
+                parsers[asked].set_defaults(launch=launch)
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -36,11 +36,12 @@ from megaresume.batches.batch import (
     room_of,
     separated,
 )
+from megaresume.batches.masked import masked_documents
 from megaresume.data.layout import Spans, has_pairs, has_spans, spans_of
 from megaresume.data.source import Source, TokenSource, is_document_source
 from megaresume.encoding.images.pixels import Room
 from megaresume.stream.errors import CorpusError, UsageError
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
 
 _DTYPES = {
@@ -90,6 +91,8 @@ class Assembler:
         self.masked = [i for i, source in enumerate(self.sources) if has_spans(source)]
         #: of these, those that begin with a preference pair.
         self._pairs = [self.name_of(i) for i in self.masked if has_pairs(self.sources[i])]
+        #: documents of which no loss is taken, by the number of their source.
+        self._without_loss = masked_documents(names)
         with_images = {i: s for i, s in enumerate(self.sources) if is_document_source(s)}
         #: reads image-text documents; None if the blend has none.
         self.documents: DocumentReader | None = None
@@ -188,6 +191,7 @@ class Assembler:
             out.loss_mask,
             out.position_ids,
         )
+        self._take_loss_away(plan, layout, out)
         if not found and pairs is None:
             return layout
         all_pairs = np.concatenate([np.zeros((0, 4), np.int64), *found])
@@ -227,6 +231,20 @@ class Assembler:
         assert trained is not None, f"{self.name_of(i)} had spans when it was opened"
         mask_segments(trained.starts, trained.spans, mine, plan.table, layout.rows, layout.columns, out.loss_mask)
         return find_pairs(trained, mine, plan, layout, self.sources[i], self.name_of(i))
+
+    def _take_loss_away(self, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
+        """Of documents whose loss is not to be taken. Raises UsageError for a loop without a loss mask."""
+        for i, documents in self._without_loss.items():
+            if not out.loss_mask.size:
+                raise UsageError(
+                    "this loop has no loss mask, by which the loss of documents could be left out",
+                    found=f"--skip-documents of {self.name_of(i)}; fields without 'loss_mask'",
+                    expected="loss_mask among the fields, and a loop that trains by it",
+                )
+            table = plan.table
+            for k in np.flatnonzero((table[:, SOURCE] == i) & np.isin(table[:, DOCUMENT], documents)).tolist():
+                column = int(layout.columns[k])
+                out.loss_mask[layout.rows[k], column : column + int(table[k, LENGTH])] = 0
 
     def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
         """A source without one array of tokens: a call for each segment, with the token after it if there is one."""

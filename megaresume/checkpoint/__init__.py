@@ -54,6 +54,7 @@ Files, in the order of a save and of a load:
     search.py           the rules of a choice
     choose.py           of one root or of two, the same on all ranks; the beginning and the end of a run
     file_errors.py      files that fail: in words, tried again, compared with what was saved
+    replay.py           a process that trains steps of another run again: loads from there, and saves nothing
     stopping.py         when to save and exit, and how all ranks do it at one step
     random_state.py     the generators of every rank, in every checkpoint
 

@@ -33,6 +33,7 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.checkpoint.records import seal
+from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.system import utc
 from megaresume.files import is_torn
 from megaresume.stream.batches import Balance
@@ -108,7 +109,7 @@ class RankLog:
     """The file of one process.
 
     Args:
-        directory: of the run's logs; created if need be.
+        directory: of the run's logs; created if need be. In a replay, one beside the run in its place.
         rank: number of the process in the job.
         launch: the same number on every rank, greater at every start of the run: `time.time_ns` on rank 0.
         chunk: of a virtual pipeline, if there is more than one in a process.
@@ -119,7 +120,8 @@ class RankLog:
 
     def __init__(self, directory: str | os.PathLike[str], *, rank: int, launch: int, chunk: int = 0) -> None:
         name = f"rank_{rank:05d}" + (f"_chunk_{chunk}" if chunk else "") + ".jsonl"
-        self._path = Path(directory) / name
+        replay = Replay.asked()
+        self._path = (Path(directory) if replay is None else Path(replay.out) / "samples") / name
         self._rank, self._launch = rank, launch
         self._batches: list[Noted] = []
         try:

@@ -73,6 +73,7 @@ from megaresume.checkpoint.ranks import (
     written_by_all,
 )
 from megaresume.checkpoint.records import ledger_path, manifest_path, same_place, step_path
+from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, has_older, make_room
 from megaresume.checkpoint.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.staging import Staged
@@ -124,6 +125,10 @@ class Session:
         retries: Retries | None = None,
         metrics: Any = None,
     ) -> None:
+        #: which steps of which run are trained again; None: this is a run of its own.
+        self.replay = Replay.asked()
+        if self.replay is not None:
+            save_dir, stage_to, retention, metrics = self.replay.out, None, KEEP_ALL, METRICS
         self.host, self.data = host, data
         #: optimizer steps made, at any time and in any thread.
         self.step_now: Callable[[], int] = host.iteration
@@ -175,10 +180,19 @@ class Session:
 
         Raises, on every rank:
             CheckpointError: another job writes there, or it cannot be written.
-            SetupError: a node does not see it; or clocks differ, and the run is to stop at a time of day.
+            SetupError: a node does not see it; or clocks differ, and the run is to stop at a time of day; or not all
+                ranks know that this is a replay.
             UsageError: ``stage_to`` is not a place for copies.
         """
         check_clocks(needed=self.stopper is not None and self.stopper.conditions.before_end is not None)
+        same_on_all_ranks(
+            "no replay" if self.replay is None else self.replay.to_text(),
+            f"${VARIABLE}",
+            cause="the launcher gives the environment of megaresume replay to some of the processes only",
+            action=f"let it hand {VARIABLE} on, as mpirun -x {VARIABLE} does",
+        )
+        if self.replay is not None and is_rank_0():
+            print(self.replay.line(), flush=True)
         self.durability.machines  # noqa: B018  collective at the first call
         if self.save_dir is None:
             return
@@ -296,6 +310,9 @@ class Session:
             CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
         """
         self.host.settle()
+        replay = self.replay
+        if replay is not None:
+            load_dir, pick = replay.source, lambda _, damaged: choose(replay.source, tag=replay.tag, damaged=damaged)
         root = on_all_ranks(lambda: self._root(load_dir))
         copies = self.copies_of(root)
         roots = [root] if copies is None else [root, copies.shared]
@@ -308,7 +325,7 @@ class Session:
         def decide() -> tuple[Choice | ForeignCheckpoint | None, int]:
             if root.resolve() in self._claimed:
                 restore_older(root)
-            elif has_older(root):
+            elif has_older(root) and replay is None:
                 restore_if_unlocked(root)
             found = (pick or newest)(None if copies is None else copies.shared, passed)
             return found, roots.index(found.load_dir) if isinstance(found, Choice) else 0
@@ -445,8 +462,9 @@ class Session:
         """Before the first batch of a step: stop if that was asked for; and before the very first, see `begin`.
 
         Raises, on every rank:
-            Stopped: the run was asked to stop, and has saved.
+            Stopped: the run was asked to stop, and has saved; or a replay has made its last step.
         """
+        self._end_replay()
         if self.stopper is not None and (reason := self.stopper.agreed()) is not None:
             self._stop(self.stopper, reason)
         if not self._begun:
@@ -470,6 +488,14 @@ class Session:
             CheckpointError: starts lead to no save, or the directory cannot be written.
         """
         iteration, _ = self._began()
+        if (replay := self.replay) is not None and replay.tag is not None and self.loaded is None:
+            raise UsageError(
+                "the program of this replay did not load a checkpoint",
+                found=f"training begins at step {iteration}",
+                expected=f"{replay.tag}, in place of the checkpoint that the program asks for",
+                cause=self.host.forgotten,
+                action=self.host.load.format(directory=replay.run),
+            )
         if (root := self.save_dir) is not None:
             self._record_start(root, trains=trains)
             if trains:
@@ -605,20 +631,33 @@ class Session:
             latest, tracker: whether the commit moves DeepSpeed's pointer, and Megatron's.
 
         Returns:
-            what ``write`` did; None if the save failed, and the run is to continue (see `Retries`).
+            what ``write`` did; None if the save failed, and the run is to continue (see `Retries`), or in a replay,
+            which saves nothing.
 
         Raises, on every rank:
+            Stopped: a replay has made its last step.
             StateError: see `snapshot`.
             UsageError: the directory holds checkpoints that this run did not resume from; or it is not the run's.
             CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers
                 stay as they were.
             SetupError: a node does not see the directory.
         """
+        if self.passes_over_saves():
+            return None
         with self.clocks.save():
             result, state = self._save(save_dir, write, tag, envelope, is_untouched, latest=latest, tracker=tracker)
         if self.meter is not None and state is not None:
             self.meter.saved(state.iteration, state.samples)
         return result
+
+    def passes_over_saves(self) -> bool:
+        """Whether this is a replay, which saves nothing; one that has made its last step ends here, on all ranks.
+
+        Raises:
+            Stopped: it has.
+        """
+        self._end_replay()
+        return self.replay is not None
 
     def _save(
         self,
@@ -726,6 +765,16 @@ class Session:
 
     # Stop, close
 
+    def _end_replay(self) -> None:
+        """End the program if this is a replay, and has made its last step; on all ranks, at a step boundary."""
+        if self.replay is None or self.host.iteration() < self.replay.last:
+            return
+        reason = f"replayed to step {self.replay.last}, the program ends here"
+        if is_rank_0():
+            print(f"megaresume: {reason}", flush=True)
+        self.close()
+        raise Stopped(reason, 0)
+
     def _stop(self, stopper: Stopper, reason: str) -> None:
         step = self.host.iteration()
         if step and step != self.settled_step and self._on_stop is not None:
@@ -748,7 +797,9 @@ class Session:
 
         Raises, on every rank:
             CheckpointError: another job has the directory now, or it cannot be written.
+            Stopped: a replay has made its last step.
         """
+        self._end_replay()
         root, data = self.save_dir, self.data
         if root is None:
             return

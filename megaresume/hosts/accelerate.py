@@ -16,6 +16,7 @@ Hooked on the instances:
                              accelerator.backward calls
     accelerator.save_state   saved by the session: commit, lock, ledger, retention
     accelerator.load_state   the newest complete checkpoint, or the one that is asked for
+    accelerator.backward, clip_grad_norm_    the loss and the gradient norm of each step, for figures
     accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and continues by itself
 
 See docs/accelerate.md.
@@ -293,6 +294,8 @@ class AcceleratedLoop(StepLoop):
             *((owner, "step", functools.partial(self._step, owner)) for owner in owners),
             (accelerator, "save_state", self._save_state),
             (accelerator, "load_state", self._load_state),
+            (accelerator, "backward", self._backward),
+            (accelerator, "clip_grad_norm_", self._clip),
             (accelerator, "prepare", self._prepare),
             (accelerator, "skip_first_batches", self._skip),
         ]
@@ -316,6 +319,15 @@ class AcceleratedLoop(StepLoop):
 
     # The hooks
 
+    def _backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **more: Any) -> Any:
+        self.host.note_loss(loss)
+        return backward(loss, *args, **more)
+
+    def _clip(self, clip: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        norm = clip(*args, **more)
+        self.host.note_norm(norm)
+        return norm
+
     def _step(self, optimizer: Any, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
         result = step(*args, **more)
         # Under FSDP, torch makes the state of an optimizer by a step without gradients before it saves or loads it.
@@ -338,6 +350,8 @@ class AcceleratedLoop(StepLoop):
             return self._place(output_dir)
 
         all_come("accelerator.save_state()")
+        if self.session.passes_over_saves():
+            return None
         directory = on_all_ranks(check)
         on_rank_0(lambda: _check_name(directory, self.step))
         return self.session.save(

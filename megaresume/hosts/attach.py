@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.settings import Checkpoints, Loader
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.errors import UsageError, missing_package, near
@@ -40,6 +41,8 @@ class KnownTrainer:
     function: str = "attach"
     #: this project's extra that installs the trainer; None: none does, and users install it by its own instructions.
     extra: str | None = None
+    #: whether `megaresume replay` was tried with it.
+    replays: bool = False
     #: methods after the first of which (that the class has) an instance can be attached. Empty: once it is made.
     made_by: tuple[str, ...] = ()
 
@@ -51,6 +54,7 @@ TRAINERS = (
         classes=(("deepspeed", "DeepSpeedEngine"),),
         module="megaresume.hosts.deepspeed.attach",
         extra="deepspeed",
+        replays=True,
     ),
     KnownTrainer(
         name="TRL's AsyncGRPOTrainer",
@@ -65,6 +69,7 @@ TRAINERS = (
         classes=(("transformers", "Trainer"),),
         module="megaresume.hosts.hugging_face",
         extra="hugging-face",
+        replays=True,
     ),
     KnownTrainer(
         name="an Accelerator",
@@ -72,6 +77,7 @@ TRAINERS = (
         classes=(("accelerate", "Accelerator"),),
         module="megaresume.hosts.accelerate",
         extra="hugging-face",
+        replays=True,
     ),
     KnownTrainer(
         name="Lightning's Trainer",
@@ -79,6 +85,7 @@ TRAINERS = (
         classes=(("lightning", "Trainer"), ("pytorch_lightning", "Trainer")),
         module="megaresume.hosts.lightning",
         extra="lightning",
+        replays=True,
     ),
     KnownTrainer(
         name="torchtitan's Trainer, or its class",
@@ -121,6 +128,7 @@ OWN_LOOP = KnownTrainer(
     call="attach({...}, loader",
     module="megaresume.hosts.loop",
     extra="torch",
+    replays=True,
 )
 
 
@@ -164,6 +172,12 @@ def attach(
         SetupError: a package is missing; or data, directories or clocks differ between nodes.
     """
     trainer = _trainer_of(thing)
+    if Replay.asked() is not None and not trainer.replays:
+        raise UsageError(
+            "megaresume replay does not know this trainer yet",
+            found=trainer.name,
+            expected=f"{', '.join(one.name for one in (*TRAINERS, OWN_LOOP) if one.replays)}; or Megatron",
+        )
     if isinstance(checkpoints, str | os.PathLike):
         checkpoints = Checkpoints(save_dir=checkpoints)
     if metrics is not None:

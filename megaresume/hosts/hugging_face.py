@@ -15,6 +15,7 @@ Hooked on the Trainer:
     _save_checkpoint                 saved by the session: commit, lock, ledger, retention
     _evaluate                        draws nothing from the generators of the training
     log                              figures go where it logs, if that is asked for
+    training_step, _get_grad_norm    the loss and the gradient norm of each step, for figures
     _load_callback_state             the data state is not a state of a callback
 
 The data state is in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
@@ -38,6 +39,7 @@ from megaresume.checkpoint.host import Reading, Save
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.records import hugging_face_tag
+from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
@@ -191,7 +193,8 @@ class TransformersHost(TrainerHost):
         """See `TrainerHost`."""
         args = self.trainer.args
         let_epochs_end(self.trainer)
-        args.output_dir = os.path.abspath(args.output_dir)  # the program may change its working directory
+        replay = Replay.asked()  # in which the Trainer writes beside the run, and logs there
+        args.output_dir = os.path.abspath(args.output_dir) if replay is None else replay.out  # os.chdir may follow
         limit = "save_total_limit", args.save_total_limit
         place = "output_dir", args.output_dir
         return of_trainer(given, trainer="Hugging Face's Trainer", save_dir=place, keep_last=limit)
@@ -217,7 +220,20 @@ class TransformersHost(TrainerHost):
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
         hooks: list[Hook] = [(self.trainer, name, getattr(self, name.lstrip("_"))) for name in HOOKED]
-        return [*hooks, (self.trainer, "log", self.with_figures)]
+        told: list[Hook] = [(self.trainer, "log", self.with_figures), (self.trainer, "training_step", self._with_loss)]
+        if hasattr(self.trainer, "_get_grad_norm"):
+            told.append((self.trainer, "_get_grad_norm", self._with_norm))
+        return [*hooks, *told]
+
+    def _with_loss(self, train: Any, *args: Any, **more: Any) -> Any:
+        loss = train(*args, **more)
+        self.note_loss(loss, is_scaled=True)
+        return loss
+
+    def _with_norm(self, norm_of: Any, *args: Any, **more: Any) -> Any:
+        norm = norm_of(*args, **more)
+        self.note_norm(norm)
+        return norm
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """See `HasLoggers`: with what the Trainer logs next."""
@@ -288,6 +304,8 @@ class TransformersHost(TrainerHost):
                 "call train(resume_from_checkpoint=True); for another training, give it its own output_dir",
             )
         self._ran = True
+        if self.session.replay is not None:
+            resume_from_checkpoint = True
         on_all_ranks(self._check_settings)
         path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
         if not resume_from_checkpoint and self.trainer.args.save_strategy == "no" and self.session.stopper is None:

@@ -41,6 +41,7 @@ from megaresume.checkpoint import random_state
 from megaresume.checkpoint.host import Reading, Save
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records import deepspeed_tag
+from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import StepFile
@@ -158,7 +159,10 @@ class LightningHost(TrainerHost):
         """See `TrainerHost`."""
         trainer, fit, connector = self.trainer, self.trainer.fit_loop, self.trainer._checkpoint_connector
         self._request = fit._data_source.dataloader
+        # A ModelCheckpoint knows from the checkpoint which of its files there are, and deletes those too many.
+        kept: list[Hook] = [] if Replay.asked() is None else [(trainer.strategy, "remove_checkpoint", lambda *_: None)]
         return [
+            *kept,
             (trainer, "fit", self.fit),
             (trainer, "save_checkpoint", self.save_checkpoint),
             (connector, "_select_ckpt_path", self.select),
@@ -334,6 +338,8 @@ class LightningHost(TrainerHost):
 
         In the middle of a step the file is written as ever, without a data state, and a checkpoint follows at its end.
         """
+        if Replay.asked() is not None:
+            return  # it saves nothing
         if not self.is_open or weights_only:
             make_room(filepath)
             write(filepath, weights_only, storage_options)

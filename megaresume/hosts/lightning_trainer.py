@@ -345,6 +345,9 @@ def callback_of(host: Any) -> Any:
     class DataResume(base):  # type: ignore[misc, valid-type]
         """The callback through which the Trainer reports its steps."""
 
+        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+            host.note_loss(loss, is_scaled=True)
+
         def on_after_backward(self, *args: Any, **more: Any) -> None:
             host.backward_made()
 

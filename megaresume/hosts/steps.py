@@ -10,7 +10,7 @@ Each call is one or two of the events of `Count`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,8 @@ class Steps(Count[str]):
 
     #: told of every step that begins.
     session: Session
+    #: told of every step that was made: its number, and the samples trained with it.
+    on_step: Callable[[int, int], object] | None = None
 
     def __init__(self, feed: Feed, words: Words | None = None) -> None:
         self.feed = feed
@@ -104,6 +106,8 @@ class Steps(Count[str]):
         done = super().stepped(unseen)
         self._is_changed = False
         self.feed.trained(self.samples)
+        if self.on_step is not None:
+            self.on_step(self.step, self.samples)
         return done
 
     def __iter__(self) -> Iterator[Any]:

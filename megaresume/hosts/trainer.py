@@ -167,8 +167,19 @@ class TrainerHost(Host):
         self.session = self.steps.session = open_session(self, feed, checkpoints, stop)
         if self.session.meter is not None:
             self.session.numbers, feed.loader.meter = self.steps.numbers, self.session.meter
+            self.steps.on_step = self.session.meter.steps.stepped
         if self.background is not None:
             atexit.register(self.background.look_at_exit)
+
+    def note_loss(self, loss: Any, *, is_scaled: bool = False) -> None:
+        """A micro-batch has this loss: see `StepNumbers.loss`."""
+        if self.session.meter is not None:
+            self.session.meter.steps.loss(loss, is_scaled=is_scaled)
+
+    def note_norm(self, norm: Any) -> None:
+        """The gradients of the step have this norm: likewise."""
+        if self.session.meter is not None:
+            self.session.meter.steps.norm(norm)
 
     def end(self) -> None:
         """The run is complete: record that in the ledger, where launch scripts look, and release the lock."""

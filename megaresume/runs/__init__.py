@@ -12,6 +12,7 @@
     trace/          which documents did these steps train on, or will they?
     verify.py       is what was recorded the stream of these corpora?
     top.py          what does it do now? what comes next?
+    replay.py       is a step the same, trained again? replayed_steps.py: as it was, and is; layout.py: other ranks
     prompts.py      what became of every prompt of reinforcement learning? for trace, verify, report, top
     report.py       what became of it, on one page
     doctor.py       what is wrong: with the directory, a launch (logs.py), the machine (machine.py)

@@ -27,6 +27,7 @@ WRONG = [
     "plan NOWHERE",
     "convert NOWHERE",
     "verify FILE",
+    "replay NOWHERE --step 1",
     "report NOWHERE",
     "doctor NOWHERE",
     "doctor --log NOWHERE",

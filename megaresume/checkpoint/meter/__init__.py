@@ -6,6 +6,7 @@
     losses.py    losses by segment on the device, by source and by document in a thread
     record.py    the files of a run's directory in which its processes record this
     segments.py  the losses of segments in them
+    steps.py     the loss and the gradient norm of each step
     sinks.py     `SINKS`: TensorBoard, OpenTelemetry, Prometheus, Weights & Biases, MLflow, JSON lines
     words.py     what ``metrics=`` and ``--megaresume-metrics`` accept
     meter.py     `Meter`: one thread of a process, which measures and feeds the sinks
@@ -20,6 +21,7 @@ Four records say where a run is, each for another reader:
     pulse      a Mark of this second, in pulse.json, overwritten in place. After a kill it is the last sign of life: the
                next start appends it to run.jsonl as the mark ``last``; `megaresume top` reads it meanwhile
     Reading    all figures at one sample, every 10 s. Every sink gets it; a line of figures.jsonl
-    rank line  the losses of one process since its previous line, and its waits, in rank_00003.jsonl. Rank 0 reads those
-               of all processes for its Reading; ``trace --by-loss`` reads the losses
+    rank line  the steps and losses of one process since its previous line, and its waits, in rank_00003.jsonl. Rank 0
+               reads those of all processes for its Reading; ``trace --by-loss`` reads the losses, and
+               `megaresume replay` compares the steps
 """

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from megaresume.checkpoint.meter.record import (
 from megaresume.checkpoint.meter.segments import Documents
 from megaresume.checkpoint.meter.sinks import Function, Outlet, check, outlet_of
 from megaresume.checkpoint.meter.sources import SourceFigures
+from megaresume.checkpoint.meter.steps import Made, StepNumbers
 from megaresume.checkpoint.meter.words import MeterOptions
 from megaresume.stream.errors import MegaresumeError, UsageError
 from megaresume.stream.stream import Stream
@@ -86,6 +87,8 @@ class Shared:
     first: tuple[int, int] = (0, 0)
     #: losses: the training adds, the other thread takes. None until there are any.
     sums: SegmentSums | None = None
+    #: losses and gradient norms of steps: likewise.
+    steps: StepNumbers = field(default_factory=StepNumbers)
     #: the newest reading; written by the thread that measures.
     latest: Reading | None = None
     #: the same, until the loggers of the trainer have it: the training takes it.
@@ -121,6 +124,8 @@ class Meter:
             for word, where in options.sinks:
                 check(word, where)
         self._shared = Shared(options, clocks, rank)
+        #: what hosts tell of each step: see `StepNumbers`.
+        self.steps = self._shared.steps
         self._watched: Watched | None = None
         self._events: list[Mark] = []
         self._changed = threading.Condition()
@@ -147,6 +152,7 @@ class Meter:
         self._watched, self._closing = watched, False
         shared = self._shared
         shared.first, shared.sums = (watched.step(), watched.samples()), None
+        self.steps.begin()
         mark = replace(shared.mark("start", *shared.first), born=watched.born, attempt=watched.attempt)
         self._events = [mark]
 
@@ -258,7 +264,7 @@ class Meter:
                     looker.pulse()
                 if closing or time.monotonic() >= due:
                     due = time.monotonic() + every
-                    looker.look()
+                    looker.look(is_last=closing)
             except Exception as error:  # noqa: BLE001  nothing that fails here may reach the training
                 self._say("figures", error)
         looker.close()
@@ -358,11 +364,11 @@ class Looker:
         if self._rank == 0 and self._record is not None:
             self._record.pulse(self._shared.mark("now", *self.position()))
 
-    def look(self) -> None:
+    def look(self, *, is_last: bool = False) -> None:
         """Make a reading, and give it to the sinks."""
         self._open()
         step, samples = self.position()
-        own = self._write_own(step)
+        own = self._write_own(step, is_last)
         if self._rank:
             return
         now = self._shared.mark("now", step, samples)
@@ -387,16 +393,26 @@ class Looker:
             figures["megaresume.disk.free"] = shutil.disk_usage(self._watched.root).free
         self._give(Reading(time=now.time, step=step, samples=samples, figures=figures))
 
-    def _write_own(self, step: int) -> dict[str, Any]:
-        """The waits and losses of this process, also into its file."""
+    def _write_own(self, step: int, is_last: bool) -> dict[str, Any]:
+        """The waits, steps and losses of this process, also into its file."""
         sums = self._shared.sums
         done = [] if sums is None else sums.take()
         line: dict[str, Any] = {"time": time.time(), "step": step, "waited": round(self._clocks.waited, 6)}
+        line["attempt"] = self._watched.attempt
+        if made := self._shared.steps.take(wait=is_last):
+            line["steps"] = [self._with_digest(one).to_dict() for one in made]
         if done:
             line |= {"losses": [one.to_dict() for one in done], "by_source": self._by_source(done)}
         if self._own is not None:
             self._own.append(line)
         return line
+
+    def _with_digest(self, made: Made) -> Made:
+        """With the digest of what it and all steps before it have trained. On rank 0, of a stream."""
+        stream = self._watched.stream
+        if self._rank or stream is None or not made.samples:
+            return made
+        return replace(made, digest=f"{int(stream.plan(made.samples - 1, made.samples).digests[-1]):016x}")
 
     def _by_source(self, done: Sequence[Any]) -> dict[str, list[float]]:
         from megaresume.checkpoint.meter.losses import segments_of

@@ -328,6 +328,8 @@ def _train_batch(
     slot.data.before_train_batch()
     with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
         result = train(slot.data if data_iter is None else data_iter, *args, **more)
+    if slot.data.meter is not None:
+        slot.data.meter.steps.loss(result)
     slot.data.after_train_batch()
     return result
 
@@ -346,6 +348,8 @@ def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: 
 
 
 def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    if slot.data.meter is not None:
+        slot.data.meter.steps.loss(args[0] if args else more.get("loss"))
     with slot.data.broken_by_errors_of("engine.backward()"):
         return backward(*args, **more)
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0_for_long, pauses, world_size
+from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.deepspeed import engine as facts
@@ -114,6 +115,8 @@ def prepare_load(
         CheckpointError: nothing whole is there, or another number of ranks saved it and ``elastic`` is not set, with
             the command to run; or the conversion fails.
     """
+    if Replay.asked() is not None:
+        return  # what it loads is chosen already, and it converts nothing
     now = Partitions(ranks=partitions or world_size(), zero_stage=zero_stage)
 
     def look(beat: Callable[[], None]) -> None:
@@ -147,6 +150,7 @@ def _settle(choice: Choice, now: Partitions, elastic: bool, beat: Callable[[], N
     step = choice.step
     if step is None or not now.differ_from(step.topology):
         return None
+    elastic = elastic and Replay.asked() is None  # which changes nothing of the run
     there = check_zero(choice, now, elastic=elastic, checksums=True) or convert(
         choice.tag_dir, save_id=step.save_id, made_by="job", report=Reporter(say=_say, beat=beat)
     )

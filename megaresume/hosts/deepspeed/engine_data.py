@@ -221,6 +221,9 @@ class EngineData(Batches):
             seen = self._witness.seen([taken.batch for taken in count.out]) if count.out else None
             done = count.stepped()
             self._witness.clear()
+            if self.meter is not None:
+                self.meter.steps.norm(self.engine.get_global_grad_norm())
+                self.meter.steps.stepped(count.step, count.samples)
             self._note_step(done if seen is None else seen, seen=seen is not None)
         count.compare(steps)
 

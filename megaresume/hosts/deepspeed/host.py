@@ -157,8 +157,10 @@ class EngineHost:
         """``engine.save_checkpoint``: ``write`` is DeepSpeed's method, its other arguments bound.
 
         Returns:
-            what DeepSpeed does, True; False: the save failed, and the run is to continue.
+            what DeepSpeed does, True, also in a replay; False: the save failed, and the run is to continue.
         """
+        if session.passes_over_saves():
+            return True
         decoupled.watch(self.engine)
         self.settle()
         on_all_ranks(lambda: decoupled.check_writer(self.engine))

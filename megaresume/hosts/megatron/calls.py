@@ -129,6 +129,19 @@ def around_forward_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward_backward
 
 
+def around_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``train_step(...) -> (losses by name, skipped, ..., gradient norm, ...)``: noted for live figures."""
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        current = _latest_host()
+        if current is not None and current.session.meter is not None and isinstance(result, tuple):
+            current.note_step(result)
+        return result
+
+    return train_step
+
+
 def check_provider() -> None:
     """A provider of the script that `megaresume.provider` wrapped is called.
 
@@ -331,6 +344,8 @@ def at_exit() -> None:
         say(error)
         sys.stdout.flush()
         os._exit(1)
+    if current is not None and current.session.meter is not None:
+        current.session.meter.close()
     if os.environ.get("RANK", "0") != "0":
         return
     if current is not None:

@@ -56,6 +56,8 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         host = megatron_host()
         if host.settings.mode == "off":
             return original(iteration, *args, **kwargs)
+        if host.session.replay is not None:
+            return None  # it saves nothing
         envelope = _put_state(host, int(iteration))
         given = _arguments(original, iteration, *args, **kwargs)
         host.saved.add("release" if given.get("release") else str(int(iteration)))

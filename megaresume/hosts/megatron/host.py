@@ -36,6 +36,7 @@ from megaresume.checkpoint.file_errors import read_undamaged, reading
 from megaresume.checkpoint.host import Data, Save
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.records import LATEST, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.step_file import Envelope, StepFile
@@ -89,6 +90,8 @@ class MegatronHost:
     def __init__(self, project: Project, args: Any, settings: Settings, first_samples: int = 0) -> None:
         self.project, self.args, self.settings = project, args, settings
         self.framework = f"{project.kind} {project.version or 'unknown'}"
+        if settings.mode != "off" and (replay := Replay.asked()) is not None:
+            _set_for_replay(args, replay)
         save_dir = getattr(args, "save", None)
         self.session = Session(
             self,
@@ -167,6 +170,25 @@ class MegatronHost:
         iters, end = getattr(self.args, "train_iters", None), getattr(self.args, "train_samples", None)
         return (iters is not None and iteration >= iters) or (end is not None and samples >= end)
 
+    def note_step(self, result: tuple[Any, ...]) -> None:
+        """Note the losses and the gradient norm that Megatron's ``train_step`` has returned, for live figures.
+
+        Args:
+            result: (losses by name: of all ranks, on the last stage of a pipeline; whether it was skipped; the norm,
+                the zeros), until megatron-core 0.9; three more before the norm since then.
+        """
+        meter, samples = self.session.meter, self.samples()
+        assert meter is not None
+        losses, norm = result[0], result[2 if len(result) == 4 else 5] if len(result) > 3 else None
+        if isinstance(losses, Mapping) and losses:
+            meter.steps.loss(next(iter(losses.values())))
+        meter.steps.norm(norm)
+        schedule = getattr(getattr(self.order, "stream", None), "schedule", None)
+        size = self.topology().global_batch_size if schedule is None else schedule.size_at(samples)
+        meter.steps.stepped(
+            int(getattr(self.args, "curr_iteration", None) or self.iteration()) + 1, samples + (size or 0)
+        )
+
     def topology(self) -> Topology:
         """See `Host`. What its engine says of itself comes first: over how many ranks it divides the optimizer."""
         now = topology_of(self.args, self.samples(), self.project)
@@ -191,6 +213,17 @@ class MegatronHost:
         """See `Host`."""
         if self.engine is not None:
             self.engine.committed(save_dir)
+
+
+def _set_for_replay(args: Any, replay: Replay) -> None:
+    """What Megatron itself reads of where it loads from and saves to, and when it ends. Before it loads."""
+    if getattr(args, "load", None):
+        args.load = os.fspath(replay.source)
+        args.ckpt_step = replay.step or None
+        args.exit_on_missing_checkpoint = False
+    if getattr(args, "save", None):
+        args.save = replay.out
+    args.exit_interval = replay.last
 
 
 def topology_of(args: Any, samples: int, project: Any = None) -> Topology:

@@ -192,6 +192,15 @@ SEAMS: tuple[Seam, ...] = (
         why="builds the data after the checkpoint was loaded: here the stream, or the guard of Megatron's own datasets",
     ),
     Seam(
+        role="training",
+        name="train_step",
+        factory=Factory("calls.around_train_step"),
+        kinds=_LM,
+        required=False,
+        replaceable=True,
+        why="has the loss and the gradient norm of each step, which live figures and replays are made of",
+    ),
+    Seam(
         role="builder",
         name="BlendedMegatronDatasetBuilder.build",
         factory=Factory("guard.build.around_builder_build"),

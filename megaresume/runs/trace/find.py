@@ -96,8 +96,12 @@ class _Target:
     tokens: int
 
 
-def parse_documents(text: str) -> list[tuple[str, int]]:
+def parse_documents(text: str, flag: str = "--find") -> list[tuple[str, int]]:
     """``web:17,code:5`` as (source, document) pairs; a number alone is of the source before it.
+
+    Args:
+        text: after the flag.
+        flag: for errors.
 
     Raises:
         UsageError: something else.
@@ -108,10 +112,10 @@ def parse_documents(text: str) -> list[tuple[str, int]]:
         name = name if colon else (documents[-1][0] if documents else "")
         if not name or not number.isdecimal():
             raise UsageError(
-                "bad --find",
+                f"bad {flag}",
                 found=repr(text),
                 expected="SOURCE:DOC[,SOURCE:DOC...]",
-                action="for example --find web:17,code:5",
+                action=f"for example {flag} web:17,code:5",
             )
         documents.append((name, int(number)))
     return documents

@@ -147,11 +147,15 @@ def _cycled(loader):
         yield from loader
 
 
+#: what each chunk has read in the step.
+read_in_step = []
+
+
 def train_step(forward_step_func, iterators, model, optimizer, iteration):
-    """One optimizer step. Returns what each chunk read, and the loss."""
+    """One optimizer step; returns what Megatron does since 0.10: losses by name, ..., gradient norm, zeros in it."""
     args = get_args()
     chunks = iterators if isinstance(iterators, list) else [iterators]
-    read = [[] for _ in chunks]
+    read = read_in_step[:] = [[] for _ in chunks]
     optimizer.zero_grad()
     total = torch.zeros(())
     for _ in range(get_num_microbatches()):
@@ -165,15 +169,16 @@ def train_step(forward_step_func, iterators, model, optimizer, iteration):
         maybe_finalize_async_save(blocking=True)  # the disk is filled before a save, not in the middle of another
     kill_if("step", iteration)
     if iteration == args.mini_rerun_at:
-        return read, None
+        return {}, 0, True, True, 16, None, None
     size = mpu.get_data_parallel_world_size()
     for weight in model[0].parameters():
         grad = weight.grad if weight.grad is not None else torch.zeros_like(weight)
         torch.distributed.all_reduce(grad, group=mpu.get_data_parallel_group())
         weight.grad = grad / size
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in model[0].parameters()])
     optimizer.step()
     torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())
-    return read, float(total) / size
+    return {"lm loss": total.double() / size}, 0, False, False, 0, float(norm), None
 
 
 def train(forward_step_func, model, optimizer, train_data_iterator, valid_data_iterator):
@@ -205,13 +210,14 @@ def train(forward_step_func, model, optimizer, train_data_iterator, valid_data_i
             args.consumed_train_samples += size
             args.skipped_train_samples += size
             continue
-        read, loss = train_step(forward_step_func, train_data_iterator, model, optimizer, iteration + 1)
-        if loss is None:
+        args.curr_iteration = iteration
+        losses, *_ = train_step(forward_step_func, train_data_iterator, model, optimizer, iteration + 1)
+        if not losses:
             get_rerun_state_machine().state = RerunState.WILL_RERUN_FROM_CHECKPOINT
             save()
             maybe_finalize_async_save(blocking=True)
             sys.exit(16)
-        for chunk, micro in enumerate(read):
+        for chunk, micro in enumerate(read_in_step):
             if mpu.get_tensor_model_parallel_rank() == 0 and any(micro):
                 log_step(
                     args.mini_log,
@@ -222,7 +228,7 @@ def train(forward_step_func, model, optimizer, train_data_iterator, valid_data_i
                     cp=mpu.get_context_parallel_rank(),
                     chunk=chunk,
                     micro=micro,
-                    loss=loss,
+                    loss=float(losses["lm loss"]),
                 )
         iteration += 1
         args.consumed_train_samples += size

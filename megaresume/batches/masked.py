@@ -1,0 +1,28 @@
+"""Documents of which no loss is taken, though they are trained in their places: for ``replay --skip-documents``.
+
+The order stays as it was: only the loss mask of their tokens is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+#: of `megaresume.checkpoint.replay`: the path of JSON, which names documents by their source under ``masked``.
+VARIABLE = "MEGARESUME_REPLAY"
+
+
+def masked_documents(names: Sequence[str]) -> dict[int, npt.NDArray[np.int64]]:
+    """The documents, by the number of their source: int64[n], ascending.
+
+    Args:
+        names: of the sources, in the order of the stream's config.
+    """
+    path = os.environ.get(VARIABLE)
+    said = json.loads(Path(path).read_text())["masked"] if path else {}
+    return {i: np.unique(np.array(said[name], np.int64)) for i, name in enumerate(names) if said.get(name)}

@@ -1,0 +1,150 @@
+"""The loss and the gradient norm of each step, as a process of the run has them: what a replay is compared with.
+
+    a micro-batch's loss, the norm --copy, not waited for--> thread --a line for each step--> the file of this process
+
+Nothing is computed for it: the numbers are those that the trainer has made anyway. `Made` is one step in one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: steps that wait for the thread; older ones are dropped.
+MAX_WAITING = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A step, as one process wrote it down."""
+
+    step: int
+    #: trained since the start of the run, by all ranks, this step included; None: not known.
+    samples: int | None = None
+    #: of these samples, 16 hex digits; on rank 0.
+    digest: str | None = None
+    #: of the micro-batches of this process: their mean, or as its trainer weighs them; None: it was not told.
+    loss: float | None = None
+    #: of the gradients, before they are clipped; None: it was not told.
+    norm: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, without what is not known. A number is written so that it is read back bit for bit."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> Made:
+        """Raises KeyError, TypeError or ValueError for a line that is none."""
+        kinds: dict[str, Any] = {"digest": str, "loss": float, "norm": float}
+        return cls(**{name: kinds.get(name, int)(line[name]) for name in cls.__slots__ if name in line})
+
+
+@dataclass(slots=True)
+class _Waiting:
+    step: int
+    samples: int
+    losses: list[_Copy]
+    is_scaled: bool
+    norm: _Copy | None
+
+
+class _Copy:
+    """A number on its way from the device.
+
+    Args:
+        value: a number, or a tensor of one.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it is something else.
+    """
+
+    __slots__ = ("_event", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._event: Any = None
+        value = value.detach() if hasattr(value, "detach") else value
+        if getattr(getattr(value, "device", None), "type", "cpu") != "cuda":
+            self._value: Any = float(value)
+            return
+        import torch
+
+        value = value.reshape(())
+        self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def is_here(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def number(self) -> float:
+        return float(self._value)
+
+
+class StepNumbers:
+    """What the training notes of its steps, and the thread takes."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)
+        self.begin()
+
+    def begin(self) -> None:
+        """No step is under way."""
+        self._losses: list[_Copy] = []
+        self._is_scaled = False
+        self._norm: _Copy | None = None
+
+    def loss(self, value: Any, *, is_scaled: bool = False) -> None:
+        """A micro-batch of this process has this loss. Anything but a number is passed over.
+
+        Args:
+            value: a number, or a tensor of one, on any device.
+            is_scaled: whether the loss of the step is the sum of such losses; else it is their mean.
+        """
+        self._is_scaled = is_scaled
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            self._losses.append(_Copy(value))
+
+    def norm(self, value: Any) -> None:
+        """The gradients of the step have this norm. Anything but a number is passed over."""
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            self._norm = _Copy(value)
+
+    def stepped(self, step: int, samples: int) -> None:
+        """The step was made: with it so many steps have trained so many samples."""
+        self._waiting.append(_Waiting(step, samples, self._losses, self._is_scaled, self._norm))
+        self.begin()
+
+    def take(self, *, wait: bool = False) -> list[Made]:
+        """The steps whose numbers are here, in their order; ``wait``: for the device, so that all are."""
+        done: list[Made] = []
+        while self._waiting:
+            step = self._waiting[0]
+            copies = step.losses if step.norm is None else [*step.losses, step.norm]
+            for one in copies if wait else ():
+                one.wait()
+            if not all(one.is_here() for one in copies):
+                break
+            self._waiting.popleft()
+            done.append(
+                Made(
+                    step=step.step,
+                    samples=step.samples,
+                    loss=_of_step(step),
+                    norm=None if step.norm is None else step.norm.number(),
+                )
+            )
+        return done
+
+
+def _of_step(step: _Waiting) -> float | None:
+    if not step.losses:
+        return None
+    total = sum(one.number() for one in step.losses)
+    return total if step.is_scaled else total / len(step.losses)

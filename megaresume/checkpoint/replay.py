@@ -1,0 +1,85 @@
+"""`Replay`: some steps of a run are trained again, by its own program, and nothing of the run is changed.
+
+    megaresume replay RUN --step N -- the user's launch command
+        -> $MEGARESUME_REPLAY, the path of a file, which every process of that command inherits
+        -> every `Session` in it: loads the checkpoint before step N from RUN, whatever the program names;
+           has ``out`` as the directory that it locks, and records its start and its steps in;
+           saves nothing; ends the program after step N
+
+See `megaresume.runs.replay`, and docs/replay.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megaresume.stream.errors import UsageError
+
+#: the path of a `Replay`, as JSON. Unset: this is no replay.
+VARIABLE = "MEGARESUME_REPLAY"
+#: of the program's own sinks none is written to; what `megaresume replay` compares is.
+METRICS = "jsonl every=1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """What is trained again."""
+
+    #: checkpoint root of the run, absolute; it is read and nothing else.
+    run: str
+    #: the checkpoint that is loaded, a tag directory of it; None: the program begins as the run began, at step 0.
+    tag: str | None
+    #: its optimizer steps; 0.
+    step: int
+    #: the last step that is trained, counted from 1.
+    last: int
+    #: a directory beside the run: where the replay records what it did.
+    out: str
+    #: source -> documents of which no loss is taken: see `megaresume.batches.masked`, which reads this too.
+    masked: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @classmethod
+    def asked(cls) -> Replay | None:
+        """The one that this process is part of; None if it is none.
+
+        Raises:
+            UsageError: the variable names something else.
+        """
+        path = os.environ.get(VARIABLE)
+        return cls.read(Path(path)) if path else None
+
+    @classmethod
+    def read(cls, path: Path) -> Replay:
+        """From a file that holds what `to_text` gave.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{path} cannot be read",
+                found=f"{type(error).__name__}: {error}",
+                expected="what megaresume replay has written, seen by every process",
+                cause="the directory of the replay was removed, or is not seen by this node",
+                action=f"--out DIR on storage that all nodes see; or unset {VARIABLE}, if this is no replay",
+            ) from error
+
+    def to_text(self) -> str:
+        """Its file."""
+        return json.dumps(asdict(self))
+
+    @property
+    def source(self) -> Path:
+        """The checkpoint root to load from: an empty one if the program is to begin at step 0."""
+        return Path(self.out if self.tag is None else self.run)
+
+    def line(self) -> str:
+        """One line for the job's output."""
+        begin = "from the beginning" if self.tag is None else f"from {self.tag}"
+        return f"megaresume: replay of {self.run}, {begin} to step {self.last}; nothing is saved; records: {self.out}"

@@ -1,0 +1,67 @@
+"""``--on NODESxRANKS``: another layout in the launch command of the user."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from megaresume.stream.errors import UsageError
+
+#: word of a launcher -> its flags for the number of nodes, and of processes on each; with ``total`` of all of them.
+_LAUNCHERS: Mapping[str, tuple[str, str]] = {
+    "torchrun": ("--nnodes", "--nproc-per-node"),
+    "torch.distributed.run": ("--nnodes", "--nproc-per-node"),
+    "torch.distributed.launch": ("--nnodes", "--nproc-per-node"),
+    "deepspeed": ("--num_nodes", "--num_gpus"),
+    "accelerate": ("--num_machines", "--num_processes"),
+}
+#: of these the second flag is the number of all processes.
+_TOTAL = ("accelerate",)
+
+
+def laid_out(words: Sequence[str], on: str) -> list[str]:
+    """A launch command with another number of nodes and of processes.
+
+    Args:
+        words: the command.
+        on: ``1x4``: nodes, and processes on each.
+
+    Raises:
+        UsageError: something else; or a launcher that is not known.
+    """
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", on)
+    if sizes is None:
+        raise UsageError("bad --on", found=repr(on), expected="NODESxRANKS", action="for example --on 1x4")
+    nodes, ranks = map(int, sizes.groups())
+    place = next((i for i, word in enumerate(words) if os.path.basename(word) in _LAUNCHERS), None)
+    if place is None:
+        raise UsageError(
+            "--on does not know this launcher",
+            found=" ".join(words[:3]),
+            expected=", ".join(_LAUNCHERS),
+            action="leave --on out, and change the numbers in the command itself",
+        )
+    name = os.path.basename(words[place])
+    begin = place + (2 if words[place + 1 : place + 2] == ["launch"] else 1)
+    head, tail = list(words[:begin]), list(words[begin:])
+    for flag, number in zip(_LAUNCHERS[name], (nodes, nodes * ranks if name in _TOTAL else ranks), strict=True):
+        tail = _without(tail, flag)
+        head += [flag, str(number)]
+    return head + tail
+
+
+def _without(words: list[str], flag: str) -> list[str]:
+    """The words before the script without a flag and its value, spelt with dashes or underscores."""
+    found: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word.endswith(".py") or word == "-m":  # what follows is the script's
+            return [*found, word, *rest]
+        name, equals, _ = word.partition("=")
+        if name.startswith("--") and name.replace("_", "-") == flag.replace("_", "-"):
+            if not equals:
+                next(rest, None)
+            continue
+        found.append(word)
+    return found

@@ -1,0 +1,377 @@
+"""``megaresume replay RUN --step N -- COMMAND``: a step again, by the run's own program, and what is different.
+
+choose    the newest complete checkpoint before step N, on the path to the present
+launch    COMMAND, the user's own, with `megaresume.checkpoint.replay.VARIABLE` in its environment: its processes
+          load that checkpoint, train to step N, save nothing, and end. They write into a directory beside the run
+compare   each step with what the run recorded: `megaresume.runs.replayed_steps`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.meter.record import meter_dir, read_pulse
+from megaresume.checkpoint.records import ledger_path, split_root
+from megaresume.checkpoint.replay import VARIABLE, Replay
+from megaresume.checkpoint.search import Choice
+from megaresume.command_line import at_least, number_range
+from megaresume.render import text_table
+from megaresume.runs.answer import Answer, told
+from megaresume.runs.layout import laid_out
+from megaresume.runs.replayed_steps import StepAgain, compare_steps
+from megaresume.runs.run import Run
+from megaresume.runs.trace.find import parse_documents
+from megaresume.stream.errors import CheckpointError, UsageError
+
+#: what follows ``--`` on the command line is a command of the user's.
+LAUNCHES = True
+#: what was asked for, in the directory of the replay.
+ASKED = "replay.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="RUN", type=Path, help="the run's --save directory; nothing in it is changed")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=at_least(1), metavar="N", help="the step, counted from 1 as training prints it")
+    which.add_argument("--steps", metavar="A:B", help="steps A to B-1")
+    parser.add_argument("--on", metavar="NODESxRANKS", help="with so many nodes, and processes on each: 1x4")
+    parser.add_argument(
+        "--skip-documents",
+        metavar="SOURCE:DOC[,...]",
+        help="take no loss of these documents; the order stays as it was",
+    )
+    parser.add_argument(
+        "--from-start", action="store_true", help="begin as the run began if no checkpoint before that step is left"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where the replay writes; without a command: a replay that was made (default: RUN.replay-N)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="X", help="largest relative difference (default: 0, bitwise)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; the program's output goes to standard error")
+    parser.set_defaults(launch=[])
+    parser.usage = "megaresume replay [-h] RUN (--step N | --steps A:B) [FLAGS] -- COMMAND"
+    parser.epilog = "COMMAND is what the run is started with, unchanged: torchrun ... train.py"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay steps of a run, or compare a replay that was made."""
+    root, _ = split_root(args.dir)
+    run = Run(root)
+    first, stop = (args.step, args.step + 1) if args.steps is None else number_range("--steps", args.steps, 1)
+    skipped = [] if args.skip_documents is None else parse_documents(args.skip_documents, "--skip-documents")
+    status = 0
+    if args.launch:
+        words = args.launch if args.on is None else laid_out(args.launch, args.on)
+        check_environment(words)
+        replay = _prepared(run, first, stop - 1, args, skipped)
+        status = _launch(run, replay, words, quiet=args.json)
+    else:
+        replay = _made(args)
+    steps = compare_steps(run, Path(replay.out), first, stop - 1)
+    answer = Comparison(
+        dir=run.root,
+        out=Path(replay.out),
+        tag=replay.tag,
+        first=first,
+        last=stop - 1,
+        program_status=status,
+        tolerance=args.tolerance,
+        skipped=[f"{name}:{document}" for name, document in skipped],
+        steps=steps,
+    )
+    return answer.give(_text, as_json=args.json)
+
+
+# Choose
+
+
+def checkpoint_before(run: Run, step: int) -> Choice | None:
+    """The newest complete checkpoint of fewer steps, on the path to the present; None if there is none.
+
+    Args:
+        run: the run.
+        step: counted from 1.
+    """
+    given_up = abandoned_checkpoints(run.ledger.entries)
+    for candidate in run.candidates:
+        iteration = candidate.iteration
+        if iteration is None or iteration >= step or not candidate.has_dir or (iteration, candidate.tag) in given_up:
+            continue
+        found = run.examine(candidate)
+        if found.status == "complete" and found.step is not None:
+            return Choice(
+                load_dir=run.root, tag=candidate.tag, iteration=iteration, step=found.step, manifest=found.manifest
+            )
+    return None
+
+
+def _prepared(run: Run, first: int, last: int, args: argparse.Namespace, skipped: Sequence[tuple[str, int]]) -> Replay:
+    """What is to be trained again, its directory made.
+
+    Raises:
+        UsageError: the run has not come to that step; or the directory lies in that of the run, or is not empty.
+        CheckpointError: no checkpoint before the step is left, or there was never one.
+    """
+    entries = run.ledger.entries
+    pulse = read_pulse(meter_dir(run.root))
+    reached = max([entry.iteration for entry in entries] + ([] if pulse is None else [pulse.step]), default=0)
+    if last > reached:
+        raise UsageError(
+            f"the run has not made step {last}",
+            found=f"{reached} steps in {run.root}",
+            expected=f"a step up to {reached}",
+            action="megaresume inspect shows its checkpoints",
+        )
+    choice = checkpoint_before(run, first)
+    saved = sorted({entry.iteration for entry in entries if entry.kind == "checkpoint"})
+    if choice is None and not args.from_start and any(step < first for step in saved):
+        left = [step for step in saved if checkpoint_before(run, step + 1) is not None]
+        raise CheckpointError(
+            f"no complete checkpoint before step {first} is left",
+            found=f"checkpoints of steps {', '.join(map(str, left)) or 'none'}",
+            expected=f"one of fewer than {first} steps",
+            cause="retention has deleted it (keep_last, save_total_limit), or its files are damaged",
+            action=(f"--step {left[0] + 1} or later; or " if left else "")
+            + f"--from-start, which trains all {last} steps",
+        )
+    place = _directory(run.root, first, args.out)
+    masked: dict[str, list[int]] = {}
+    for name, document in skipped:
+        masked.setdefault(name, []).append(document)
+    replay = Replay(
+        run=os.fspath(run.root),
+        tag=None if choice is None else choice.tag,
+        step=0 if choice is None else choice.iteration or 0,
+        last=last,
+        out=os.fspath(place),
+        masked=masked,
+    )
+    (place / ASKED).write_text(replay.to_text())
+    return replay
+
+
+def _directory(root: Path, step: int, asked: Path | None) -> Path:
+    """The directory of the replay, made: empty, and not in that of the run."""
+    if asked is not None:
+        out = Path(os.path.abspath(asked))
+        if out.resolve().is_relative_to(root.resolve()):
+            raise UsageError(
+                "--out lies in the directory of the run",
+                found=str(out),
+                expected=f"a directory outside of {root}, in which a replay changes nothing",
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise UsageError("--out is not empty", found=str(out), expected="a new directory for each replay")
+        return out
+    for number in range(1, 10_000):
+        out = root.with_name(f"{root.name}.replay-{step}" + (f"-{number}" if number > 1 else ""))
+        try:
+            out.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(
+                "a replay writes beside the run, and cannot",
+                found=f"{out}: {error.strerror}",
+                expected="a directory that all processes of the replay can write to",
+                action="--out DIR",
+            ) from error
+        return out
+    raise UsageError("there are too many replays of this step", found=f"{out}", action="--out DIR, or delete old ones")
+
+
+# Launch
+
+
+def check_environment(words: Sequence[str]) -> None:
+    """Refuse a launcher that would start processes on other nodes without our variable: they would train the run on.
+
+    Args:
+        words: the command.
+
+    Raises:
+        UsageError: it is one.
+    """
+    is_mpi = any(os.path.basename(word) in ("mpirun", "orterun") for word in words)
+    if is_mpi and "-genvall" not in words and not any(VARIABLE in word for word in words):
+        raise UsageError(
+            "mpirun does not hand the environment on to other nodes",
+            found=" ".join(words[:6]),
+            expected=f"-x {VARIABLE}: processes without it would train the run itself on",
+            action=f"megaresume replay RUN --step N -- mpirun -x {VARIABLE} ...; with MPICH -genvall",
+        )
+
+
+def _environment(replay: Replay, words: Sequence[str]) -> dict[str, str]:
+    """Of the command: with the variable, also for the processes that deepspeed starts on other nodes."""
+    out = Path(replay.out)
+    found = {**os.environ, VARIABLE: os.fspath(out / ASKED)}
+    if any(os.path.basename(word) == "deepspeed" for word in words):
+        name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")  # what it hands on: deepspeed/launcher/runner.py
+        files = [directory / name for directory in (Path.home(), Path.cwd())]
+        lines = [line for file in dict.fromkeys(files) if file.is_file() for line in file.read_text().splitlines()]
+        found["DS_ENV_FILE"] = os.fspath(out / "environment")
+        (out / "environment").write_text("\n".join([*lines, f"{VARIABLE}={out / ASKED}"]) + "\n")
+    return found
+
+
+def _launch(run: Run, replay: Replay, words: Sequence[str], *, quiet: bool) -> int:
+    """Start the user's command, and wait for its end: its exit status.
+
+    Raises:
+        UsageError: it cannot be started.
+        CheckpointError: no process of it knew that it was a replay.
+    """
+    starts = _starts(run.root)
+    print(replay.line(), file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(words, env=_environment(replay, words), stdout=2 if quiet else None, check=False)
+    except OSError as error:
+        raise UsageError(
+            "the command cannot be started",
+            found=f"{words[0]}: {error.strerror}",
+            expected="the command that the run is started with",
+            action="megaresume replay RUN --step N -- torchrun --nproc-per-node 8 train.py",
+        ) from error
+    if ledger_path(Path(replay.out)).exists():
+        return done.returncode
+    began = _starts(run.root) - starts
+    raise CheckpointError(
+        "the command did not replay anything",
+        found=f"it ended with status {done.returncode}, and wrote nothing to {replay.out}"
+        + (f"; {began} starts of the run itself meanwhile" if began else ""),
+        expected=f"training with megaresume, by processes that inherit ${VARIABLE}",
+        cause="it failed before it trained; or it only submits a job; or its launcher does not hand the environment on",
+        action=f"see its output, and let its launcher hand {VARIABLE} on. After a job that was submitted: "
+        f"megaresume replay {run.root} --step {replay.last} --out {replay.out}",
+    )
+
+
+def _starts(root: Path) -> int:
+    return sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
+
+
+def _made(args: argparse.Namespace) -> Replay:
+    """A replay that was made before."""
+    path = None if args.out is None else args.out / ASKED
+    if path is None or not path.is_file():
+        raise UsageError(
+            "what should be replayed?",
+            found="no command" if path is None else f"no command, and no {path}",
+            expected="the command that the run is started with, or --out DIR of a replay that was made",
+            action=f"megaresume replay {args.dir} --step N -- torchrun ... train.py",
+        )
+    return Replay.read(path)
+
+
+# Compare
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(Answer):
+    """Steps of a run, and the same steps trained again."""
+
+    dir: Path
+    #: where the replay recorded its steps.
+    out: Path
+    #: the checkpoint that was loaded; None: it began as the run began.
+    tag: str | None
+    #: the steps that were asked for, both included.
+    first: int
+    last: int
+    #: of the user's command.
+    program_status: int
+    #: largest relative difference that is allowed.
+    tolerance: float
+    #: documents whose loss was not taken: then losses differ, and the data does not.
+    skipped: Sequence[str]
+    steps: Sequence[StepAgain]
+
+    @property
+    def status(self) -> int:
+        """1 if a step is missing or different."""
+        return 0 if self.holds else 1
+
+    @told
+    def holds(self) -> bool:
+        """Whether every step was made again, and is what the run recorded, as far as it did."""
+        is_all = [one.step for one in self.steps] == [*range(self.first, self.last + 1)]
+        return is_all and not self.program_status and self.first_difference is None
+
+    @told
+    def first_difference(self) -> int | None:
+        """The first step that is different; None if none is."""
+        return next((one.step for one in self.steps if not self._same(one)), None)
+
+    @told
+    def compared(self) -> Mapping[str, int]:
+        """Steps of which the run has recorded the data, the loss, the gradient norm."""
+        return {
+            "data": sum(one.same_data is not None for one in self.steps),
+            "losses": sum(one.loss_difference is not None for one in self.steps),
+            "norms": sum(one.norm_difference is not None for one in self.steps),
+        }
+
+    def _same(self, one: StepAgain) -> bool:
+        if one.same_data is False:
+            return False
+        if self.skipped or one.bitwise is not False:
+            return True
+        found = [difference for difference in (one.loss_difference, one.norm_difference) if difference is not None]
+        return self.tolerance > 0 and all(difference <= self.tolerance for difference in found)
+
+
+def _text(c: Comparison) -> str:
+    begin = "from the beginning" if c.tag is None else f"from {c.tag}"
+    steps = f"step {c.first}" if c.first == c.last else f"steps {c.first} to {c.last}"
+    lines = [f"replay of {c.dir}, {steps}, {begin}; records: {c.out}", ""]
+    table = [["step", "data", "loss", "recorded", "difference", "gradient norm", "recorded", "difference"]]
+    for one in c.steps:
+        data = "not recorded" if one.same_data is None else "same" if one.same_data else "DIFFERENT"
+        row = [str(one.step), data]
+        for number, recorded, difference in (
+            (one.loss, one.recorded_loss, one.loss_difference),
+            (one.norm, one.recorded_norm, one.norm_difference),
+        ):
+            row += [*("-" if n is None else f"{n:.9g}" for n in (number, recorded)), _difference(difference)]
+        table.append(row)
+    lines += [text_table(table), ""]
+    if c.skipped:
+        lines.append(f"without the loss of {', '.join(c.skipped)}")
+    missing = c.last - c.first + 1 - len(c.steps)
+    if c.program_status or missing:
+        lines.append(f"the command ended with status {c.program_status}; {missing} steps were not trained again")
+    if not c.compared["losses"] and not c.compared["norms"]:
+        lines.append("the run recorded neither losses nor gradient norms: metrics= makes it (docs/metrics.md)")
+    lines.append(_verdict(c))
+    return "\n".join(lines)
+
+
+def _difference(value: float | None) -> str:
+    return "-" if value is None else "none" if value == 0 else f"{value:.2e}"
+
+
+def _verdict(c: Comparison) -> str:
+    if c.first_difference is not None:
+        return f"DIFFERENT from step {c.first_difference} on"
+    if not c.steps:
+        return "NOTHING was trained again"
+    what = [f"the {name} of {number}" for name, number in c.compared.items() if number]
+    how = "the same" if c.tolerance == 0 else f"within {c.tolerance:g}"
+    if c.skipped:
+        return f"{len(c.steps)} steps; the data of {c.compared['data']} is the same"
+    return f"{len(c.steps)} steps: {', '.join(what) or 'nothing to compare'}" + (f", {how}" if what else "")

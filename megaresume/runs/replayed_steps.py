@@ -1,0 +1,238 @@
+"""What a replay did, step by step, beside what its run recorded: the data by its digest, losses, gradient norms.
+
+    of both    meter/rank_*.jsonl   each process: loss and norm of a step, losses of the segments; digests
+    of the run ledger.jsonl         digests of its checkpoints; otherwise its stream is planned again
+
+Losses of segments (``meter.losses``) are compared sample by sample, whoever trained them. Losses of processes are
+compared process by process if there are as many, else by their mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.meter.record import meter_dir, read_lines
+from megaresume.checkpoint.meter.segments import read_losses
+from megaresume.checkpoint.meter.steps import Made
+from megaresume.checkpoint.records import ledger_path
+from megaresume.runs.answer import told
+from megaresume.runs.run import Run
+from megaresume.runs.trace.replan import Replan, open_corpora
+from megaresume.stream.errors import MegaresumeError
+
+_RANK = re.compile(r"rank_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepAgain:
+    """A step that was trained again. None: nobody wrote it down."""
+
+    step: int
+    #: of all samples trained with it, 16 hex digits.
+    digest: str | None
+    recorded_digest: str | None
+    #: by token, if both have the losses of all its segments; else the mean of the processes.
+    loss: float | None
+    recorded_loss: float | None
+    norm: float | None
+    recorded_norm: float | None
+    #: whether every loss and the norm that both have are the same, bit for bit; None: there is none.
+    bitwise: bool | None
+
+    @told
+    def same_data(self) -> bool | None:
+        """Whether it has trained the same samples."""
+        return None if None in (self.digest, self.recorded_digest) else self.digest == self.recorded_digest
+
+    @told
+    def loss_difference(self) -> float | None:
+        """Relative to the larger of the two."""
+        return relative(self.loss, self.recorded_loss)
+
+    @told
+    def norm_difference(self) -> float | None:
+        """Relative to the larger of the two."""
+        return relative(self.norm, self.recorded_norm)
+
+
+def relative(one: float | None, other: float | None) -> float | None:
+    """The difference of two numbers, relative to the larger one; None if one is missing."""
+    if one is None or other is None:
+        return None
+    if _bits(one) == _bits(other):
+        return 0.0
+    return abs(one - other) / max(abs(one), abs(other)) if one != other else 0.0
+
+
+def _bits(number: float) -> bytes:
+    return struct.pack("<d", number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A step, as the processes of one start wrote it down."""
+
+    ranks: Mapping[int, Made]
+
+    @property
+    def digest(self) -> str | None:
+        return next((made.digest for made in self.ranks.values() if made.digest is not None), None)
+
+    @property
+    def samples(self) -> int | None:
+        return next((made.samples for made in self.ranks.values()), None)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {rank: made.loss for rank, made in self.ranks.items() if made.loss is not None}
+
+    @property
+    def loss(self) -> float | None:
+        losses = self.losses
+        return sum(losses.values()) / len(losses) if losses else None
+
+    @property
+    def norm(self) -> float | None:
+        return next((made.norm for made in self.ranks.values() if made.norm is not None), None)
+
+
+def read_steps(root: Path) -> dict[int, _Step]:
+    """The steps of a run, as its processes wrote them down; of one that was made again, the last start's.
+
+    Args:
+        root: the checkpoint root.
+    """
+    found: dict[int, dict[int, tuple[int, Made]]] = {}
+    for path in sorted(meter_dir(root).glob("rank_*.jsonl")):
+        name = _RANK.fullmatch(path.name)
+        for line in read_lines(path) if name is not None else ():
+            for one in line.get("steps", ()):
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    made = Made.from_dict(one)
+                    found.setdefault(made.step, {})[int(name[1])] = int(line["attempt"]), made  # type: ignore[index]
+    steps: dict[int, _Step] = {}
+    for step, ranks in found.items():
+        last = max(attempt for attempt, _ in ranks.values())
+        steps[step] = _Step(ranks={rank: made for rank, (attempt, made) in sorted(ranks.items()) if attempt == last})
+    return steps
+
+
+Sums = dict[int, np.ndarray[Any, Any]]
+
+
+def read_sums(root: Path, first: int, stop: int) -> Sums:
+    """Of each of the samples ``first .. stop`` whose losses are known: float64[segments, 2], sums and tokens.
+
+    Args:
+        root: the checkpoint root.
+        first, stop: samples.
+    """
+    times: dict[int, float] = {}
+    found: Sums = {}
+    for time, losses in read_losses(meter_dir(root)):
+        begin = 0
+        for sample, segments in zip(losses.samples.tolist(), losses.segments.tolist(), strict=True):
+            end = begin + segments
+            if first <= sample < stop and time >= times.get(sample, 0.0):
+                times[sample] = time
+                found[sample] = np.stack([losses.sums[begin:end], losses.tokens[begin:end]], axis=1)
+            begin = end
+    return found
+
+
+def compare_steps(run: Run, out: Path, first: int, last: int) -> list[StepAgain]:
+    """Compare what a replay has recorded with its run.
+
+    Args:
+        run: that was replayed.
+        out: where the replay recorded its steps: see `Replay.out`.
+        first, last: the steps that are wanted, both included.
+
+    Returns:
+        the steps that the replay has made, in their order.
+    """
+    again, before = read_steps(out), read_steps(run.root)
+    begins = {
+        entry.iteration: entry.samples for entry in read_ledger(ledger_path(out)).entries if entry.kind == "start"
+    }
+    begins |= {step: one.samples for step, one in again.items() if one.samples is not None}
+    wanted = [step for step in range(first, last + 1) if step in again]
+    if not wanted:
+        return []
+    span = begins.get(wanted[0] - 1, 0), max(begins[step] for step in wanted)
+    sums, recorded_sums = read_sums(out, *span), read_sums(run.root, *span)
+    digests = _digests(run, before, {step: begins[step] for step in wanted}, span[0])
+    found: list[StepAgain] = []
+    for step in wanted:
+        mine, theirs = again[step], before.get(step)
+        numbers = range(begins.get(step - 1, begins[step]), begins[step])
+        by_segment = bool(numbers) and all(n in sums and n in recorded_sums for n in numbers)
+        loss, recorded_loss = mine.loss, None if theirs is None else theirs.loss
+        same: list[bool] = []
+        if by_segment:
+            loss, recorded_loss = _by_token(sums, numbers), _by_token(recorded_sums, numbers)
+            same.append(all(sums[n].tobytes() == recorded_sums[n].tobytes() for n in numbers))
+        ours, others = list(mine.losses.values()), [] if theirs is None else list(theirs.losses.values())
+        if ours and others and (not by_segment or len(ours) == len(others)):
+            same.append([*map(_bits, ours)] == [*map(_bits, others)])
+        norm, recorded_norm = mine.norm, None if theirs is None else theirs.norm
+        if norm is not None and recorded_norm is not None:
+            same.append(_bits(norm) == _bits(recorded_norm))
+        found.append(
+            StepAgain(
+                step=step,
+                digest=mine.digest,
+                recorded_digest=digests.get(step),
+                loss=loss,
+                recorded_loss=recorded_loss,
+                norm=norm,
+                recorded_norm=recorded_norm,
+                bitwise=all(same) if same else None,
+            )
+        )
+    return found
+
+
+def _by_token(sums: Sums, numbers: range) -> float | None:
+    total = np.concatenate([sums[n] for n in numbers]).sum(axis=0)
+    return float(total[0] / total[1]) if total[1] else None
+
+
+def _digests(run: Run, before: Mapping[int, _Step], ends: Mapping[int, int], begin: int) -> dict[int, str]:
+    """The digest of each step, by the records of the run.
+
+    Args:
+        run: the run.
+        before: its steps.
+        ends: step -> samples trained with it.
+        begin: samples trained before the first of them.
+    """
+    found = {step: one.digest for step, one in before.items() if one.digest is not None}
+    found |= {point.iteration: point.digest for point in _points(run)}
+    missing = [step for step in ends if step not in found]
+    if not missing:
+        return found
+    with contextlib.suppress(MegaresumeError, OSError):  # then it is not known
+        replan = Replan(run.history, open_corpora(run.root, run.history.state, data=None, split=None))
+        for planned in replan.plans(begin, max(ends.values())):
+            plan = planned.plan
+            for step in missing:
+                if plan.first < ends[step] <= plan.stop:
+                    found[step] = f"{int(plan.digests[ends[step] - plan.first - 1]):016x}"
+    return found
+
+
+def _points(run: Run) -> Sequence[Any]:
+    try:
+        return run.history.points
+    except MegaresumeError:
+        return ()
