@@ -20,7 +20,8 @@ One file a trainer:
     torchtitan.py      torchtitan's Trainer
     torchft.py         replicas of torchft, which leave and join while the run goes on; torchft_steps.py: a step, from
                        its quorum to its commit; torchft_dealing.py: who trains what of it, and whether it counts
-    verl.py            VeRL's supervised trainer, and the prompts of its others
+    verl.py            VeRL's supervised trainer
+    verl_prompts.py    VeRL's reinforcement learning: its prompts
     megatron_bridge.py Megatron-Bridge's pretrain and finetune; megatron_bridge_manager.py: by its own protocols
     deepspeed/         a DeepSpeed engine in the user's own loop
     megatron/          Megatron-LM and Megatron-DeepSpeed: hooks in their functions

@@ -36,9 +36,8 @@ class KnownTrainer:
     call: str
     #: package and name of its class. A subclass counts too, and goes to the nearest class that is in the table.
     classes: tuple[tuple[str, str], ...] = ()
-    #: the module with its function.
+    #: the module with its function ``attach``.
     module: str
-    function: str = "attach"
     #: this project's extra that installs the trainer; None: none does, and users install it by its own instructions.
     extra: str | None = None
     #: whether `megaresume replay` was tried with it.
@@ -105,8 +104,7 @@ TRAINERS = (
         name="the class of VeRL's PPOTrainer or RayPPOTrainer",
         call="attach(PPOTrainer",
         classes=(("verl", "PPOTrainer"), ("verl", "RayPPOTrainer")),
-        module="megaresume.hosts.verl",
-        function="attach_prompts",
+        module="megaresume.hosts.verl_prompts",
         made_by=("_init_dataloader", "_create_dataloader"),
     ),
     KnownTrainer(
@@ -228,7 +226,7 @@ def _unknown(thing: Any, names: Sequence[tuple[str, str]]) -> UsageError:
 
 def _function_of(trainer: KnownTrainer) -> Callable[..., Any]:
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(trainer.module), trainer.function)
+        function: Callable[..., Any] = importlib.import_module(trainer.module).attach
     except ModuleNotFoundError as error:
         explained = missing_package(error, "megaresume.attach", trainer.extra)
         raise error if explained is None else explained from error

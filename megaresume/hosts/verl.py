@@ -1,9 +1,7 @@
-"""Exact data resume for VeRL: its supervised trainer, and the prompts of its reinforcement learning.
+"""Exact data resume for VeRL's supervised trainer. Its reinforcement learning: hosts/verl_prompts.py.
 
     megaresume.attach(sft_trainer.SFTTrainer)
     sft_trainer.main()
-
-    megaresume.attach(PPOTrainer)  # of verl.trainer.ppo.v1, in the driver
 
 VeRL computes its epoch from the step number and today's batch size. So to it the whole run is one epoch: a ``for`` goes
 from where the run is to its end, and is longer than the run is.
@@ -16,20 +14,14 @@ loader. Hooked on the instances:
     training_client.train_batch     a step is made
     trainer.fit                     the end of the run
 
-`Prompts`: one driver hands them out, and VeRL saves where it is as ``data.pt``. What it was handed for a step that has
-not ended, and what is in flight in a rollout, is VeRL's own business. So they are not under `Count`: no optimizer step
-of this process trains them.
-
 See docs/verl.md. Importing this does not import VeRL.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +34,13 @@ from megaresume.checkpoint.records import tag_iteration, verl_tag
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
-from megaresume.hosts.attach import SLOT, check_new, hook, refuse, replaced
+from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, ItemFeed
 from megaresume.hosts.steps import Steps, words_of
 from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, write_all
+from megaresume.hosts.verl_prompts import end_of
 from megaresume.stream.data_yaml import Append
-from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, UsageError
 
 #: the file of the loader's state, and what of ours is in place of torchdata's.
 FILE, KEY = "data_0.pt", Carried.KEY
@@ -92,7 +85,7 @@ class Batches(Carried):
     def end(self) -> None:
         """Count, from where the run is, how many steps its epochs have."""
         loader = self._loader
-        loader.stop = _end_of(loader, self._epochs)
+        loader.stop = end_of(loader, self._epochs)
         self.total = self.steps.step + (loader.stop - loader.samples) // loader.step_samples
 
     def __len__(self) -> int:
@@ -100,12 +93,6 @@ class Batches(Carried):
 
     def __iter__(self) -> Iterator[Any]:
         return self.steps.to_the_end()
-
-
-def _end_of(loader: DataLoader, epochs: int) -> int:
-    """The sample with which a run of so many epochs ends."""
-    after_this = epochs - loader.epoch - 1
-    return max(loader.epoch_end + math.ceil(after_this * loader.items), loader.samples)
 
 
 class VerlHost(TrainerHost):
@@ -261,141 +248,3 @@ def _check_ranks(tag_dir: Path) -> None:
             cause="VeRL's FSDP reads its files on as many ranks as have written them; the data would continue",
             action=f"start on {max(sizes)} ranks",
         )
-
-
-# The prompts of reinforcement learning
-
-
-class Prompts:
-    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``.
-
-    Args:
-        trainer: VeRL's.
-        loader: the prompts, for one rank.
-    """
-
-    def __init__(self, trainer: Any, loader: DataLoader) -> None:
-        self._trainer, self.loader = trainer, loader
-        #: steps at the end of the data, since the start of the run.
-        self.total = 0
-        #: whether a state was loaded.
-        self.is_loaded = False
-        self.end(0)
-
-    def end(self, step: int) -> None:
-        """Count how many steps the run has, which is at this one."""
-        loader, config = self.loader, self._trainer.config
-        end = _end_of(loader, config.trainer.total_epochs)
-        self.total = step + (end - loader.samples) // config.data.train_batch_size
-
-    def __len__(self) -> int:
-        return self.total + 1
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self.loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """What VeRL saves as ``data.pt``."""
-        return {KEY: self.loader.state_dict(), "step": self._trainer.global_steps}
-
-    def load_state_dict(self, state: Any) -> None:
-        """What VeRL has found there.
-
-        Raises:
-            StateError: it was not written by megaresume, or is from another step or other prompts.
-        """
-        step = self._trainer.global_steps
-        if not isinstance(state, Mapping) or KEY not in state:
-            raise _unknown(
-                step, "a data.pt that was written without megaresume", "it has the state of torchdata's loader"
-            )
-        if state.get("step") != step:
-            raise StateError(
-                "the weights and the data.pt are from different steps",
-                found=f"weights of global_step_{step}, data.pt of step {state.get('step')}",
-                expected="the same",
-                cause="a data.pt was copied from another checkpoint",
-                action=f"load another checkpoint: trainer.resume_mode=resume_path; global_step_{step} is mixed",
-            )
-        self.loader.load_state_dict(state[KEY])
-        self.is_loaded = True
-
-
-def attach_prompts(trainer: Any, *, append: Append | None = None) -> None:
-    """Give a trainer of VeRL's reinforcement learning its prompts in an exact order. See
-    `megaresume.attach`.
-
-    Prompts, batch sizes, workers, shuffling and seed are those of VeRL's config. A resume continues with the next
-    prompt, also with other batch sizes; without the state of the prompts it is refused.
-
-    Args:
-        trainer: VeRL's ``PPOTrainer`` or ``RayPPOTrainer``, or of a class made from it.
-        append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
-
-    Raises:
-        UsageError: something else, or prompts that change while it trains; or attached already.
-    """
-    needed = ("train_dataloader", "train_dataset", "_load_checkpoint", "_save_checkpoint", "config")
-    check_new(
-        trainer,
-        "trainer",
-        missing=[name for name in needed if not hasattr(trainer, name)],
-        headline="this is not a reinforcement-learning trainer of VeRL's, or it is not initialized yet",
-        expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
-        action="megaresume.attach(PPOTrainer), of the class, before an instance is made",
-    )
-    if hasattr(trainer.train_dataset, "on_batch_end"):
-        raise UsageError(
-            "prompts that change during training cannot be used with megaresume.attach",
-            found=f"{type(trainer.train_dataset).__qualname__}.on_batch_end",
-            expected="a dataset that stays as it is",
-            action="leave data.datagen out",
-        )
-    data, theirs = trainer.config.data, trainer.train_dataloader
-    loader = DataLoader(
-        trainer.train_dataset,
-        theirs.batch_size,
-        shuffle=data.shuffle,
-        seed=data.get("seed") or 0,
-        collate_fn=theirs.collate_fn,
-        num_workers=theirs.num_workers,
-        append=append,
-        dp_rank=0,
-        dp_size=1,
-    ).made_by("megaresume.attach")
-    trainer.train_dataloader = prompts = Prompts(trainer, loader)
-    setattr(trainer, SLOT, prompts)
-    _set_length(trainer, prompts)
-    hook(trainer, "_load_checkpoint", lambda load: _load_prompts(trainer, prompts, load))
-
-
-def _load_prompts(trainer: Any, prompts: Prompts, load: Any) -> Any:
-    """VeRL's own, which continues without a ``data.pt``."""
-    # The older trainer passes over a data.pt at what it takes for the end of an epoch, by today's batch size.
-    prompts.is_loaded, prompts.total = False, sys.maxsize - 1
-    result = load()
-    step = trainer.global_steps
-    if step and not prompts.is_loaded:
-        raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
-    prompts.end(step)
-    _set_length(trainer, prompts)
-    return result
-
-
-def _set_length(trainer: Any, prompts: Prompts) -> None:
-    if trainer.config.trainer.total_training_steps is None:
-        trainer.total_training_steps = prompts.total
-    if hasattr(trainer, "steps_per_epoch"):
-        trainer.steps_per_epoch = len(prompts)
-
-
-def _unknown(step: int, found: str, cause: str) -> StateError:
-    return StateError(
-        "the checkpoint has no state of its prompts",
-        found=found,
-        expected="the data.pt that was saved with the weights",
-        cause=cause,
-        action=f"load another checkpoint (trainer.resume_mode=resume_path); or merge the weights of global_step_{step} "
-        "(verl.model_merger) for actor_rollout_ref.model.path, and set another trainer.default_local_dir",
-    )

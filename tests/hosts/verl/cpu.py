@@ -34,10 +34,22 @@ _members: dict[str, Any] = dict.fromkeys(PlatformBase.__abstractmethods__, _noth
     "communication_backend_name": lambda self: "gloo",
     "ray_noset_envvars": lambda self: [],
     "get_device_capability": lambda self, index=0: (None, None),
-    "ray_resource_name": lambda self: "CPU",
+    "ray_resource_name": lambda self: "GPU",  # Ray is told that it has some
+    "ray_resource_options": lambda self, num_gpus: {"num_gpus": num_gpus},
+    "rollout_env_vars": lambda self: {},
     "visible_devices_envvar": lambda self: "CUDA_VISIBLE_DEVICES",
 }
 PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), _members))
+
+_init = torch.distributed.init_process_group
+
+
+def _with_one_backend(backend: str | None = None, *args: Any, **more: Any) -> Any:
+    """VeRL names one for CPUs, and one for the device."""
+    return _init("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **more)
+
+
+torch.distributed.init_process_group = _with_one_backend
 
 # VeRL patches a class of TRL's wherever TRL is installed; 1.16, which this environment has for other tests, has none of
 # that name.

@@ -12,8 +12,8 @@ import megaresume
 from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.steps import Steps
-from megaresume.hosts.verl import Batches, Prompts, attach, attach_prompts
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.hosts.verl import Batches, attach
+from megaresume.stream.errors import UsageError
 
 
 def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> tuple[Batches, Steps]:
@@ -70,88 +70,3 @@ def test_what_is_refused() -> None:
     handler.default_hdfs_dir = None
     with pytest.raises(UsageError, match="keep_last cannot be used"):
         attach(trainer, checkpoints=megaresume.Checkpoints(keep_last=3))
-
-
-class Driver:
-    """As much of a trainer of reinforcement learning as is looked at; ten prompts, three epochs."""
-
-    def __init__(self, batch_size: int, found: Any = None, step: int = 0, **data: Any) -> None:
-        trainer = SimpleNamespace(total_epochs=3, total_training_steps=None)
-        self.config = SimpleNamespace(data=Data(shuffle=True, train_batch_size=batch_size, **data), trainer=trainer)
-        self.train_dataset: Any = torch.arange(10)
-        self.train_dataloader: Any = torch.utils.data.DataLoader(self.train_dataset, batch_size)
-        self.global_steps, self.steps_per_epoch, self.total_training_steps = 0, 10 // batch_size, 0
-        self._found, self._step = found, step
-
-    def _load_checkpoint(self) -> None:
-        self.global_steps = self._step
-        if self._found is not None and self._step % len(self.train_dataloader):
-            self.train_dataloader.load_state_dict(self._found)
-
-    def _save_checkpoint(self) -> None:
-        """Looked for."""
-
-    def hand_out(self, most: int = 100) -> list[int]:
-        """The prompts of the next steps, to the end of the run."""
-        self._load_checkpoint()
-        handed: list[int] = []
-        for batch in self.train_dataloader:
-            handed += batch.tolist()
-            self.global_steps += 1
-            if self.global_steps in (most, self.total_training_steps):
-                break
-        return handed
-
-
-class Data(SimpleNamespace):
-    """A part of VeRL's config."""
-
-    get = SimpleNamespace.__getattribute__
-
-
-@pytest.mark.parametrize(("batch_size", "step"), [(2, 5), (3, 5), (5, 5), (10, 4)])
-def test_prompts_go_on(batch_size: int, step: int) -> None:
-    whole = Driver(2, seed=3)
-    attach_prompts(whole)
-    order = whole.hand_out()
-    assert sorted(order[:10]) == sorted(order[10:20]) == sorted(order[20:]) == list(range(10))
-    assert order[:10] != order[10:20]
-    first = Driver(2, seed=3)
-    attach_prompts(first)
-    before, state = first.hand_out(step), first.train_dataloader.state_dict()
-    # Step 5 is the end of an epoch of steps of 2; step 4 is one of this run to VeRL, with a step more than it has.
-    second = Driver(batch_size, state, step, seed=3)
-    attach_prompts(second)
-    after = second.hand_out()
-    left = (30 - 2 * step) // batch_size
-    assert before + after == order[: 2 * step + left * batch_size]
-    assert second.total_training_steps == step + left < second.steps_per_epoch
-
-
-def test_prompts_that_are_refused() -> None:
-    driver = Driver(2, seed=None)
-    attach_prompts(driver)
-    driver.hand_out(4)
-    state = driver.train_dataloader.state_dict()
-    for found, step, words in (
-        (None, 4, "no data.pt in global_step_4"),
-        ({"_num_yielded": 4}, 4, "written without megaresume"),
-        (state, 6, r"from different steps(.|\n)*data.pt of step 4"),
-    ):
-        other = Driver(2, found, step, seed=None)
-        attach_prompts(other)
-        with pytest.raises(StateError, match=words):
-            other.hand_out()
-    other = Driver(2, state, 4, seed=1)
-    attach_prompts(other)
-    with pytest.raises(StateError, match="seed"):
-        other.hand_out()
-    assert isinstance(other.train_dataloader, Prompts)
-    with pytest.raises(UsageError, match="has its data already"):
-        attach_prompts(other)
-    with pytest.raises(UsageError, match="not a reinforcement-learning trainer of VeRL's"):
-        attach_prompts(SimpleNamespace())
-    other = Driver(2, seed=1)
-    other.train_dataset = SimpleNamespace(on_batch_end=None)
-    with pytest.raises(UsageError, match="prompts that change"):
-        attach_prompts(other)

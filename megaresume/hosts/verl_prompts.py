@@ -1,0 +1,382 @@
+"""VeRL's reinforcement learning: each prompt trained exactly once, wherever the run is killed.
+
+    megaresume.attach(PPOTrainer)  # of verl.trainer.ppo.v1, in the driver; or RayPPOTrainer, the older one
+
+VeRL names a prompt by a random ``uid``, and saves the position of torchdata's loader. Here `Prompts` issues each, and
+its ordinal and digest are the ``uid``, which TransferQueue and the replay buffer carry along:
+
+    `IssuedPrompts`, in place of the dataloader   what is in flight first, then the next ones
+    _fetch_one_gen_batch                          their uid
+    _step_once                                    the rollouts of a batch that an optimizer step has trained
+    replay_buffer._evict_terminal_groups          stale groups: issued again, or dropped; filtered, failed ones: dropped
+    replay_buffer._clear_groups                   others, of which there were too many: issued again
+    replay_buffer._materialize_batch              groups that were sampled, and have no rollout: dropped
+    _save_checkpoint                              ``data.pt`` holds the state; ``prompts.json`` the same, for `verify`
+    _reissue_inflight_prompts                     what was in flight is submitted again, but for groups that
+                                                  TransferQueue has kept whole
+
+The older trainer trains a batch as a whole, before it saves and before it takes the next one; there `IssuedPrompts`
+settles a batch by itself. To both trainers the whole run is one epoch.
+
+See docs/verl.md. Importing this does not import VeRL.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.prompt_ledger import PROMPTS
+from megaresume.files import write_atomic
+from megaresume.hosts.attach import SLOT, check_new, hook
+from megaresume.hosts.prompts import Prompt, Prompts
+from megaresume.hosts.trainer import Carried
+from megaresume.stream.data_yaml import Append
+from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.in_flight import STALE, OnStale
+
+log = logging.getLogger(__name__)
+
+#: methods of VeRL's replay buffer that are hooked.
+_OF_BUFFER = ("_evict_terminal_groups", "_clear_groups", "_materialize_batch")
+#: what of ours is in place of torchdata's state.
+KEY = Carried.KEY
+#: the file of the state, for people and `verify`, in a checkpoint's directory.
+FILE = "prompts.json"
+
+
+def end_of(loader: DataLoader, epochs: int) -> int:
+    """The sample with which a run of so many epochs ends."""
+    after_this = epochs - loader.epoch - 1
+    return max(loader.epoch_end + math.ceil(after_this * loader.items), loader.samples)
+
+
+class IssuedPrompts:
+    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``: batches without an end.
+
+    Args:
+        trainer: VeRL's.
+        prompts: the account.
+        loader: that of ``prompts``.
+        settles: whether a batch is trained as a whole, before the next one is asked for.
+    """
+
+    def __init__(self, trainer: Any, prompts: Prompts, loader: DataLoader, *, settles: bool) -> None:
+        theirs = trainer.train_dataloader
+        self._trainer, self._settles = trainer, settles
+        self.prompts, self.loader = prompts, loader
+        self.batch_size, self._collate = theirs.batch_size, theirs.collate_fn
+        #: the prompts of the last batch, and the step that it is for.
+        self.batch: list[Prompt] = []
+        self._step = 0
+        #: steps at the end of the data, since the start of the run.
+        self.total = 0
+        #: whether a state was loaded.
+        self.is_loaded = False
+        self.end(0)
+
+    def end(self, step: int) -> None:
+        """Count how many steps the run has, which is at this one."""
+        config, prompts = self._trainer.config, self.prompts
+        settled = prompts.next - len(prompts.in_flight)
+        left = max(end_of(self.loader, config.trainer.total_epochs) - settled, 0)
+        self.total = step + left // config.data.train_batch_size
+
+    def __len__(self) -> int:
+        return self.total + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.collated(self.prompts.issue(self.batch_size))
+            self.settle()
+
+    def collated(self, batch: list[Prompt]) -> Any:
+        """A batch of prompts that were issued, as VeRL's dataloader makes it."""
+        self.batch, self._step = batch, self._trainer.global_steps
+        return self._collate([prompt.content for prompt in batch])
+
+    def settle(self) -> None:
+        """The last batch is trained, if that is how this trainer does it."""
+        if self._settles and self.batch:
+            for prompt in self.batch:
+                for rollout in prompt.rollouts:
+                    self.prompts.done(prompt.ordinal, prompt.digest, rollout)
+            self.prompts.trained(self._step, [prompt.ordinal for prompt in self.batch])
+        self.batch = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What VeRL saves as ``data.pt``, when the weights are saved."""
+        self.settle()
+        step, state = self._trainer.global_steps, self.prompts.state_dict()
+        directory = Path(self._trainer.config.trainer.default_local_dir, f"global_step_{step}")
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(directory / FILE, json.dumps({"step": step, "prompts": state}).encode())
+        return {KEY: state, "step": step}
+
+    def load_state_dict(self, state: Any) -> None:
+        """What VeRL has found there.
+
+        Raises:
+            StateError: it was not written by megaresume, or is from another step or other prompts.
+        """
+        step = self._trainer.global_steps
+        if not isinstance(state, Mapping) or KEY not in state:
+            raise _unknown(
+                step, "a data.pt that was written without megaresume", "it has the state of torchdata's loader"
+            )
+        if state.get("step") != step:
+            raise StateError(
+                "the weights and the data.pt are from different steps",
+                found=f"weights of global_step_{step}, data.pt of step {state.get('step')}",
+                expected="the same",
+                cause="a data.pt was copied from another checkpoint",
+                action=f"load another checkpoint: trainer.resume_mode=resume_path; global_step_{step} is mixed",
+            )
+        self.prompts.load_state_dict(state[KEY])
+        self.is_loaded = True
+
+
+def attach(
+    trainer: Any, *, append: Append | None = None, on_stale: OnStale = "requeue", ledger: str | Path | None = None
+) -> None:
+    """Give a trainer of VeRL's reinforcement learning each prompt exactly once. See `megaresume.attach`.
+
+    Prompts, batch sizes, rollouts, staleness, shuffling and seed are those of VeRL's config.
+
+    Args:
+        trainer: VeRL's ``PPOTrainer`` or ``RayPPOTrainer``, or of a class made from it.
+        append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
+        on_stale: a group that is too old for ``max_off_policy_threshold``: ``requeue`` it, or ``drop`` it, as VeRL
+            does.
+        ledger: see `megaresume.Prompts`; None: ``prompts.jsonl`` in ``default_local_dir``.
+
+    Raises:
+        UsageError: something else, prompts that change while it trains, or a sampler of one's own that is not made
+            from VeRL's; or attached already.
+    """
+    needed = ("train_dataloader", "train_dataset", "_load_checkpoint", "_save_checkpoint", "config")
+    check_new(
+        trainer,
+        "trainer",
+        missing=[name for name in needed if not hasattr(trainer, name)],
+        headline="this is not a reinforcement-learning trainer of VeRL's, or it is not initialized yet",
+        expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
+        action="megaresume.attach(PPOTrainer), of the class, before an instance is made",
+    )
+    if hasattr(trainer.train_dataset, "on_batch_end"):
+        raise UsageError(
+            "prompts that change during training cannot be used with megaresume.attach",
+            found=f"{type(trainer.train_dataset).__qualname__}.on_batch_end",
+            expected="a dataset that stays as it is",
+            action="leave data.datagen out",
+        )
+    config = trainer.config
+    loader = DataLoader(
+        trainer.train_dataset,
+        1,
+        shuffle=config.data.shuffle,
+        seed=config.data.get("seed") or 0,
+        append=append,
+        dp_rank=0,
+        dp_size=1,
+    ).made_by("megaresume.attach")
+    if ledger is None:
+        ledger = Path(config.trainer.default_local_dir, PROMPTS)
+    prompts = Prompts(loader, rollouts=config.actor_rollout_ref.rollout.n, ledger=ledger)
+    has_queue = hasattr(trainer, "_fetch_one_gen_batch")
+    issued = IssuedPrompts(trainer, prompts, loader, settles=not has_queue)
+    if has_queue:
+        Queued(trainer, issued, requeues=on_stale == "requeue")
+    trainer.train_dataloader = issued
+    setattr(trainer, SLOT, prompts)
+    _set_length(trainer, issued)
+    hook(trainer, "_load_checkpoint", lambda load: _load(trainer, issued, load))
+
+
+class Queued:
+    """Prompts whose rollouts lie in TransferQueue until a step trains them.
+
+    Args:
+        trainer: VeRL's ``PPOTrainer``.
+        issued: its prompts.
+        requeues: whether a stale group is issued again.
+    """
+
+    def __init__(self, trainer: Any, issued: IssuedPrompts, *, requeues: bool) -> None:
+        self._trainer, self._issued, self._prompts = trainer, issued, issued.prompts
+        self._requeues = requeues
+        #: why the groups are evicted that are cleared next: requeued, or dropped; None: there were enough without them.
+        self._reasons: dict[str, tuple[str, bool]] | None = None
+        buffer = trainer.replay_buffer
+        if missing := [name for name in _OF_BUFFER if not hasattr(buffer, name)]:
+            raise UsageError(
+                "a sampler of your own cannot be used with megaresume.attach",
+                found=f"trainer.v1.sampler.custom_sampler: {type(buffer).__qualname__}, without {', '.join(missing)}",
+                expected="VeRL's ReplayBuffer, or a class made from it",
+                action="call megaresume.Prompts in your sampler: issue(), done(), drop(), trained()",
+            )
+        hook(trainer, "_fetch_one_gen_batch", self._fetch)
+        hook(trainer, "_step_once", self._step)
+        hook(trainer, "_reissue_inflight_prompts", self._reissue)
+        hook(buffer, "_evict_terminal_groups", self._evict)
+        hook(buffer, "_clear_groups", self._clear)
+        hook(buffer, "_materialize_batch", self._materialize)
+
+    def _fetch(self, fetch: Callable[[], Any]) -> Any:
+        return self._named(fetch())
+
+    def _named(self, batch: Any) -> Any:
+        """A batch with the uid of its prompts."""
+        from verl.utils import tensordict_utils
+
+        uids = np.array([uid_of(prompt) for prompt in self._issued.batch], dtype=object)
+        batch["uid"] = tensordict_utils.get_tensordict({"uid": uids})["uid"]
+        return batch
+
+    def _step(self, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        batch = step(*args, **more)
+        number, prompts = self._trainer.global_steps, self._prompts
+        prompts.advance(max(number - 1, prompts.version))
+        groups: dict[str, dict[int, int | None]] = {}
+        for key, tag in zip(batch.keys, batch.tags, strict=True):
+            if not tag.get("is_padding", False):
+                uid, session, _ = key.rsplit("_", 2)
+                groups.setdefault(uid, {})[int(session)] = tag.get("min_global_steps")
+        for uid, versions in groups.items():
+            ordinal, digest = parsed(uid)
+            for rollout in range(prompts.rollouts):
+                if rollout not in versions:
+                    prompts.drop(ordinal, "failed", rollout=rollout)
+                elif not prompts.done(ordinal, digest, rollout, version=versions[rollout]):
+                    raise _trained_twice(uid, rollout)
+        prompts.trained(number, [parsed(uid)[0] for uid in groups])
+        return batch
+
+    def _evict(self, evict: Callable[..., Any], step: int, partition: str, reasons: Any) -> Any:
+        stale, filtered, failed = reasons[:3]
+        named = [(failed, ("failed", False)), (filtered, ("filtered", False)), (stale, (STALE, self._requeues))]
+        self._reasons = {uid: why for uids, why in named for uid in uids}
+        try:
+            return evict(step, partition, reasons)
+        finally:
+            self._reasons = None
+
+    def _clear(self, clear: Callable[..., Any], partition: str, uids: Sequence[str]) -> Any:
+        result = clear(partition, uids)
+        if partition == "train":
+            for uid in uids:
+                reason, requeue = ("surplus", True) if self._reasons is None else self._reasons[uid]
+                self._prompts.drop(parsed(uid)[0], reason, requeue)
+        return result
+
+    def _materialize(self, materialize: Callable[..., Any], partition: str, uids: Sequence[str], *args: Any) -> Any:
+        batch = materialize(partition, uids, *args)
+        if partition == "train":
+            for uid in set(uids) - {key.partition("_")[0] for key in batch.keys}:
+                self._prompts.drop(parsed(uid)[0], "failed")
+        return batch
+
+    def _reissue(self, reissue: Callable[..., int], partition: str = "train") -> int:
+        """Submit what was in flight, but for the groups that TransferQueue has kept whole.
+
+        The weights that roll out now are others than those of the same number before the crash. So what VeRL would
+        start again is named anew, as issued by this start.
+        """
+        trainer, prompts = self._trainer, self._prompts
+        if trainer.trainer_mode == "sync":
+            return int(reissue(partition))
+        import transfer_queue
+        from verl.utils import tensordict_utils
+
+        tags = (transfer_queue.kv_list(partition) or {}).get(partition, {})
+        issued = {prompt.ordinal: prompt for prompt in prompts.issue(len(prompts.in_flight))}
+        kept = {
+            key
+            for key, tag in tags.items()
+            if tag.get("is_prompt", False)
+            and tag["status"] in ("finished", "failure")
+            and _is_of(key, issued.get(parsed(key)[0]))
+        }
+        # Begun; trained in the step that was saved; or of another checkpoint.
+        if others := [key for key in tags if key.partition("_")[0] not in kept]:
+            transfer_queue.kv_clear(keys=others, partition_id=partition)
+        there = {parsed(key)[0] for key in kept}
+        begun = [prompt for ordinal, prompt in issued.items() if ordinal not in there]
+        if begun:
+            batch = self._named(tensordict_utils.get_tensordict(self._issued.collated(begun)))
+            tensordict_utils.assign_non_tensor_data(batch, "global_steps", trainer.global_steps)
+            trainer._submit_batch_to_rollout(batch)
+        log.info("megaresume: %d prompts in flight, %d of them rolled out already", len(issued), len(kept))
+        trainer._restored_tq_prompt_count = len(issued)
+        return len(begun)
+
+
+def uid_of(prompt: Prompt) -> str:
+    """The name of an issued prompt in TransferQueue, whose keys are this and numbers, with ``_`` between."""
+    return f"{prompt.ordinal}-{prompt.digest}"
+
+
+def parsed(uid: str) -> tuple[int, str]:
+    """Ordinal and digest of a prompt. Of a uid of VeRL's own -1, which no prompt has."""
+    ordinal, _, digest = uid.partition("-")
+    return int(ordinal) if ordinal.isdecimal() and digest.count("-") == 1 else -1, digest
+
+
+def _is_of(uid: str, prompt: Prompt | None) -> bool:
+    """Whether it was made of what this prompt holds, at whatever start."""
+    return prompt is not None and parsed(uid)[1].partition("-")[0] == prompt.digest.partition("-")[0]
+
+
+def _load(trainer: Any, issued: IssuedPrompts, load: Callable[[], Any]) -> Any:
+    """VeRL's own, which continues without a ``data.pt``."""
+    # The older trainer passes over a data.pt at what it takes for the end of an epoch, by today's batch size.
+    issued.is_loaded, issued.total = False, sys.maxsize - 1
+    result = load()
+    step = trainer.global_steps
+    if step and not issued.is_loaded:
+        raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
+    if not step:
+        # Here, so that what is refused is raised before workers are sent prompts. Without any checkpoint that is
+        # whole, what the ledger has is of a first save that was killed.
+        if Path(trainer.config.trainer.default_local_dir, "latest_checkpointed_iteration.txt").exists():
+            issued.prompts.begin()
+        issued.prompts.is_begun = True
+    issued.end(step)
+    _set_length(trainer, issued)
+    return result
+
+
+def _set_length(trainer: Any, issued: IssuedPrompts) -> None:
+    if trainer.config.trainer.total_training_steps is None:
+        trainer.total_training_steps = issued.total
+    if hasattr(trainer, "steps_per_epoch"):
+        trainer.steps_per_epoch = len(issued)
+
+
+def _trained_twice(uid: str, rollout: int) -> StateError:
+    return StateError(
+        "a step has trained a rollout that was not wanted",
+        found=f"rollout {rollout} of prompt {uid}, which was trained or dropped before",
+        expected="each rollout of a prompt in one step",
+        cause="the replay buffer sampled a group twice, or one that it had evicted",
+        action="resume from the newest checkpoint; tell the project, with the config",
+    )
+
+
+def _unknown(step: int, found: str, cause: str) -> StateError:
+    return StateError(
+        "the checkpoint has no state of its prompts",
+        found=found,
+        expected="the data.pt that was saved with the weights",
+        cause=cause,
+        action=f"load another checkpoint (trainer.resume_mode=resume_path); or merge the weights of global_step_{step} "
+        "(verl.model_merger) for actor_rollout_ref.model.path, and set another trainer.default_local_dir",
+    )

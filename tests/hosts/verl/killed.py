@@ -1,0 +1,167 @@
+"""VeRL's trainers of reinforcement learning, killed and started again until they have made their steps; what they have
+trained, counted.
+
+    python -m tests.hosts.verl.killed PYTHON MODE SEEDS KILLS     with megaresume, and without; PYTHON has VeRL
+
+A kill is of all processes of the job, at a moment that is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.hosts.torch.record import ENVIRONMENT, ROOT
+
+HERE = Path(__file__).parent
+ROLLOUTS, STEPS, SAVES = 4, 20, 3
+
+
+def processes(directory: Path) -> list[int]:
+    """Of the job of this directory: each has it in its environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"TINY_DIRECTORY={directory}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
+
+
+def kill(directory: Path) -> None:
+    """All processes of the job, until there is none."""
+    while left := processes(directory):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """What the recorder has written."""
+    path = directory / "record.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def start(
+    python: str,
+    directory: Path,
+    *,
+    attach: dict[str, Any] | None,
+    until: int = 0,
+    after: float = 0.0,
+    fails: float = 0.0,
+    **options: Any,
+) -> int | None:
+    """The exit status of a job that ended; None: it was killed, so many seconds after it had trained step ``until``."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:  # a path of Ray's sockets is short
+        environment = ENVIRONMENT | {"HOME": str(Path.home()), "OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}
+        environment |= {"VERL_USE_EXTERNAL_MODULES": "tiny_rollout", "RAY_memory_monitor_refresh_ms": "0"}
+        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
+        environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray is told that it has GPUs
+        environment |= {"TINY_DIRECTORY": str(directory), "TINY_RAY": ray, "TINY_FAILS": str(fails)}
+        if attach is not None:
+            environment["TINY_ATTACH"] = json.dumps(attach)
+        words = [python, str(HERE / "rl_program.py"), str(directory), json.dumps(options)]
+        with (directory / "output.log").open("w") as log:
+            process = subprocess.Popen(words, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            while process.poll() is None:
+                last = lines(directory)[-1:]
+                if until and any(line.get("step", line.get("saved", 0)) >= until for line in last):
+                    time.sleep(after)
+                    break
+                time.sleep(0.1)
+            status = process.poll()
+        finally:
+            kill(directory)
+            process.wait()
+    assert status in (None, 0), (directory / "output.log").read_text()[-6000:]
+    return status
+
+
+def steps_of(directory: Path) -> dict[int, list[int]]:
+    """The prompts of each step, one for each rollout, as the weights have seen them."""
+    steps: dict[int, list[int]] = {}
+    for line in lines(directory):
+        if "from" in line:
+            steps = {step: prompts for step, prompts in steps.items() if step <= line["from"]}
+        elif "step" in line:
+            if line["step"] == 1:
+                steps = {}  # from the beginning
+            steps[line["step"]] = line["prompts"]
+    return steps
+
+
+def issued_of(directory: Path) -> tuple[set[int], set[int]]:
+    """By the last checkpoint: which prompts were handed out, and which are in flight."""
+    at, issued, saved = 0, {0: set[int]()}, (set[int](), set[int]())
+    for line in lines(directory):
+        at = line.get("from", at)
+        if "saved" in line:
+            issued[line["saved"]] = issued[at] | set(line["handed"])
+            saved = issued[line["saved"]], set(line["open"])
+    return saved
+
+
+def run(
+    python: str, directory: Path, *, mode: str, attach: dict[str, Any] | None, kills: int, seed: int, **options: Any
+) -> dict[str, int]:
+    """Killed so often, at moments that are drawn; then to its last step, within the first epoch.
+
+    Returns:
+        prompts ``trained``; those of which the weights have seen more than their rollouts (``repeated``); those that
+        were handed out and are neither trained nor in flight (``lost``); those that are trained and in flight
+        (``again``).
+    """
+    draw, done = random.Random(seed), 0
+    directory.mkdir(parents=True)
+    model(directory / "model")
+    while True:
+        # Each start goes on from the last checkpoint, and is killed some steps later.
+        path = directory / "run" / "latest_checkpointed_iteration.txt"
+        step = int(path.read_text()) if path.exists() else 0
+        until = min(step + draw.randrange(1, 2 * SAVES + 2), STEPS - 1) if done < kills else 0
+        job = {"until": until, "after": draw.random() * 3, "mode": mode, "steps": STEPS, **options}
+        if start(python, directory, attach=attach, **job) == 0:
+            break
+        done += 1
+    times = Counter(prompt for prompts in steps_of(directory).values() for prompt in prompts)
+    issued, in_flight = issued_of(directory)
+    return {
+        "kills": done,
+        "trained": len(times),
+        "repeated": sum(n > ROLLOUTS for n in times.values()),
+        "lost": len(issued - times.keys() - in_flight),
+        "again": len(in_flight & times.keys()),
+    }
+
+
+def model(directory: Path) -> None:
+    """A tiny model with its tokenizer, made in a process that has its packages."""
+    code = "import sys; from tests.hosts.trl import tiny; from pathlib import Path; d = Path(sys.argv[1]);"
+    code += "m, t = tiny.tiny_model(), tiny.tiny_tokenizer(); m.save_pretrained(d); t.save_pretrained(d)"
+    subprocess.run([sys.executable, "-c", code, str(directory)], env=ENVIRONMENT, cwd=ROOT, check=True)
+
+
+def main(python: str, mode: str, seeds: int, kills: int, first: int = 0) -> None:
+    """Both ways."""
+    base = Path(tempfile.mkdtemp())
+    for seed in range(first, first + seeds):
+        for attach in ({}, None):
+            name = f"{mode}-{seed}-{attach is not None}"
+            found = run(python, base / name, mode=mode, attach=attach, kills=kills, seed=seed, fails=0.02)
+            print(json.dumps({"mode": mode, "attached": attach is not None, "seed": seed} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
