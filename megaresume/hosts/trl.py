@@ -171,7 +171,10 @@ class Arrivals:
         place = sample.ordinal, sample.rollout
         wanted, left = self._begun.pop(place, (None, sample.rows))
         if wanted is None:
-            wanted = self._prompts.done(sample.ordinal, sample.digest, sample.rollout) and self._is_fresh(sample)
+            prompts, version = self._prompts, int(sample.model_version)
+            prompts.advance(max(self._trainer.model_version, version, prompts.version))
+            wanted = prompts.done(sample.ordinal, sample.digest, sample.rollout, version=version)
+            wanted = wanted and self._is_fresh(sample)
         if left > 1:
             self._begun[place] = wanted, left - 1
         return wanted

@@ -30,14 +30,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, dict
     calls: list[tuple[str, Any, dict[str, Any]]] = []
     for trainer in (*TRAINERS, OWN_LOOP):
         module = importlib.import_module(trainer.module)
-        signature = inspect.signature(getattr(module, trainer.function))
+        signature = inspect.signature(module.attach)
 
         def attach(one: Any, _module: str = trainer.module, **options: Any) -> Any:
             calls.append((_module.split(".")[2], one, options))
             return "what it returns"
 
         attach.__signature__ = signature  # type: ignore[attr-defined]
-        monkeypatch.setattr(module, trainer.function, attach)
+        monkeypatch.setattr(module, "attach", attach)
     yield calls
 
 
@@ -52,7 +52,7 @@ def test_whom_it_goes_to(taken: list[Any]) -> None:
         ("pytorch_lightning", "Trainer", "lightning"),
         ("torchtitan", "Trainer", "torchtitan"),
         ("verl", "SFTTrainer", "verl"),
-        ("verl", "RayPPOTrainer", "verl"),
+        ("verl", "RayPPOTrainer", "verl_prompts"),
         ("megatron", "ConfigContainer", "megatron_bridge"),
     ):
         made = type("Mine", (kind(package, name),), {"__module__": "__main__"})()

@@ -1,6 +1,6 @@
 """TRL's asynchronous GRPO, killed and started again until it has made its steps; what it has trained, counted.
 
-python -m tests.hosts.trl.killed SEEDS KILLS     the table of docs/rl.md: with megaresume, and without
+python -m tests.hosts.trl.killed SEEDS KILLS [FIRST]     the table of docs/rl.md: with megaresume, and without
 """
 
 from __future__ import annotations
@@ -45,30 +45,38 @@ def server(directory: Path) -> Iterator[int]:
         process.wait()
 
 
-def start(directory: Path, **options: Any) -> int:
-    """The exit status of one process; what it has left of its own processes is killed with it."""
+def start(directory: Path, *, ranks: int = 1, **options: Any) -> int:
+    """The exit status of one process, or of torchrun; what it has left of its own processes is killed with it."""
     words = [sys.executable, str(HERE / "program.py"), str(directory), json.dumps(options)]
+    if ranks > 1:
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        words = [sys.executable, *several, *words[1:]]
     environment = ENVIRONMENT | {"HOME": str(Path.home()), "TRL_EXPERIMENTAL_SILENCE": "1"}
     with (directory / "output.log").open("w") as log:
         process = subprocess.Popen(words, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         status = process.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    assert status in (0, -9), (directory / "output.log").read_text()[-6000:]
+    said = (directory / "output.log").read_text()
+    assert status in (0, -9) or (ranks > 1 and "Signal 9 (SIGKILL)" in said), said[-6000:]
     return status
 
 
 def steps_of(directory: Path) -> dict[int, list[int]]:
     """The prompts of each step, one for each rollout, as the weights have seen them."""
-    steps: dict[int, list[int]] = {}
+    steps: dict[tuple[int, int], list[int]] = {}
     for line in (directory / "trained.jsonl").read_text().splitlines():
         found = json.loads(line)
-        steps = {step: prompts for step, prompts in steps.items() if step < found["step"]}
-        steps[found["step"]] = found["prompts"]
-    return steps
+        here = found["rank"], found["step"]
+        steps = {one: prompts for one, prompts in steps.items() if one[0] != here[0] or one < here}
+        steps[here] = found["prompts"]
+    together: dict[int, list[int]] = {}
+    for (_, step), prompts in steps.items():
+        together.setdefault(step, []).extend(prompts)
+    return together
 
 
-def run(directory: Path, port: int, *, attached: bool, kills: int, seed: int) -> dict[str, int]:
+def run(directory: Path, port: int, *, attached: bool, kills: int, seed: int, ranks: int = 1) -> dict[str, int]:
     """Killed so often, at steps that are drawn; then to its last step, within the first epoch.
 
     Returns:
@@ -79,6 +87,7 @@ def run(directory: Path, port: int, *, attached: bool, kills: int, seed: int) ->
     draw, done, step = random.Random(seed), 0, 0
     directory.mkdir(parents=True)
     options: dict[str, Any] = {"attached": attached, "port": port, "seed": seed, "max_steps": STEPS}
+    options |= {"ranks": ranks, "per_device_train_batch_size": 2 * ROLLOUTS // ranks}
     while True:
         resume = step > 0
         kill = min(step + draw.randrange(2, 2 + 2 * STEPS // (kills + 1)), STEPS) if done < kills else 0
@@ -115,11 +124,11 @@ def _its_own(checkpoint: Path, trained: set[int]) -> tuple[int, set[int]]:
     return issued, set(range(position, issued))
 
 
-def main(seeds: int, kills: int) -> None:
+def main(seeds: int, kills: int, first: int = 0) -> None:
     """Both ways, and without a kill."""
     base = Path(tempfile.mkdtemp())
     with server(base) as port:
-        for seed in range(seeds):
+        for seed in range(first, first + seeds):
             for attached in (True, False):
                 for often in (0, kills) if seed == 0 else (kills,):
                     found = run(base / f"{seed}-{attached}-{often}", port, attached=attached, kills=often, seed=seed)

@@ -68,10 +68,11 @@ class Recorder(AsyncGRPOTrainer):
         before = inputs["input_ids"].flatten()[inputs["token_index"].flatten()]
         segments = inputs["segment_id"].flatten().tolist()
         firsts = [k for k in range(len(segments)) if not k or segments[k] != segments[k - 1]]
-        found = [int(before[k]) - 2 for k in firsts]
+        found = [int(before[k]) - 2 for k in firsts if before[k] >= 2]  # another is padding, of a rank's row
         result = super().training_step(model, inputs, *args, **more)
         with self.log_path.open("a") as file:
-            file.write(json.dumps({"step": self.state.global_step + 1, "prompts": found}) + "\n")
+            line = {"rank": self.accelerator.process_index, "step": self.state.global_step + 1, "prompts": found}
+            file.write(json.dumps(line) + "\n")
         if self.state.global_step + 1 == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
         return result

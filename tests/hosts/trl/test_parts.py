@@ -19,6 +19,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 import megaresume
 from megaresume import Prompts
 from megaresume.hosts.trl import FILE, Arrivals, Issuer, Member, Sample, _read, begin, newest_whole
+from megaresume.runs.prompts import prove
 from megaresume.stream.errors import StateError
 from tests.hosts.prompts.simulated import Texts
 
@@ -76,6 +77,18 @@ def test_stale_rollouts(requeues: bool) -> None:
         arriving.get(timeout=0.01)
     assert [prompt.ordinal for prompt in prompts.issue(1)] == ([0] if requeues else [1])
     assert prompts.counts == {("requeued: stale" if requeues else "dropped: stale"): 1}
+
+
+def test_how_old_what_is_trained_is(tmp_path: Path) -> None:
+    prompts = Prompts(Texts("data", 20), ledger=tmp_path / "prompts.jsonl")
+    issued = prompts.issue(3)
+    arriving = arrivals(prompts, version=2)
+    for prompt, version in zip(issued, (0, 2, 2), strict=True):
+        arriving._queue.put(sample(prompt, 0, version=version))
+        arriving.get(timeout=1)
+    prompts.trained(1, [0, 1, 2])
+    prompts.state_dict()
+    assert prove(tmp_path).staleness == {0: 2, 2: 1}
 
 
 def test_a_checkpoint_without_its_prompts(tmp_path: Path) -> None:

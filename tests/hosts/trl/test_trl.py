@@ -16,14 +16,15 @@ from tests.release import release
 
 @pytest.mark.process
 @release(
-    "TRL: four launches of two processes each",
+    "TRL: four launches of two processes each, and three of three",
     "`tests/hosts/trl/test_parts.py::test_what_leaves_the_queue_is_wanted`, "
     "`tests/hosts/prompts/test_kills.py::test_killed_two_hundred_times`",
 )
-def test_killed_and_gone_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 3), (2, 2)])
+def test_killed_and_gone_on(ranks: int, kills: int, tmp_path: Path) -> None:
     with server(tmp_path) as port:
-        found = run(tmp_path / "0-run", port, attached=True, kills=3, seed=0)
-    assert found == {"kills": 3, "trained": 80, "repeated": 0, "lost": 0, "again": 0}
+        found = run(tmp_path / "0-run", port, attached=True, kills=kills, seed=0, ranks=ranks)
+    assert found == {"kills": kills, "trained": 80, "repeated": 0, "lost": 0, "again": 0}
     proof = prompts.prove(tmp_path / "0-run" / "run")
     assert proof.holds, proof.problems
     assert proof.trained == 80

@@ -6,8 +6,8 @@ what is handed out, saved and trained, which shares no code with megaresume:
 
     {"from": 12}                                  weights of this step were loaded
     {"step": 13, "prompts": [7, 7, 91, 91]}       a step has trained rollouts of these prompts
-    {"saved": 15, "handed": [..], "open": [..]}   a checkpoint: prompts that its process has handed out, and has in
-                                                  flight
+    {"saved": 15, "handed": [..], "open": [..]}   a checkpoint: prompts that its process has sent to be rolled out, and
+                                                  has in flight
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def record(**line: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-#: numbers of the prompts that this process has handed out.
+#: numbers of the prompts that this process has sent to be rolled out.
 handed: list[int] = []
 
 
@@ -53,10 +53,6 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return self.items
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        if self.items > 4:  # 4 are those of validation
-            import tiny_rollout  # VeRL makes another module of this file
-
-            tiny_rollout.handed.append(i)
         return {
             "raw_prompt": [{"role": "user", "content": f"p{i}"}],
             "index": i,
@@ -86,6 +82,17 @@ def record_saves() -> None:
 
     PPOTrainer._save_checkpoint = recorded(PPOTrainer._save_checkpoint, True)
     RayPPOTrainer._save_checkpoint = recorded(RayPPOTrainer._save_checkpoint, False)
+    submit, get = PPOTrainer._submit_batch_to_rollout, RayPPOTrainer._get_gen_batch
+
+    def submitted(self: Any, batch: Any) -> Any:
+        handed.extend(int(index) for index in batch["index"])
+        return submit(self, batch)
+
+    def got(self: Any, batch: Any) -> Any:
+        handed.extend(int(index) for index in batch.non_tensor_batch["index"])
+        return get(self, batch)
+
+    PPOTrainer._submit_batch_to_rollout, RayPPOTrainer._get_gen_batch = submitted, got
     build = PPOTrainer._build_replay_buffer
 
     def quick(self: Any) -> Any:
