@@ -228,6 +228,8 @@ def _go_on(data: PlannedData, launch: PlannedLaunch, on_change: OnChange, end: i
     return going_on
 
 
+#: difference that shows in the time of steps: on a GPU they follow the prediction to about this (docs/performance.md).
+NOTICEABLE = 0.01
 #: steps that are planned for it, and samples at most.
 _STEPS, _SAMPLES = 20, 1 << 16
 
@@ -249,6 +251,7 @@ class Gain:
         return (
             f"the slowest rank of {waits} has {self.before:.3f} times the work of the mean in the order of the stream, "
             f"{self.after:.3f} with --balance {self.objective} (next {self.steps:,} steps)"
+            + ("" if self.before - self.after >= NOTICEABLE else ": too little to notice in the time of a step")
         )
 
 
