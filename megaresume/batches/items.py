@@ -486,13 +486,22 @@ class ItemEpochs:
         )
         #: a sample, and where its epoch ends, as it was planned last.
         self._planned = 0, 0
+        #: samples that are known to be of one epoch, and that epoch: a Trainer asks after every step.
+        self._known, self._known_epoch = range(0), 0
 
     def forget(self) -> None:
         """The stream was restored: what was planned is of another one."""
-        self._planned = 0, 0
+        self._planned, self._known = (0, 0), range(0)
 
     def of(self, sample: int) -> int:
         """The epoch of a sample, from 0."""
+        if sample not in self._known:
+            epoch = self._epoch_of(sample)
+            end = None if self._has_end and len(self.stream.config.sources) > 1 else self.known_end(sample)
+            self._known, self._known_epoch = range(sample, sample + 1 if end is None else end), epoch
+        return self._known_epoch
+
+    def _epoch_of(self, sample: int) -> int:
         fields = self.stream.fields_at(sample)
         if len(fields["sources"]) > 1:
             return sample // self.size
