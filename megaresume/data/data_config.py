@@ -76,7 +76,7 @@ class ValidationSet(Options):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it says itself of seed, seq_length, packing and blend."""
+        """Its own seed, seq_length, packing and blend."""
         values = {name: getattr(self, name) for name in INHERITED}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -110,7 +110,7 @@ _Sets = Annotated[dict[Annotated[str, BeforeValidator(_set_name)], ValidationSet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """What names the data of a run."""
+    """The data of a run, as it was named."""
 
     #: that of a data.yaml, without ``validation``; empty if ``words`` name the sources.
     mapping: Mapping[str, Any]
@@ -177,7 +177,7 @@ class DataConfig:
     def stream_config(
         self, part: Part = "train", *, split: str | None = None, seq_length: int | None = None, seed: int | None = None
     ) -> StreamConfig:
-        """What defines the order of a part.
+        """The definition of the order of a part.
 
         Args:
             part, split: as for `of_part`.
@@ -437,7 +437,7 @@ def _entries(
 
 
 def _leaves(path: str, split: str, name: str, within: tuple[str, ...] = ()) -> tuple[str, list[_Leaf]]:
-    """How the data sets of a split are mixed (``blend`` or ``blend_epochized``), and the data sets."""
+    """The mix of the data sets of a split (``blend`` or ``blend_epochized``), and the data sets."""
     if path in within:
         raise _refused(path, "itself, by way of " + " and ".join(within), "no circle", name)
     node = _splits(path).get(split)

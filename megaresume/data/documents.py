@@ -51,7 +51,7 @@ Unit = Literal["jsonl", "json", "file", "line", "paragraph"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:
-    """How documents are taken out of files."""
+    """The settings by which documents are taken out of files."""
 
     #: key of the text in a row, or keys with dots between; None: ``text``.
     json_key: str | None = None
@@ -294,7 +294,7 @@ def _excerpt(text: str) -> str:
 
 
 def unit_of(file: InputFile, text_unit: TextUnit) -> Unit:
-    """What a document is in a file."""
+    """The unit of a file that is a document."""
     rows: dict[Format, Unit] = {"jsonl": "jsonl", "json": "json", "csv": "jsonl"}
     return rows.get(file.format, text_unit)
 
@@ -305,7 +305,7 @@ LIBRARIES = ("tokenizers", "jinja2", "pyarrow")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderSpec:
-    """What decides what the tokens of a document are: the content of the tokenizer, not its path, which may change."""
+    """All that decides the tokens of a document: the content of the tokenizer, not its path, which may change."""
 
     tokenizer: bytes | None
     tokenizer_name: str
@@ -323,7 +323,7 @@ class EncoderSpec:
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> EncoderSpec:
-        """What `to_json` gave."""
+        """Read what `to_json` gave."""
         packed, text = said["tokenizer"], dict(said["text"])
         if (chat := text["conversations"]) is not None:
             words = chat["selection"]

@@ -54,7 +54,7 @@ _CODE = ("sample_loader", "part_filter")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """How records of a data set become records that a template knows. Plain JSON in its fields."""
+    """The map from records of a data set to records that a template knows. Plain JSON in its fields."""
 
     #: ``caption``, ``vqa`` or ``text``.
     kind: str
@@ -198,7 +198,7 @@ OUR_PARTS = {"train": "train", "valid": "val", "test": "test"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnergonDataset:
-    """What ``.nv-meta`` says."""
+    """The content of ``.nv-meta``."""
 
     #: directory or URL.
     path: str
@@ -214,7 +214,7 @@ class EnergonDataset:
     hash: str
 
     def options(self) -> dict[str, str]:
-        """What the header of an index remembers of it."""
+        """Its options in the header of an index."""
         return {"hash": self.hash}
 
 

@@ -177,7 +177,7 @@ class IndexedDocuments(BaseSource):
         return out
 
     def trained_spans(self, ids: Int64Array) -> Spans | None:
-        """Which tokens of each document are trained; None if the corpus has no .spans, and all are.
+        """The tokens of each document that are trained; None if the corpus has no .spans, and all are.
 
         Raises:
             IndexError: an id is not in [0, len).
@@ -189,7 +189,7 @@ class IndexedDocuments(BaseSource):
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, Any] | None:
-        """What `megaresume prepare` recorded about the tokenizer; None for a corpus built by another program."""
+        """The tokenizer as `megaresume prepare` recorded it; None for a corpus built by another program."""
         known = sidecar.read_tokenizer(
             self.prefix, idx_bytes=self._identity.idx.size, bin_bytes=self._identity.bin.size
         )

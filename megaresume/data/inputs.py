@@ -43,7 +43,7 @@ TABLES = (".parquet", ".arrow")
 
 
 class Store(Protocol):
-    """What reads object stores: `megaresume.data.shard_files.ShardFiles`."""
+    """The reader of object stores: `megaresume.data.shard_files.ShardFiles`."""
 
     def identity(self, path: str) -> str:
         """Changes when the file is written again: its bytes, a colon, and what the store has."""
@@ -87,14 +87,14 @@ class InputFile:
         return self.path.suffix in (*COMPRESSIONS, *TABLES) or self.format == "csv"
 
     def to_dict(self) -> dict[str, object]:
-        """What tells, on a rerun, that it is still the same file; plain JSON."""
+        """The members by which a rerun knows that it is still the same file; plain JSON."""
         changes = {"mtime_ns": self.mtime_ns} if self.url is None else {"identity": self.identity}
         return {"path": self.name, "format": self.format, "size": self.size, **changes}
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is read."""
+    """The files to read."""
 
     files: list[InputFile]
     #: links to what is read already, by another path.
@@ -166,7 +166,7 @@ def _input(path: Path, format: Format) -> InputFile:
 
 
 def _same(inputs: Sequence[InputFile]) -> list[list[InputFile]]:
-    """Those that are one file by several paths; hard links are files of their own."""
+    """Find paths that lead to one file; hard links are files of their own."""
     of_one: dict[object, list[InputFile]] = {}
     for file in inputs:
         of_one.setdefault(file.url or file.inode, []).append(file)
@@ -407,7 +407,7 @@ def check_distinct(shards: Sequence[str]) -> None:
 
 
 def braces(pattern: str) -> list[str]:
-    """What a pattern with braces stands for, as in a shell.
+    """Expand a pattern with braces, as a shell does.
 
     Raises:
         UsageError: they do not close.
@@ -425,7 +425,7 @@ def braces(pattern: str) -> list[str]:
 
 
 def portable(path: str, index: Path) -> str:
-    """How an index names a shard: relative to itself where the shard lies below it, so that both can move."""
+    """The name of a shard in an index: relative to it if the shard lies below it, so that both can move."""
     if "://" in path:
         return path
     absolute = Path(os.path.abspath(path))

@@ -31,7 +31,7 @@ def unknown_blocks(documents: int) -> Array:
 
 @compiled
 def _look_into_block(block: int, known: int, boundaries: Array, sequences: int) -> int:
-    """What is known after another look: nothing the first time, so that a resume reads no more than it needs."""
+    """The state of a block after another look. The first one reads nothing: a resume reads no more than it needs."""
     if known == _UNKNOWN:
         return _ASKED
     first = block << BLOCK_SHIFT

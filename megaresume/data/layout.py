@@ -191,7 +191,7 @@ def spans_path(prefix: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Which tokens of n documents are trained."""
+    """The tokens of n documents that are trained."""
 
     #: int64[n + 1]: the spans of document k are ``starts[k] .. starts[k + 1]``.
     starts: Int64Array
@@ -360,7 +360,7 @@ class SpanFile:
         return Spans(starts, self._spans[places])
 
     def hash(self, start: int, stop: int) -> str:
-        """What documents start to stop are, as if there were no others: xxh3_64 of bounds, then spans; 16 hex digits.
+        """The hash of documents start to stop, as if they were all: xxh3_64 of bounds, then spans; 16 hex digits.
 
         Raises:
             CorpusError: the file is damaged there.

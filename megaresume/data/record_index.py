@@ -79,7 +79,7 @@ class RecordPlace(NamedTuple):
 
 
 class RecordIndex:
-    """What both indexes have. Safe to share between threads.
+    """The common part of both indexes. Safe to share between threads.
 
     Args:
         path: of the file.
@@ -135,7 +135,7 @@ class RecordIndex:
 
     @classmethod
     def column_places(cls, records: int) -> dict[str, int]:
-        """Where each column starts, in bytes from the start of the file; and, as ``end``, where the last one ends."""
+        """The start of each column, in bytes from the start of the file; and, as ``end``, the end of the last one."""
         places, at = {}, COLUMNS_AT
         for name, dtype in cls.COLUMNS.items():
             places[name] = at

@@ -96,7 +96,7 @@ def is_url(path: str) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """What an HTTP server answered, of an error or of what it came from; None if it is of another kind."""
+    """The status of an HTTP server's answer, from an error or its causes; None if it is of another kind."""
     seen: BaseException | None = error
     while seen is not None:
         status = getattr(seen, "status", None)
@@ -151,7 +151,7 @@ class RemoteStore:
         return int(self.info(url)["size"])
 
     def info(self, url: str) -> dict[str, Any]:
-        """What the store says of a file; raises as `size`."""
+        """The store's record of a file; raises as `size`."""
 
         def ask() -> dict[str, Any]:
             store = self._store()

@@ -182,7 +182,7 @@ class CsvLines(Lines):
 
 
 def csv_errors() -> tuple[type[Exception], ...]:
-    """What `CsvLines` raises of a file that is none."""
+    """The errors that `CsvLines` raises for a file that is not CSV."""
     return (csv.Error,)
 
 
@@ -352,7 +352,7 @@ def read_schema(file: Any) -> Any:
 
 
 def parquet_errors() -> tuple[type[Exception], ...]:
-    """What pyarrow raises of a file that is damaged."""
+    """The errors that pyarrow raises for a damaged file."""
     return (load_pyarrow().ArrowException, OSError)
 
 

@@ -84,17 +84,17 @@ class RowSource(IndexedDocuments):
 
     @functools.cached_property
     def raw_files(self) -> RawFiles:
-        """Where the rows are."""
+        """The files of the rows."""
         return RawFiles(self._index, self._inputs, self._encoder.spec)
 
     @property
     def files(self) -> ShardFiles:
-        """What reads them."""
+        """The reader of these files."""
         return self.raw_files.files
 
     @property
     def numbered(self) -> object:
-        """What numbers the documents of its files: which rows are one, and how many there are in each file."""
+        """The numbering of the documents of its files: which rows are one, and how many there are in each file."""
         counts = [(file["unit"], file["records"]) for file in self._index.header["files"]]
         return counts, self._index.header["encoder"]["text"]
 

@@ -149,7 +149,7 @@ class ShardFiles:
         return data
 
     def kept(self, place: Place) -> bytes | None:
-        """What `keep` was given of a place, whose shard was checked; None: nothing."""
+        """The bytes that `keep` was given of a place, whose shard was checked; None: none."""
         key = self._key(place)
         return None if self.cache is None or key is None else self.cache.get(key, None if place.whole else place.nbytes)
 
@@ -274,7 +274,7 @@ class Place(NamedTuple):
 
 
 class ReadBefore(Protocol):
-    """What `megaresume.data.shard_files.Ahead` is to those who read."""
+    """`megaresume.data.shard_files.Ahead`, for those who read."""
 
     def take(self, place: Place) -> bytes | None:
         """The bytes of a place; None: to be read by the caller."""
@@ -502,7 +502,7 @@ class Ahead:
                     return places
 
     def _fetch(self, places: Sequence[Place]) -> None:
-        """What the cache has not, by one request; if it fails, for good, its places are done without bytes."""
+        """Fetch what the cache lacks, by one request; if it fails, for good, its places are done without bytes."""
         missing = places
         read: dict[Place, bytes] = {}
         try:

@@ -133,7 +133,7 @@ class ShardSource(BaseSource):
 
     @property
     def levels(self) -> Levels | None:
-        """How 8-bit levels of its images become their pixels; None if they are not made of levels, or nobody knows."""
+        """The map from 8-bit levels of its images to pixels; None if they have no levels, or that is not known."""
         return self.encoder.levels if type(self) is ShardSource else None
 
     def augmented(self, steps: object) -> ShardSource:
@@ -234,7 +234,7 @@ class ShardSource(BaseSource):
         return self._with_fields(self._raw(i))
 
     def part(self, i: int) -> int:
-        """Which part of its record document i is: 0, unless the record was split into several documents.
+        """The number of document i in its record: 0, unless the record was split into several documents.
 
         Raises:
             IndexError: no such document.

@@ -1,4 +1,4 @@
-"""What loading asks of a source: the lengths that the stream plans with, and the tokens themselves.
+"""Sources, as loading needs them: the lengths that the stream plans with, and the tokens themselves.
 
 Source           documents by number
   TokenSource      all tokens in one array: a compiled loop copies them
@@ -63,7 +63,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """What the source is: documents, tokens, hash of the lengths, tokenizer, contents.
+        """The identity of the source: documents, tokens, hash of the lengths, tokenizer, contents.
 
         Args:
             first: of its first documents only, as if there were no more; None: of all.
@@ -87,7 +87,7 @@ class TokenSource(Source, Protocol):
 
 
 class VisionEncoder(Protocol):
-    """What loading must know of the encoder of a `DocumentSource` before the first image is read."""
+    """The encoder of a `DocumentSource`, as loading must know it before the first image is read."""
 
     @property
     def image_token_id(self) -> int:
@@ -135,7 +135,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class BaseSource(ABC):
-    """What a source of ours answers by its ``lengths`` and `read`, wherever its tokens come from."""
+    """Base of our own sources: everything that follows from ``lengths`` and `read`, wherever the tokens come from."""
 
     @property
     def _where(self) -> str:
@@ -177,7 +177,7 @@ class BaseSource(ABC):
         return self.read(i, 0, self.length(i))
 
     def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """What the source is.
+        """The identity of the source.
 
         Args:
             first: of its first documents only, as if there were no more; None: of all.
@@ -259,7 +259,7 @@ class Windows:
 
     @classmethod
     def choose(cls, documents: int, lengths: Callable[[Int64Array], Int64Array], places: int = PLACES) -> Windows:
-        """Those of a source.
+        """The windows of a source.
 
         Args:
             documents: of the source.

@@ -156,7 +156,7 @@ class RangeSource(BaseSource):
         return self.source.read(self._inner(i), offset, length)
 
     def trained_spans(self, ids: Int64Array) -> Spans | None:
-        """Which tokens of each document are trained; None: all, by a source that does not say."""
+        """The tokens of each document that are trained; None: all, by a source that does not say."""
         return spans_of(self.source, self._inner_ids(ids))
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:

@@ -226,7 +226,7 @@ def _opened(file: InputFile) -> io.BufferedReader[Any]:
 
 
 def _identity(file: InputFile) -> str:
-    """What a file is now, as `InputFile.identity`; of a local one, as an error shows it."""
+    """The identity of a file now, as `InputFile.identity`; of a local one, as an error shows it."""
     if file.store is not None:
         return file.store.identity(file.name)
     try:

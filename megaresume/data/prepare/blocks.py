@@ -169,7 +169,7 @@ MOST = 99_999
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """What one machine makes."""
+    """The part of the input that one machine prepares."""
 
     #: from 1, of how many.
     number: int
@@ -209,7 +209,7 @@ def cut(files: Sequence[InputFile], text_unit: TextUnit, of: int) -> list[Stretc
 
 
 def _start(files: Sequence[InputFile], text_unit: TextUnit, target: int) -> Position:
-    """Where a stretch can start, close to a byte of the whole input; in the order of the bytes."""
+    """A place where a stretch can start, close to a byte of the whole input; in the order of the bytes."""
     for number, file in enumerate(files):
         if target <= 0:
             return Position(file=number)

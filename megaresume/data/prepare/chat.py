@@ -1,4 +1,4 @@
-"""What a user says about conversations, and what follows from it, the tokenizer and the first row."""
+"""The options of conversations, and what follows from them, the tokenizer and the first row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOKED_AT = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
-    """What a user says."""
+    """The options that a user gives."""
 
     #: a file, or a name in `megaresume.encoding.text.conversations.STYLES`; None: the tokenizer's own.
     template: str | Path | None = None

@@ -78,7 +78,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareSummary:
-    """What was done."""
+    """The result of preparing a corpus."""
 
     prefix: str
     files: int
@@ -220,7 +220,7 @@ def _check_index_only(files: Sequence[InputFile], options: PrepareOptions) -> No
 
 
 def _spec(options: PrepareOptions, files: Sequence[InputFile]) -> tuple[EncoderSpec, Tokenizer]:
-    """What decides what the tokens are."""
+    """Everything that decides the tokens."""
     if options.chat is not None:
         for library in ("tokenizers", "jinja2"):
             require(library, "conversations need it", "pip install 'megaresume[chat]'")
@@ -334,7 +334,7 @@ def _plan(
 
 
 def _raw(files: Sequence[InputFile], spec: EncoderSpec, options: PrepareOptions) -> dict[str, Any]:
-    """What a .places says besides places."""
+    """The header of a .places besides the places."""
     names = [file.url or os.path.abspath(file.path) for file in files]
     # The paths are below it also if it is another one: the files may lie elsewhere when they are read.
     root = "/".join(os.path.commonprefix([name.split("/")[:-1] for name in names]))  # noqa: RUF071 - of lists

@@ -54,7 +54,7 @@ MASKED_TOKENS = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexSpec:
-    """What a worker needs to know. Small: the tokenizer is built in the worker."""
+    """The task of a worker. Small: the tokenizer is built in the worker."""
 
     #: of the index; parts go beside it.
     output: Path
@@ -96,7 +96,7 @@ class ShardTask:
         return f"shard-{xxhash.xxh3_64_hexdigest(f'{self.path} {self.start}'.encode())}"
 
     def head(self) -> dict[str, Any]:
-        """What a part must say of itself to be used for this task."""
+        """The head that a part must have to be used for this task."""
         excluded, piece = sorted(self.excluded), [self.start, self.stop]
         return {"path": self.path, "identity": self.identity, "excluded": excluded, "piece": piece}
 
@@ -245,7 +245,7 @@ def _not_excluded(task: ShardTask, keys: list[str]) -> CorpusError:
 
 @dataclass(slots=True)
 class _Totals:
-    """What is known when every part was seen."""
+    """The sums over all parts."""
 
     tokens: int = 0
     image_tokens: int = 0

@@ -49,7 +49,7 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSummary:
-    """What was done."""
+    """The result of preparing shards."""
 
     index: str
     shards: int

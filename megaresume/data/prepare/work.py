@@ -1,4 +1,4 @@
-"""What preparing text and preparing shards share: a directory of finished parts, and worker processes.
+"""The common ground of preparing text and preparing shards: a directory of finished parts, and worker processes.
 
 ``OUTPUT.prepare/`` has what is finished, so that a rerun after a kill continues there:
 
@@ -82,7 +82,7 @@ class WorkDirectory:
             yield
 
     def plans(self) -> list[Path]:
-        """Those that are there: of the whole, and of each of several machines."""
+        """The plans that are there: of the whole, and of each of several machines."""
         return sorted([*self.directory.glob(PLAN), *self.directory.glob(f"*/{PLAN}")])
 
     def _check_plan(self, path: Path, plan: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class WorkDirectory:
             write_json_atomically(path, plan)
 
     def path(self, name: str) -> Path:
-        """Where a part is when it is finished."""
+        """The path of a finished part."""
         return self.directory / name
 
     def write(self, name: str, head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
