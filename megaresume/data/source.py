@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import struct
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -134,35 +134,13 @@ def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
 Int64Array = npt.NDArray[np.int64]
 
 
-class BaseSource(ABC):
+class BaseSource(Source):
     """Base of our own sources: everything that follows from ``lengths`` and `read`, wherever the tokens come from."""
 
     @property
     def _where(self) -> str:
         """For an error about a number: in which source."""
         return ""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Documents."""
-
-    @abstractmethod
-    def lengths(self, ids: Int64Array) -> Int64Array:
-        """Tokens of each document: int64[n] to int64[n], in any order.
-
-        Raises:
-            IndexError: an id is not in [0, len).
-            CorpusError: the source is damaged at one of them.
-        """
-
-    @abstractmethod
-    def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """``length`` tokens of document i from token ``offset`` on.
-
-        Raises:
-            IndexError: no such document, or the range leaves it.
-            CorpusError: the source is damaged there.
-        """
 
     @abstractmethod
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
