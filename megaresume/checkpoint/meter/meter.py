@@ -36,7 +36,7 @@ from megaresume.checkpoint.meter.record import (
     read_lines,
 )
 from megaresume.checkpoint.meter.segments import Documents
-from megaresume.checkpoint.meter.sinks import Function, Outlet, check, outlet_of
+from megaresume.checkpoint.meter.sinks import Function, Outlet, check, close_all, outlet_of
 from megaresume.checkpoint.meter.sources import SourceFigures
 from megaresume.checkpoint.meter.steps import Made, StepNumbers
 from megaresume.checkpoint.meter.words import MeterOptions
@@ -454,8 +454,7 @@ class Looker:
 
     def close(self) -> None:
         """No more readings."""
-        for outlet in self._outlets:
-            outlet.close()
+        close_all(self._outlets)
         for file in (self._record, self._figures, self._own):
             if file is not None:
                 file.close()

@@ -12,8 +12,9 @@ import importlib
 import logging
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,12 +68,17 @@ class Outlet:
             self._queue.append(reading)
             self._changed.notify()
 
-    def close(self, timeout: float = DRAIN_SECONDS) -> None:
-        """Wait a limited time for what is left, and log how many readings the sink missed."""
+    def end(self) -> None:
+        """No more come. Returns at once."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-            self._changed.wait_for(lambda: self._done, timeout)
+            self._changed.notify_all()
+
+    def close(self, timeout: float = DRAIN_SECONDS) -> None:
+        """Wait a limited time for what is left, and log how many readings the sink missed."""
+        self.end()
+        with self._changed:
+            self._changed.wait_for(lambda: self._done, max(timeout, 0.0))
             missed = self.missed + len(self._queue)
         if missed:
             log.warning("megaresume: metrics: %s missed %d readings", self._name, missed)
@@ -410,6 +416,15 @@ def check(word: str, where: str) -> None:
         explained = missing_package(error, f"metrics: {word}", "metrics")
         raise error if explained is None else explained from error
     kind.check(where)
+
+
+def close_all(outlets: Sequence[Outlet]) -> None:
+    """Close sinks at the same time: all of them together are waited for as long as one."""
+    deadline = time.monotonic() + DRAIN_SECONDS
+    for outlet in outlets:
+        outlet.end()
+    for outlet in outlets:
+        outlet.close(deadline - time.monotonic())
 
 
 def outlet_of(word: str, where: str, directory: Path | None, run: str) -> Outlet:

@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.meter.figures import FIGURES, Reading
-from megaresume.checkpoint.meter.sinks import MAX_QUEUED, SINKS, Function, Outlet, SinkKind, check, outlet_of
+from megaresume.checkpoint.meter.sinks import (
+    DRAIN_SECONDS,
+    MAX_QUEUED,
+    SINKS,
+    Function,
+    Outlet,
+    SinkKind,
+    check,
+    close_all,
+    outlet_of,
+)
 from megaresume.checkpoint.meter.words import EVERY, OPTIONS, WORDS, MeterOptions, parse
 from megaresume.stream.errors import SetupError, UsageError
 
@@ -193,6 +203,20 @@ def test_a_collector_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     outlet.close(0.1)  # does not wait for it
     until(lambda: outlet.missed)
     until(lambda: "the OpenTelemetry collector did not accept the metrics" in caplog.text)
+
+
+def test_sinks_are_closed_at_the_same_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Three that never take what they were given: the end of a run waits for all of them as long as for one."""
+    never = threading.Event()
+    outlets = [Outlet(f"slow {k}", lambda: Function(lambda _: never.wait())) for k in range(3)]
+    for outlet in outlets:
+        outlet.write(READINGS[0])
+        outlet.write(READINGS[1])
+    begin = time.monotonic()
+    close_all(outlets)
+    assert DRAIN_SECONDS <= time.monotonic() - begin < 2 * DRAIN_SECONDS
+    assert [record.getMessage().count("missed 1 readings") for record in caplog.records] == [1, 1, 1]
+    never.set()
 
 
 def test_words() -> None:
