@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.goodput import all_marks, goodput_of
-from megaresume.checkpoint.host import HasLoggers, Host
+from megaresume.checkpoint.host import GivesLosses, HasLoggers, Host
 from megaresume.checkpoint.ledger import LedgerEntry, newest_entries, read_ledger
 from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.checkpoint.meter.figures import Value
@@ -43,6 +43,15 @@ def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
             expected="Hugging Face's Trainer, an Accelerator, Lightning's Trainer or a DeepSpeed engine",
             action="name another sink: metrics='tensorboard'",
         )
+    if options.losses:
+        if not isinstance(host, GivesLosses):
+            raise UsageError(
+                "metrics: this trainer's losses are not taken by themselves",
+                found="metrics: losses",
+                expected="Hugging Face's Trainer",
+                action="leave losses out, and call meter.losses(batch, token_loss): docs/metrics.md",
+            )
+        host.take_losses(options.losses)
     return Meter(options, clocks, rank())
 
 

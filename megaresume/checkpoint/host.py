@@ -77,6 +77,14 @@ class HasLoggers(Protocol):
         """
 
 
+@runtime_checkable
+class GivesLosses(Protocol):
+    """A host that takes the losses of its trainer by itself, as ``metrics="losses"`` asks: a further method."""
+
+    def take_losses(self, every: int) -> None:
+        """Give `Meter.losses` those of every so many micro-batches from now on. On every rank."""
+
+
 class Data(Protocol):
     """What is trained, as the thing whose state a checkpoint carries: a stream, a recorded order, a loader.
 

@@ -16,6 +16,7 @@ Hooked on the Trainer:
     _evaluate                        draws nothing from the generators of the training
     log                              figures go where it logs, if that is asked for
     training_step, _get_grad_norm    the loss and the gradient norm of each step, for figures
+    compute_loss                     the losses of labels, if ``metrics="losses"`` asks for them
     _load_callback_state             the data state is not a state of a callback
 
 The data state is in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
@@ -24,6 +25,7 @@ See docs/hugging-face.md. Importing this does not import transformers.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -53,7 +55,7 @@ from megaresume.hosts.accelerate_backends import (
     failing_late,
     zero_stage,
 )
-from megaresume.hosts.attach import check_new, replaced
+from megaresume.hosts.attach import check_new, hook, replaced
 from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, say_left_over
 from megaresume.hosts.hugging_face_data import (
     Batches,
@@ -63,6 +65,7 @@ from megaresume.hosts.hugging_face_data import (
     let_epochs_end,
     loader_of,
 )
+from megaresume.hosts.hugging_face_losses import TokenLosses
 from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Hook, TrainerHost, of_trainer, write_all
 from megaresume.stream.errors import StateError, UsageError
@@ -225,8 +228,18 @@ class TransformersHost(TrainerHost):
             told.append((self.trainer, "_get_grad_norm", self._with_norm))
         return [*hooks, *told]
 
-    def _with_loss(self, train: Any, *args: Any, **more: Any) -> Any:
-        loss = train(*args, **more)
+    def take_losses(self, every: int) -> None:
+        """See `GivesLosses`."""
+
+        def take(losses: Any, counts: Any) -> None:
+            assert self.session.meter is not None
+            self.session.meter.losses(self.steps.numbers(), losses, counts)
+
+        hook(self.trainer, "compute_loss", functools.partial(_with_outputs, TokenLosses(every, take)))
+
+    def _with_loss(self, train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        self.steps.trains(inputs)
+        loss = train(model, inputs, *args, **more)
         self.note_loss(loss, is_scaled=True)
         return loss
 
@@ -507,3 +520,15 @@ class TransformersHost(TrainerHost):
 
     def _steps(self, batches: int) -> int:
         return -(-batches // self.loader.accumulation)
+
+
+def _with_outputs(
+    losses: TokenLosses, compute: Any, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **more: Any
+) -> Any:
+    """``Trainer.compute_loss``, whose outputs are looked at while it trains."""
+    if not model.training or not losses.wants():
+        return compute(model, inputs, return_outputs, *args, **more)
+    labels = inputs.get("labels")
+    loss, outputs = compute(model, inputs, True, *args, **more)
+    losses.look(labels, loss, outputs, more.get("num_items_in_batch"))
+    return (loss, outputs) if return_outputs else loss

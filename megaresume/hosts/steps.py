@@ -85,6 +85,8 @@ class Steps(Count[str]):
         self._is_changed = False
         #: [first, stop) samples, of all ranks, of the micro-batch that was handed out last.
         self.last = (0, 0)
+        #: the same of every micro-batch of the step that is under way, by its ``id``.
+        self._ranges: dict[int, tuple[int, int]] = {}
         super().__init__(words or words_of())
 
     def loaded(self, step: int, samples: int) -> None:
@@ -131,6 +133,7 @@ class Steps(Count[str]):
                     if not self.feed.has(self.end):
                         next(batches, _END)  # there it is said what is left out
                         return
+                    self._ranges.clear()
                     self.session.step_begins()
                     self.begin(self.feed.size_at(self.samples))
                 batch = self.session.clocks.wait(next, batches, _END)
@@ -166,13 +169,18 @@ class Steps(Count[str]):
 
     def _hand_out(self, batch: Any) -> None:
         begin, end = self.end, self.feed.after(batch, self.end)
-        self.last = begin, end
+        self.last = self._ranges[id(batch)] = begin, end
         is_last = end - self.samples < self.size and not self.feed.whole_steps and not self.feed.has(end)
         self.take(f"samples {begin} to {end - 1}", end, is_last=is_last)
         self.use()
 
+    def trains(self, batch: Any) -> None:
+        """This micro-batch is trained now, which is not the one that was handed out last if a trainer reads a whole
+        step before."""
+        self.last = self._ranges.get(id(batch), self.last)
+
     def numbers(self) -> Sequence[int]:
-        """The samples of this rank in the micro-batch that was handed out last."""
+        """The samples of this rank in the micro-batch that was handed out last, or `trains` now."""
         return self.feed.numbers(*self.last, step=self.samples)
 
     def _check_turn(self, turn: object) -> None:

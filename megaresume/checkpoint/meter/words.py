@@ -18,6 +18,8 @@ EVERY = 10.0
 #: words that are no sink of their own -> what they mean.
 OPTIONS = {
     "trainer": "the loggers that the trainer has already",
+    "losses": "losses by source and by document under Hugging Face's Trainer, from the logits of its model. losses=N: "
+    "of every Nth micro-batch",
     "every": "every=SECONDS between two readings; 10 if it is left out",
 }
 #: all words -> what they mean.
@@ -42,6 +44,8 @@ class MeterOptions:
     functions: tuple[Callback, ...] = ()
     #: whether the trainer's own loggers are a sink, too.
     trainer: bool = False
+    #: of every so many micro-batches the trainer's losses are taken; 0: of none.
+    losses: int = 0
     #: seconds between two readings.
     every: float = EVERY
 
@@ -60,7 +64,7 @@ def parse(metrics: Any) -> MeterOptions:
     given: Iterable[Any] = metrics.split() if isinstance(metrics, str) else [metrics] if callable(metrics) else metrics
     sinks: list[tuple[str, str]] = []
     functions: list[Callback] = []
-    trainer, every = False, EVERY
+    trainer, losses, every = False, 0, EVERY
     for one in given:
         if callable(one):
             functions.append(one)
@@ -70,6 +74,8 @@ def parse(metrics: Any) -> MeterOptions:
             sinks.append((word, where))
         elif word == "every":
             every = _seconds(where)
+        elif word == "losses":
+            losses = _number(where)
         elif word == "trainer":
             if where:
                 raise UsageError("metrics: trainer takes no value", found=str(one), expected="trainer")
@@ -82,7 +88,15 @@ def parse(metrics: Any) -> MeterOptions:
                 cause=near(word, WORDS),
                 action="docs/metrics.md says what each word means",
             )
-    return MeterOptions(tuple(dict.fromkeys(sinks)), tuple(functions), trainer, every)
+    return MeterOptions(tuple(dict.fromkeys(sinks)), tuple(functions), trainer, losses, every)
+
+
+def _number(text: str) -> int:
+    if text and not (text.isdecimal() and int(text)):
+        raise UsageError(
+            "metrics: losses takes a number of micro-batches", found=f"losses={text}", expected="losses=10"
+        )
+    return int(text or "1")
 
 
 def _seconds(text: str) -> float:

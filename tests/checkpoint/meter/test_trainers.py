@@ -91,6 +91,59 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert documents[3]["loss"] < documents[2]["loss"] == 90.0**2
 
 
+class Texts(torch.utils.data.Dataset[Any]):
+    """Item i is 3 to 12 tokens, and the first is not a target."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, i: int) -> dict[str, list[int]]:
+        tokens = torch.randint(1, 60, (3 + i % 10,), generator=torch.Generator().manual_seed(i)).tolist()
+        return {"input_ids": tokens, "labels": [-100, *tokens[1:]]}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_losses_of_hugging_face(tmp_path: Path, packed: bool) -> None:
+    """Without a call of the user's; in steps of two micro-batches, which the Trainer reads before it trains them."""
+    import transformers
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+    args = transformers.TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=4,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        learning_rate=0.0,
+        report_to=[],
+        use_cpu=True,
+    )
+
+    def collate(items: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(item["labels"]) for item in items)
+        fill = {"input_ids": 0, "labels": -100}
+        return {k: torch.tensor([i[k] + [v] * (longest - len(i[k])) for i in items]) for k, v in fill.items()}
+
+    collator = transformers.DataCollatorWithFlattening() if packed else collate
+    trainer = transformers.Trainer(model, args, train_dataset=Texts(), data_collator=collator)
+    more: dict[str, Any] = {"seq_length": 16, "packing": "best_fit"} if packed else {}
+    megaresume.attach(trainer, metrics="losses every=0.05", **more)
+    trainer.train()
+    from tests.cli.conftest import megaresume as command
+
+    done = command("trace", tmp_path / "run", "--samples", "0:24", "--by-loss", "--most", "100", "--json")
+    documents = json.loads(done.stdout)["documents"]
+    assert len(documents) >= 24
+    for one in documents:
+        tokens = torch.tensor([Texts()[one["document"]]["input_ids"]])
+        with torch.no_grad():
+            logits = model.eval()(input_ids=tokens).logits[0].double()
+        expected = -logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None]).squeeze(1)
+        assert one["tokens"] == len(expected)
+        assert abs(one["loss"] - float(expected.mean())) < 1e-5
+
+
 def test_lightning(tmp_path: Path) -> None:
     import lightning
     from lightning.pytorch.loggers import CSVLogger
