@@ -1,6 +1,7 @@
 """Train under DeepSpeed on the stream of data.yaml, or resume where it was killed.
 
 torchrun --nproc-per-node 1 train.py, or: deepspeed train.py
+Without a GPU, DeepSpeed compiles a part of itself at its first start, and says nothing for minutes.
 """
 
 import deepspeed
