@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def test_what_is_not_ready_is_named(checkout: Path, name: str, pattern: str, tex
         git(checkout, "commit", "-qam", "not ready")
     with pytest.raises(NotReady, match=re.escape(words)):
         check_tree(checkout)
+
+
+def test_a_part_is_not_all(checkout: Path) -> None:
+    words = [sys.executable, "-m", "tests.packaging.release", "--only", "tree"]
+    env = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True)
+    said = "passed; not ready before these have, too: build, describe, install, test"
+    assert done.returncode == 0 and said in done.stdout and "upload" not in done.stdout, done.stdout + done.stderr
 
 
 def test_a_version_is_released_once(checkout: Path) -> None:
