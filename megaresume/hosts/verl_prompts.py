@@ -159,8 +159,8 @@ def attach(
         ledger: see `megaresume.Prompts`; None: ``prompts.jsonl`` in ``default_local_dir``.
 
     Raises:
-        UsageError: something else, prompts that change while it trains, or a sampler of one's own that is not made
-            from VeRL's; or attached already.
+        UsageError: something else, prompts that change while it trains, a sampler of one's own that is not made from
+            VeRL's, or a ``fit`` other than RayPPOTrainer's; or attached already.
     """
     needed = ("train_dataloader", "train_dataset", "_load_checkpoint", "_save_checkpoint", "config")
     check_new(
@@ -178,6 +178,9 @@ def attach(
             expected="a dataset that stays as it is",
             action="leave data.datagen out",
         )
+    has_queue = hasattr(trainer, "_fetch_one_gen_batch")
+    if not has_queue:
+        _check_fit(trainer)
     config = trainer.config
     loader = DataLoader(
         trainer.train_dataset,
@@ -191,7 +194,6 @@ def attach(
     if ledger is None:
         ledger = Path(config.trainer.default_local_dir, PROMPTS)
     prompts = Prompts(loader, rollouts=config.actor_rollout_ref.rollout.n, ledger=ledger)
-    has_queue = hasattr(trainer, "_fetch_one_gen_batch")
     issued = IssuedPrompts(trainer, prompts, loader, settles=not has_queue)
     if has_queue:
         Queued(trainer, issued, requeues=on_stale == "requeue")
@@ -199,6 +201,19 @@ def attach(
     setattr(trainer, SLOT, prompts)
     _set_length(trainer, issued)
     hook(trainer, "_load_checkpoint", lambda load: _load(trainer, issued, load))
+
+
+def _check_fit(trainer: Any) -> None:
+    """Raise a UsageError for a loop that may take a batch before it has trained the one before."""
+    owner = next((cls for cls in type(trainer).__mro__ if "fit" in vars(cls)), None)
+    if owner is not None and owner.__qualname__ != "RayPPOTrainer":
+        raise UsageError(
+            "a trainer with a loop of its own cannot be used with megaresume.attach",
+            found=f"{owner.__module__}.{owner.__qualname__}.fit",
+            expected="the fit of RayPPOTrainer, or a PPOTrainer of verl.trainer.ppo.v1",
+            cause="prompts that it takes ahead, filters or rolls out in another process would count as trained",
+            action="call megaresume.Prompts in that loop: issue(), done(), drop(), trained()",
+        )
 
 
 class Queued:
