@@ -21,9 +21,10 @@ from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs import prompts
-from megaresume.runs.answer import Answer
+from megaresume.runs.answer import Answer, optional
 from megaresume.runs.history import History, Membership, memberships
 from megaresume.runs.losses import Loss, LossLog, read_losses
+from megaresume.runs.report_figures import RunFigures, parts_of_page, read_figures
 from megaresume.runs.run import Run
 from megaresume.stream.changes import outlook
 from megaresume.stream.config import StreamConfig
@@ -203,6 +204,8 @@ class RunFacts(Answer):
     #: the same, by validation set.
     validations: dict[str, list[tuple[int, float]]]
     notes: list[str]
+    #: of a run that was measured.
+    figures: RunFigures | None = optional()
 
 
 def collect(run: Run, log: LossLog | None = None) -> RunFacts:
@@ -241,6 +244,7 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
         losses=None if log is None else _thinned(log.steps),
         validations={} if log is None else {name: _thinned(by) for name, by in log.validations.items()},
         notes=[*history.notes, *(str(p) for p in ledger.problems if p.kind == "damaged")],
+        figures=read_figures(run),
     )
 
 
@@ -398,6 +402,8 @@ def run_page(facts: RunFacts) -> str:
         parts += ["<h2>Packing</h2>", _fill_picture(facts)]
     if facts.losses or facts.validations:
         parts += ["<h2>Loss</h2>", _losses(facts)]
+    if facts.figures is not None:
+        parts += parts_of_page(facts.figures, lambda axes: _mark(axes, facts))
     parts += ["<h2>Left out, masked, accepted</h2>", *_exceptions(facts)]
     return page(f"megaresume: {facts.dir}", parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import megaresume
 from megaresume import BatchSchedule, Checkpoints, StreamLoader, open_stream
+from megaresume.checkpoint.goodput import CAUSES
 from megaresume.checkpoint.meter.losses import SegmentSums
 from megaresume.checkpoint.meter.meter import Meter
 from megaresume.runs.top import look
@@ -163,6 +165,28 @@ def test_top_of_a_run_that_nobody_measures(trained: Trained, tmp_path: Path) -> 
     assert (found["measured"], found["step"], found["checkpoint"]) == (False, STEPS, STEPS)
     assert [source["name"] for source in found["sources"]] == ["web", "code"]
     assert "not measured" in command("top", tmp_path / "run", "--once").stdout
+
+
+def test_they_are_in_the_report(trained: Trained) -> None:
+    run = trained.directory / "run"
+    figures = json.loads(command("report", run, "--json").stdout)["figures"]
+    lines = [json.loads(line) for line in (run / "megaresume/meter/figures.jsonl").open()]
+    for name in trained.documents:
+        expected = {line["step"]: line["figures"].get("megaresume.source.loss", {}).get(name) for line in lines}
+        points = {step: loss for step, loss in expected.items() if loss is not None}
+        assert [tuple(point) for point in figures["losses"][name]] == sorted(points.items())
+    assert 0 < figures["goodput"] < 1 and set(figures["badput"]) == set(CAUSES)
+    spent = sum(figures["badput"].values()) + figures["goodput"] * figures["seconds"]
+    assert spent == pytest.approx(figures["seconds"], abs=0.01)
+    assert command("report", run).returncode == 0
+    page = (run / "report.html").read_text()
+    assert "Where the time went" in page and "Loss by source" in page and "startup " in page
+
+
+def test_a_report_without_figures(trained: Trained, tmp_path: Path) -> None:
+    shutil.copytree(trained.directory / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/megaresume/meter")
+    assert "figures" not in json.loads(command("report", tmp_path / "run", "--json").stdout)
 
 
 def test_losses_of_another_shape(trained: Trained) -> None:

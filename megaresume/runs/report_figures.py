@@ -1,0 +1,112 @@
+"""The live figures of a run (docs/metrics.md) for its report: where the time went, losses by source over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaresume.checkpoint.goodput import all_marks, goodput_of
+from megaresume.checkpoint.meter.record import marks_of, meter_dir, read_lines, read_pulse
+from megaresume.render import COLOURS, svg
+from megaresume.runs.run import Run
+
+#: points of a line.
+MOST_POINTS = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFigures:
+    """What was measured of a run."""
+
+    #: seconds since the start of its first process; the part of them that made steps which were kept.
+    seconds: float
+    goodput: float
+    #: seconds that did not, by cause.
+    badput: Mapping[str, float]
+    #: samples trained again because a kill lost them.
+    repeated: int
+    #: source -> (step, loss by token, a moving average), ascending.
+    losses: Mapping[str, Sequence[tuple[int, float]]]
+
+
+def read_figures(run: Run) -> RunFigures | None:
+    """What was measured of a run; None if it was not.
+
+    Args:
+        run: the run.
+
+    Raises:
+        StateError: its ledger cannot be read.
+    """
+    directory = meter_dir(run.root)
+    measured = marks_of(read_lines(directory / "run.jsonl"), read_pulse(directory))
+    if not measured:
+        return None
+    spent = goodput_of(all_marks(measured, run.ledger.entries))
+    by_step: dict[int, Mapping[str, Any]] = {}
+    for line in read_lines(directory / "figures.jsonl"):
+        losses = line.get("figures", {}).get("megaresume.source.loss")
+        if isinstance(losses, Mapping):
+            step = int(line["step"])
+            while by_step and next(reversed(by_step)) >= step:  # lost: the run went back
+                by_step.popitem()
+            by_step[step] = losses
+    stride = -(-len(by_step) // MOST_POINTS) or 1
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step in list(by_step)[::-1][::stride][::-1]:  # counted from the newest
+        for name, loss in by_step[step].items():
+            found.setdefault(name, []).append((step, float(loss)))
+    return RunFigures(
+        seconds=round(spent.seconds, 3),
+        goodput=spent.goodput,
+        badput={cause: round(seconds, 3) for cause, seconds in spent.badput.items()},
+        repeated=spent.repeated,
+        losses=found,
+    )
+
+
+def parts_of_page(figures: RunFigures, mark: Any) -> list[str]:
+    """What the report shows of it.
+
+    Args:
+        figures: of the run.
+        mark: marks stages and restarts on axes of steps.
+    """
+    hours = figures.seconds / 3600
+    parts = [
+        "<h2>Where the time went</h2>",
+        f"<p>{100 * figures.goodput:.2f} % of {hours:,.2f} hours made steps that were kept; {figures.repeated:,} "
+        "samples were trained again.</p>",
+        _time(figures),
+    ]
+    return [*parts, "<h2>Loss by source</h2>", _losses(figures, mark)] if figures.losses else parts
+
+
+def _time(figures: RunFigures) -> str:
+    def draw(axes: Any) -> None:
+        kept = figures.goodput * figures.seconds
+        left = 0.0
+        for k, (cause, seconds) in enumerate({"steps that were kept": kept, **figures.badput}.items()):
+            part = seconds / figures.seconds if figures.seconds else 0.0
+            if seconds:
+                words = f"{cause} {100 * part:.1f} %"
+                axes.barh([0], [part], left=[left], color=COLOURS[k % len(COLOURS)], label=words)
+            left += part
+        axes.set_yticks([])
+        axes.set_xlim(0, 1)
+        axes.set_xlabel("part of the time since the first start")
+        axes.figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+
+    return svg(draw, height=1.8)
+
+
+def _losses(figures: RunFigures, mark: Any) -> str:
+    def draw(axes: Any) -> None:
+        for k, (name, points) in enumerate(figures.losses.items()):
+            axes.plot(*zip(*points, strict=True), color=COLOURS[k % len(COLOURS)], lw=1.4, label=name)
+        axes.set_ylabel("loss by token")
+        mark(axes)
+        axes.figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+
+    return svg(draw, height=3.4)
