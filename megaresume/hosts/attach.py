@@ -38,11 +38,11 @@ class KnownTrainer:
     classes: tuple[tuple[str, str], ...] = ()
     #: the module with its function ``attach``.
     module: str
-    #: this project's extra that installs the trainer; None: none does, and users install it by its own instructions.
+    #: this project's extra that installs the trainer; None: there is none, and users follow its own instructions.
     extra: str | None = None
     #: whether `megaresume replay` was tried with it.
     replays: bool = False
-    #: methods after the first of which (that the class has) an instance can be attached. Empty: once it is made.
+    #: an instance is attached right after the first of these methods that its class has; empty: as soon as it is made.
     made_by: tuple[str, ...] = ()
 
 
@@ -342,19 +342,24 @@ def check_new(
 
     Args:
         owner: the object.
-        what: it is called.
+        what: what it is called.
         missing: what it lacks, and objects of its kind have.
         headline, expected, action: of the error, if it lacks anything.
 
     Raises:
-        UsageError: then.
+        UsageError: it is.
     """
     if missing:
         raise UsageError(
             headline, found=f"{kind_of(owner)}, without {', '.join(missing)}", expected=expected, action=action
         )
     if getattr(owner, SLOT, None) is not None:
-        raise UsageError(f"this {what} has its data already", action=f"call megaresume.attach once for each {what}")
+        raise UsageError(
+            f"this {what} is attached already",
+            found=kind_of(owner),
+            expected=f"a {what} that megaresume.attach was not given before",
+            action=f"call megaresume.attach once for each {what}",
+        )
 
 
 def refuse(refused: Mapping[str, tuple[Any, str]], *, expected: str | None = None) -> None:
@@ -362,7 +367,7 @@ def refuse(refused: Mapping[str, tuple[Any, str]], *, expected: str | None = Non
 
     Args:
         refused: by name, what was found (nothing, if that is false) and the way out.
-        expected: in place of what was found, if that is more than True.
+        expected: what would be accepted. Of a setting that was found to be True: that it is not set.
 
     Raises:
         UsageError: naming the first.
@@ -375,3 +380,17 @@ def refuse(refused: Mapping[str, tuple[Any, str]], *, expected: str | None = Non
                 expected="not set" if found is True else expected,
                 action=action,
             )
+
+
+def require(needed: Mapping[str, tuple[Any, str]]) -> None:
+    """Refuse a trainer whose settings make it save too little.
+
+    Args:
+        needed: by name, what was found and, if that is false, the way out.
+
+    Raises:
+        UsageError: naming the first that is false.
+    """
+    for name, (found, action) in needed.items():
+        if not found:
+            raise UsageError(f"megaresume.attach needs {name}", found=f"{name}: {found}", action=action)

@@ -31,7 +31,7 @@ from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
 from megaresume.checkpoint.system import Topology
-from megaresume.hosts.attach import SLOT, check_new, refuse, replaced
+from megaresume.hosts.attach import SLOT, check_new, refuse, replaced, require
 from megaresume.hosts.feeds import Feed, Samples, feed_of
 from megaresume.hosts.steps import words_of
 from megaresume.hosts.trainer import Carried, TrainerHost, check_sizes, of_trainer, write_all
@@ -164,7 +164,6 @@ class BridgeHost(TrainerHost):
         restart, model = getattr(config, "inprocess_restart", None), config.model
         leave = "leave it out"
         refused: dict[str, tuple[Any, str]] = {
-            "checkpoint.save": (not own.save and "not set", "set it: what is not saved cannot be resumed"),
             "a remote checkpoint.save": (
                 "://" in str(own.save) and own.save,
                 "a directory that all nodes see, and Checkpoints(stage_to=...) for copies",
@@ -173,7 +172,6 @@ class BridgeHost(TrainerHost):
             "checkpoint.ckpt_format": (own.ckpt_format != "torch_dist" and own.ckpt_format, "torch_dist"),
             "checkpoint.async_save": (own.async_save, f"{leave}: a save counts when all of its files are there"),
             "checkpoint.non_persistent_save_interval": (own.non_persistent_save_interval, "checkpoint.save_interval"),
-            "checkpoint.save_optim=False": (not own.save_optim, "set it: no run can resume without the optimizer"),
             "checkpoint.load_optim=False": (not own.load_optim, "checkpoint.pretrained_checkpoint loads weights alone"),
             "train.num_epochs": (getattr(config.train, "num_epochs", None), "train.train_iters"),
             "a virtual pipeline": (
@@ -187,6 +185,12 @@ class BridgeHost(TrainerHost):
                 "megaresume.attach(config, data, validation=...), or validation.eval_iters=0",
             ),
         }
+        require(
+            {
+                "checkpoint.save": (own.save, "set it: what is not saved cannot be resumed"),
+                "checkpoint.save_optim": (own.save_optim, "set it: no run can resume without the optimizer"),
+            }
+        )
         refuse(refused)
 
     @property

@@ -32,7 +32,7 @@ from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
-from megaresume.hosts.attach import check_new, refuse, replaced
+from megaresume.hosts.attach import check_new, refuse, replaced, require
 from megaresume.hosts.feeds import Feed, Samples, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.steps import Steps, words_of
@@ -124,8 +124,8 @@ class TitanHost(TrainerHost):
         excluded = {DATALOADER, "train_state"} & set(getattr(manager, "exclude_from_loading", ()))
         elsewhere = getattr(manager, "initial_load_path", None)
         whole = elsewhere and not manager.initial_load_model_only
+        require({"checkpoint.enable": (manager.enable, "set it: what is not saved cannot be resumed")})
         refused: dict[str, tuple[Any, str]] = {
-            "checkpoint.enable": (not manager.enable and "False", "set it: what is not saved cannot be resumed"),
             "checkpoint.load_only": (getattr(manager, "load_only", False), "leave it out"),
             "checkpoint.folder": (
                 "://" in str(getattr(manager, "folder", "")) and manager.folder,

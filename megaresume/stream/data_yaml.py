@@ -58,8 +58,7 @@ class Mode:
     can_be_filled: bool = False
 
 
-#: A new mode is a row here and in `kernel.MODES`, a branch of `kernel.advance`, and a method in
-#: tests/stream/reference.py.
+#: CONTRIBUTING.md, "Adding a packing mode", lists what else a new one needs.
 MODES: Mapping[PackingMode, Mode] = {
     # whole documents, each where it fits best
     "best_fit": Mode(bins="open_bins", can_be_filled=True),

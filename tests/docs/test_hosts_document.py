@@ -95,9 +95,9 @@ def test_killed_between_two_saves(page: Path, whole: list[str], tmp_path: Path) 
         (
             "tiny_host.attach(trainer)",
             "trainer.save_every = 0; tiny_host.attach(trainer)",
-            "save_every=0 cannot be used",
+            "megaresume.attach needs save_every",
         ),
-        ("tiny_host.attach(trainer)", "tiny_host.attach(trainer); tiny_host.attach(trainer)", "has its data already"),
+        ("tiny_host.attach(trainer)", "tiny_host.attach(trainer); tiny_host.attach(trainer)", "is attached already"),
     ],
     ids=["a look at a batch", "another count", "a setting", "attached twice"],
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megaresume.stream.data_yaml import MODES
 from megaresume.stream.errors import NewerFormatError, StateError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import VERSION, StreamState
@@ -42,7 +43,7 @@ def test_round_trip(state: StreamState) -> None:
     assert StreamState.from_json(state.to_json()).to_json() == state.to_json()
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "split", "knapsack", "none"])
+@pytest.mark.parametrize("packing", MODES)
 def test_the_text_is_that_of_the_plain_json(stream_of: Callable[..., Stream], packing: str) -> None:
     """Step by step, so that parts of the text before are used again; also of another stream in between."""
     stages = [{"name": "late", "from_samples": 12, "weights": dict.fromkeys(LENGTHS, 0) | {"web": 1}}]

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.data_yaml import MODES
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
@@ -67,7 +68,7 @@ def test_token_counts_of_billions() -> None:
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     weights=st.lists(WEIGHT, min_size=2, max_size=4),
-    packing=st.sampled_from([{"mode": m} for m in ("best_fit", "knapsack", "split", "none")]),
+    packing=st.sampled_from([{"mode": mode} for mode in MODES]),
     renamed=st.booleans(),
     rng=st.randoms(use_true_random=False),
 )

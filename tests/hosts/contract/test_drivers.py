@@ -11,19 +11,19 @@ from megaresume.hosts.contract import HostContract
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[2] / "docs" / "hosts.md"
-#: function of a row of `TRAINERS` -> driver; None: docs/hosts.md says why there is none.
+#: module of a row of `TRAINERS` -> driver; None: docs/hosts.md says why there is none.
 DRIVERS = {
-    "deepspeed.attach.attach": "test_deepspeed.py",
-    "trl.attach": None,
-    "hugging_face.attach": "test_trainer.py",
-    "accelerate.attach": "test_accelerate.py",
-    "lightning.attach": "test_lightning.py",
-    "torchtitan.attach": "test_torchtitan.py",
-    "verl.attach": "test_verl.py",
-    "verl.attach_prompts": None,
-    "megatron_bridge.attach": "test_megatron_bridge.py",
-    "torchft.attach": None,
-    "loop.attach": "test_loop.py",
+    "deepspeed.attach": "test_deepspeed.py",
+    "trl": None,
+    "hugging_face": "test_trainer.py",
+    "accelerate": "test_accelerate.py",
+    "lightning": "test_lightning.py",
+    "torchtitan": "test_torchtitan.py",
+    "verl": "test_verl.py",
+    "verl_prompts": None,
+    "megatron_bridge": "test_megatron_bridge.py",
+    "torchft": None,
+    "loop": "test_loop.py",
 }
 #: Megatron-LM is not attached to: its launcher installs hooks.
 OTHERS = ["test_megatron.py"]
@@ -40,7 +40,7 @@ def drivers() -> dict[str, ast.ClassDef]:
 
 
 def test_every_host_has_a_driver() -> None:
-    attached = {f"{t.module}.{t.function}".removeprefix("megaresume.hosts.") for t in (*TRAINERS, OWN_LOOP)}
+    attached = {t.module.removeprefix("megaresume.hosts.") for t in (*TRAINERS, OWN_LOOP)}
     assert attached == set(DRIVERS)
     assert sorted(drivers()) == sorted([*filter(None, DRIVERS.values()), *OTHERS])
 

@@ -112,7 +112,7 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
     attach(other)
     with pytest.raises(StateError, match="seed"):
         other.hand_out()
-    with pytest.raises(UsageError, match="has its data already"):
+    with pytest.raises(UsageError, match="is attached already"):
         attach(other)
     with pytest.raises(UsageError, match="not a reinforcement-learning trainer of VeRL's"):
         attach(SimpleNamespace())
