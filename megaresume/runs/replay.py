@@ -28,6 +28,7 @@ from megaresume.runs.layout import laid_out
 from megaresume.runs.replayed_steps import StepAgain, compare_steps
 from megaresume.runs.run import Run
 from megaresume.runs.trace.find import parse_documents
+from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: what follows ``--`` on the command line is a command of the user's.
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.launch:
         words = args.launch if args.on is None else laid_out(args.launch, args.on)
         check_environment(words)
+        check_skipped(run, skipped)
         replay = _prepared(run, first, stop - 1, args, skipped)
         status = _launch(run, replay, words, quiet=args.json)
     else:
@@ -214,6 +216,37 @@ def check_environment(words: Sequence[str]) -> None:
             expected=f"-x {VARIABLE}: processes without it would train the run itself on",
             action=f"megaresume replay RUN --step N -- mpirun -x {VARIABLE} ...; with MPICH -genvall",
         )
+
+
+def check_skipped(run: Run, skipped: Sequence[tuple[str, int]]) -> None:
+    """Refuse documents that the run does not have, or that cannot be masked.
+
+    Args:
+        run: the run.
+        skipped: (source, document) of each.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    if not skipped:
+        return
+    state = run.history.state
+    if StreamConfig.recorded(state.stages[-1].config).is_of_items:
+        raise UsageError(
+            "--skip-documents is for packed text",
+            found="a run over items of a dataset, whose batches your collate_fn makes",
+            expected="a run whose batches have a loss_mask of megaresume's",
+            action="leave the items out of the loss in your collate_fn, for this replay",
+        )
+    for name, document in skipped:
+        known = state.fingerprints[name].documents if name in state.fingerprints else 0
+        if document >= known:
+            raise UsageError(
+                "the run has no such document",
+                found=f"--skip-documents {name}:{document}",
+                expected=", ".join(f"{one}:0 to {of.documents - 1}" for one, of in state.fingerprints.items()),
+                action=f"megaresume trace {run.root} --steps N --by-loss names documents",
+            )
 
 
 def _environment(replay: Replay, words: Sequence[str]) -> dict[str, str]:

@@ -113,6 +113,9 @@ FURTHER = release(
 def test_a_trainer(trainer: str, tmp_path: Path) -> None:
     run = trained(trainer, tmp_path)
     before = everything(run)
+    if trainer == "trainer":
+        items = ["--step", "4", "--skip-documents", "data:3", "--", *command(trainer, tmp_path)]
+        assert "--skip-documents is for packed text" in megaresume("replay", run, *items).stderr
     answer = replay(run, "--steps", f"4:{STEPS}", launch=command(trainer, tmp_path))
     check(run, answer)
     assert (answer["compared"]["norms"] == STEPS - 4) == (trainer != "lightning")
@@ -231,6 +234,8 @@ def test_what_is_refused(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert "what should be replayed?" in said("--step", "5")
     assert "--on does not know this launcher" in said("--step", "5", "--on", "1x2", "--", *launch(run))
     assert "mpirun does not hand the environment on" in said("--step", "5", "--", "mpirun", "-n", "2", *launch(run))
+    assert "the run has no such document" in said("--step", "5", "--skip-documents", "web:300", "--", *launch(run))
+    assert "the run has no such document" in said("--step", "5", "--skip-documents", "wep:3", "--", *launch(run))
     assert "the command cannot be started" in said("--step", "5", "--out", tmp_path / "a", "--", "/no/such/command")
     nothing = said("--step", "5", "--out", tmp_path / "b", "--", sys.executable, "-c", "pass", status=1)
     assert "the command did not replay anything" in nothing
