@@ -137,13 +137,16 @@ def main(argv: list[str] | None = None) -> int:
                 cut = argv.index("--")
                 argv, launch = argv[:cut], argv[cut + 1 :]
                 parsers[asked].set_defaults(launch=launch)
-        args, unknown = parser.parse_known_args(argv)
-        if unknown:
-            parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-        with contextlib.redirect_stdout(Visible(sys.stdout)):
-            status: int = module.run(args)
-        sys.stdout.flush()
-        return status
+        with contextlib.ExitStack() as stack:
+            if asked is not None and any("://" in word for word in argv):
+                argv = _with_directory(argv, asked, stack)
+            args, unknown = parser.parse_known_args(argv)
+            if unknown:
+                parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+            with contextlib.redirect_stdout(Visible(sys.stdout)):
+                status: int = module.run(args)
+            sys.stdout.flush()
+            return status
     except (UsageError, NoFileError) as error:
         return _report(error, 2)
     except MegaresumeError as error:
@@ -169,6 +172,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megaresume: interrupted", file=sys.stderr)
         return 130
+
+
+def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) -> list[str]:
+    """The same command line, with a directory for the URL of a run."""
+    from megaresume.runs.mirrored import COMMANDS as OF_URLS  # only here: it needs the client of a store
+    from megaresume.runs.mirrored import mirrored, url_in
+
+    if command not in OF_URLS or (number := url_in(argv)) is None:
+        return argv
+    directory = stack.enter_context(mirrored(argv[number], whole="--checksums" in argv))
+    return [*argv[:number], directory, *argv[number + 1 :]]
 
 
 def module_of(command: str) -> str:

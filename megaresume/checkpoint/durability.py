@@ -49,6 +49,7 @@ from megaresume.checkpoint.candidates import examine, list_candidates
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import Manifest, checksum_file, read_manifest, remove_orphans
+from megaresume.checkpoint.places import write_copy
 from megaresume.checkpoint.ranks import gather, rank
 from megaresume.checkpoint.records import (
     TRACKER,
@@ -63,7 +64,6 @@ from megaresume.checkpoint.records import (
     text,
 )
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, changing, prune, remove_older
-from megaresume.checkpoint.staging import write_copy
 from megaresume.checkpoint.step_file import StepFile, read_step_file
 from megaresume.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, MegaresumeError

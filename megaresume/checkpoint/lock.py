@@ -229,7 +229,8 @@ def _lock_of(root: Path) -> Lock | None:
     return _held.get(_key(root)) if _held else None
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
+    """Tell people, on rank 0."""
     # Printed, not logged: it says why a start waits, whatever the program does with its logging.
     print(f"megaresume: {words}\n", end="", flush=True)  # in one piece: a thread says things, too
 
@@ -263,16 +264,16 @@ def _is_over(root: Path, number: int, me: Owner) -> bool:
             raise _refused(root, holder)
         waited = time.monotonic() - began
         if waited >= PATIENCE_SECONDS:
-            _say(f"{root} was held by {holder}: no sign of life for {PATIENCE_SECONDS:g} s; taken over")
+            say(f"{root} was held by {holder}: no sign of life for {PATIENCE_SECONDS:g} s; taken over")
             return True
         if waited > 2 * RENEW_SECONDS and not told:
             told = True
-            _say(f"{root} is held by {holder}: waiting for a sign of life, {PATIENCE_SECONDS:g} s at most")
+            say(f"{root} is held by {holder}: waiting for a sign of life, {PATIENCE_SECONDS:g} s at most")
         if now != RELEASED:
             time.sleep(_POLL_SECONDS)
         holder = _read(root, number, me)
     if holder.status == "gone" and not (holder.owner is not None and holder.owner.is_same_process(me)):
-        _say(f"{root} was held by {holder}: {holder.reason}; taken over")
+        say(f"{root} was held by {holder}: {holder.reason}; taken over")
     return True
 
 
@@ -318,7 +319,7 @@ def _renew(lock: Lock, told: set[str]) -> None:
     except FileNotFoundError:
         if lock.owner.token not in told and (holder := lock.taken_by()) is not None:
             told.add(lock.owner.token)
-            _say(f"WARNING: {lock.root} was taken over by {holder}: nothing that this job saves there counts")
+            say(f"WARNING: {lock.root} was taken over by {holder}: nothing that this job saves there counts")
 
 
 def _at_exit() -> None:

@@ -274,7 +274,7 @@ def prune(
     doomed: list[Path] = []
     try:
         check_owned(root)
-        for candidate in _superfluous(root, retention, committed):
+        for candidate in superfluous(root, retention, committed):
             if copied_to is not None and not is_copied(root, copied_to, candidate.iteration, candidate.tag):
                 continue
             if copies_of is not None and (copies_of / candidate.tag).is_dir():
@@ -294,7 +294,7 @@ def prune(
     return tuple(gone)
 
 
-def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterator[Candidate]:
+def superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterator[Candidate]:
     """What no rule keeps, newest first."""
     candidates = list_candidates(root)
     named = {resolve_pointer(pointer, candidates) for pointer in read_pointers(root)}

@@ -18,6 +18,7 @@ Every method is called on all ranks; if it fails on one rank, all of them raise.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -69,6 +70,7 @@ from megaresume.checkpoint.ranks import (
     known_to_all,
     on_all_ranks,
     on_rank_0,
+    on_rank_0_for_long,
     same_on_all_ranks,
     written_by_all,
 )
@@ -322,17 +324,23 @@ class Session:
                 return choose(root, damaged=damaged)
             return choose_of_two(root, shared, damaged=damaged)
 
-        def decide() -> tuple[Choice | ForeignCheckpoint | None, int]:
+        def decide(beat: Callable[[], None] = lambda: None) -> tuple[Choice | ForeignCheckpoint | None, int]:
             if root.resolve() in self._claimed:
                 restore_older(root)
             elif has_older(root) and replay is None:
                 restore_if_unlocked(root)
-            found = (pick or newest)(None if copies is None else copies.shared, passed)
+            chosen = pick or newest
+            if copies is not None and copies.is_remote:
+                return copies.bring(lambda: chosen(copies.shared, passed), passed, beat), 0
+            found = chosen(None if copies is None else copies.shared, passed)
             return found, roots.index(found.load_dir) if isinstance(found, Choice) else 0
 
         passed = dict(damaged or {})
         while True:
-            found, number = on_rank_0(decide)
+            if copies is None or not copies.is_remote:
+                found, number = on_rank_0(decide)
+            else:
+                found, number = on_rank_0_for_long(decide, "brought a checkpoint from the store")
             if isinstance(found, ForeignCheckpoint):
                 return None, None
             # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
@@ -543,8 +551,10 @@ class Session:
             saved = [entry.iteration for entry in before if entry.kind == "checkpoint"][-1:]
             if saved and saved[0] > iteration:
                 print(f"megaresume: the run goes back: step {saved[0]} -> {iteration}", flush=True)
-            for directory in places:
-                check_fresh_start(directory, cause=self.host.forgotten, load=self.host.load.format(directory=str(root)))
+            load = self.host.load.format(directory=str(root))
+            with contextlib.nullcontext() if copies is None else copies.by_name():
+                for directory in places:
+                    check_fresh_start(directory, cause=self.host.forgotten, load=load)
             if copies is not None:
                 copies.adopt(is_fresh=bool(places))
             # What the marker of a killed save says is settled here, before the next save could overwrite it.

@@ -147,10 +147,11 @@ class Checkpoints:
     )
     stage_to: str | os.PathLike[str] | None = setting(
         None,
-        "an existing directory on slower shared storage, to which checkpoints are copied in the background. A load "
-        "takes the newer of the two. save_dir must be seen by all ranks too",
+        "an existing directory on slower shared storage, or a URL of an object store (s3://bucket/run), to which "
+        "checkpoints are copied in the background. A load takes the newer of the two. save_dir must be seen by all "
+        "ranks too",
         hosts="trainer training",
-        metavar="DIR",
+        metavar="PLACE",
     )
     save_retries: int = setting(
         3,

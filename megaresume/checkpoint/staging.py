@@ -31,65 +31,42 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import xxhash
-
-from megaresume.checkpoint.candidates import (
-    Candidate,
-    examine,
-    find,
-    list_candidates,
-    read_pointers,
-    write_latest,
-    write_tracker,
-)
+from megaresume.checkpoint.candidates import Candidate, examine, find, list_candidates, read_pointers
 from megaresume.checkpoint.choose import choose_of_two
-from megaresume.checkpoint.ledger import append_lines, read_ledger
-from megaresume.checkpoint.lock import check_owned, claim_directory, hold_directory, release, write_fenced
-from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, remove_orphans
-from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.checkpoint.fetch import NotAsSavedError, fetch
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.lock import claim_directory, say
+from megaresume.checkpoint.manifest import remove_orphans
+from megaresume.checkpoint.mirror import by_name
+from megaresume.checkpoint.places import DirectoryPlace, Place, StorePlace, place_of, share_ledger
+from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0_for_long
 from megaresume.checkpoint.records import (
     check_tag,
     data_path,
     ledger_path,
-    manifest_path,
     marker_path,
     read_record,
     records_dir,
     seal,
     step_path,
     text,
+    texts,
 )
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, is_copied, prune
-from megaresume.checkpoint.step_file import (
-    Marker,
-    StepFile,
-    keep_superseded,
-    read_marker,
-    read_step_file,
-    remove_marker,
-    run_of,
-    write_marker,
-    write_step_file,
-)
-from megaresume.files import (
-    fsync_dir,
-    fsync_file,
-    make_dir,
-    open_file,
-    remove_leftovers,
-    size_of,
-    write_all,
-    write_atomic,
-    write_error,
-)
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file, run_of
+from megaresume.checkpoint.store import GaveWayError, is_store
+from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORMAT, VERSION = "megaresume.staging", 1
 #: seconds between tries, doubled each time.
@@ -102,7 +79,8 @@ PATIENCE = 600.0
 class Staging:
     """Where the checkpoints of a root are copied to, for people and for `megaresume inspect`."""
 
-    to: Path
+    #: a directory, or a URL.
+    to: Path | str
     copied: tuple[str, ...]
     waiting: tuple[str, ...]
 
@@ -117,20 +95,23 @@ def read_staging(root: Path) -> Staging | None:
     only."""
     try:
         path = staging_path(root)
-        to = read_record(path, _to, what="the note", format_name=FORMAT, version=VERSION, error=CheckpointError)
-        shared = Path(to)
-        done = {c.tag: is_copied(root, shared, iteration, c.tag) for iteration, c in reversed(_committed(root))}
+        what = "the note"
+        to, copied = read_record(path, _note, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+        done = {
+            c.tag: is_copied(root, Path(to), iteration, c.tag) if copied is None else c.tag in copied
+            for iteration, c in reversed(_committed(root))
+        }
     except MegaresumeError:
         return None
     return Staging(
-        to=shared,
-        copied=tuple(tag for tag, copied in done.items() if copied),
-        waiting=tuple(tag for tag, copied in done.items() if not copied),
+        to=to if is_store(to) else Path(to),
+        copied=tuple(tag for tag, is_there in done.items() if is_there),
+        waiting=tuple(tag for tag, is_there in done.items() if not is_there),
     )
 
 
-def _to(fields: Mapping[str, Any]) -> str:
-    return text(fields["to"])
+def _note(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None]:
+    return text(fields["to"]), texts(fields["copied"]) if "copied" in fields else None
 
 
 def _committed(root: Path) -> list[tuple[int, Candidate]]:
@@ -148,12 +129,15 @@ class Stager:
         retention: which old checkpoints stay, in both; local ones always until they are copied.
     """
 
-    def __init__(self, local: str | os.PathLike[str], shared: str | os.PathLike[str], retention: Retention = KEEP_ALL):
-        self.local, self.shared = Path(os.path.abspath(local)), Path(os.path.abspath(shared))
+    def __init__(
+        self, local: str | os.PathLike[str], shared: str | os.PathLike[str] | Place, retention: Retention = KEEP_ALL
+    ) -> None:
+        self.local, self.place = Path(os.path.abspath(local)), place_of(shared)
         self.retention = retention
         self._queue: deque[tuple[int, str]] = deque()
         self._changed = threading.Condition()
         self._closing = threading.Event()
+        self._is_ending = False
         self._thread: threading.Thread | None = None
         #: of the checkpoint that was copied last; None if none was.
         self._last: StepFile | None = None
@@ -165,23 +149,32 @@ class Stager:
             CheckpointError: the local root cannot be written.
         """
         make_dir(records_dir(self.local))
-        note = {"format": FORMAT, "version": VERSION, "to": str(self.shared)}
-        write_atomic(staging_path(self.local), seal(note, depth=1))
+        self._write_note()
         self._queue.extend((iteration, candidate.tag) for iteration, candidate in _committed(self.local))
         self._thread = threading.Thread(target=self._run, name="megaresume-staging", daemon=True)
         self._thread.start()
 
+    def _write_note(self) -> None:
+        """For people, who cannot ask a store at any time."""
+        note: dict[str, Any] = {"format": FORMAT, "version": VERSION, "to": self.place.name}
+        if is_store(self.place.name):
+            committed = _committed(self.local)
+            note["copied"] = [c.tag for i, c in committed if is_copied(self.local, self.place.root, i, c.tag)]
+        write_atomic(staging_path(self.local), seal(note, depth=1))
+
     def submit(self, iteration: int, tag: str) -> None:
         """Have a checkpoint copied that was just committed. Returns at once. Behind the end, the next start does it."""
         if self._thread is None:
-            log.warning("megaresume: %s is not copied to %s yet: the next start copies it", tag, self.shared)
+            log.warning("megaresume: %s is not copied to %s yet: the next start copies it", tag, self.place.name)
             return
         with self._changed:
             self._queue.append((iteration, check_tag(tag)))
             waiting = len(self._queue)
             self._changed.notify_all()
         if waiting > 2:
-            log.warning("megaresume: %d checkpoints wait to be copied to %s: saves are faster", waiting, self.shared)
+            log.warning(
+                "megaresume: %d checkpoints wait to be copied to %s: saves are faster", waiting, self.place.name
+            )
 
     def waiting(self) -> tuple[str, ...]:
         """Tags that are not copied yet, the one in work included."""
@@ -198,6 +191,7 @@ class Stager:
             return ()
         deadline = time.monotonic() + timeout
         with self._changed:
+            self._is_ending = is_store(self.place.name)
             if self._queue:
                 log.warning("megaresume: waiting for the copies of %s", ", ".join(tag for _, tag in self._queue))
             while self._queue and (left := deadline - time.monotonic()) > 0:
@@ -213,7 +207,7 @@ class Stager:
         if left_over:
             log.error(
                 "megaresume: not copied to %s: %s. They are complete in %s; the next start there goes on with them",
-                self.shared,
+                self.place.name,
                 ", ".join(left_over),
                 self.local,
             )
@@ -229,11 +223,15 @@ class Stager:
                     self._changed.wait()
                 if self._closing.is_set():
                     return
-                iteration, tag = self._queue[0]
+                # At the end, which may come before all are copied, the newest one is worth most.
+                iteration, tag = work = max(self._queue) if self._is_ending else self._queue[0]
             try:
                 self._copy(iteration, tag)
+            except GaveWayError:
+                continue
             except (MegaresumeError, OSError) as error:
-                log.error("megaresume: %s is not copied to %s yet: %s", tag, self.shared, error)
+                log.error("megaresume: %s is not copied to %s yet: %s", tag, self.place.name, error)
+                self.place.reopen()
                 self._closing.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
@@ -241,28 +239,34 @@ class Stager:
                 log.exception("megaresume: the copy of %s is given up", tag)
             pause = FIRST_PAUSE
             with self._changed:
-                self._queue.popleft()
+                self._queue.remove(work)
                 self._changed.notify_all()
 
     def _begin(self) -> None:
         """Let the copies know of the run before it has saved: for a start on another node."""
-        make_dir(records_dir(self.shared))
-        remove_leftovers(records_dir(self.shared))
-        if run_of(self.shared) in (None, run_of(self.local)):
-            share_ledger(self.local, self.shared)
+        self.place.begin()
+        if run_of(self.place.root) in (None, run_of(self.local)):
+            self.place.share_ledger(self.local)
 
     def _copy(self, iteration: int, tag: str) -> None:
-        copied = stage(self.local, self.shared, iteration, tag)
+        copied = stage(self.local, self.place, iteration, tag, gives_way=lambda: self._gives_way(iteration))
         if copied is not None:
-            self._last = copied
-            self._prune(copied)
+            if self._last is None or not self._is_ending or self._last.iteration < copied.iteration:
+                self._last = copied
+            if is_store(self.place.name):
+                self._write_note()
+            self._prune(self._last)
+
+    def _gives_way(self, iteration: int) -> bool:
+        """Whether another checkpoint is to be copied first."""
+        with self._changed:
+            return self._is_ending and max(self._queue)[0] > iteration
 
     def _prune(self, copied: StepFile) -> None:
         # Local ones first: without its copy one would stay forever. A copy may be durable before what it is a copy of.
-        prune(self.local, self.retention, copied, copied_to=self.shared)
-        prune(self.shared, self.retention, copied, copies_of=self.local)
+        prune(self.local, self.retention, copied, copied_to=self.place.root)
+        self.place.prune(self.retention, copied, self.local)
         remove_orphans(self.local)
-        remove_orphans(self.shared)
 
 
 #: seconds that the end of a program waits that an error ended.
@@ -274,7 +278,7 @@ class Staged:
 
     Args:
         save_dir: where the engine saves: fast storage that every rank sees.
-        stage_to: where the copies go: an existing directory.
+        stage_to: where the copies go: an existing directory, or a URL of an object store.
         retention: which old checkpoints stay, in both.
 
     Raises, on every rank:
@@ -284,13 +288,23 @@ class Staged:
     """
 
     def __init__(self, save_dir: str, stage_to: str | os.PathLike[str], retention: Retention) -> None:
-        self.local, self.shared = Path(os.path.abspath(save_dir)), Path(os.path.abspath(stage_to))
-        on_all_ranks(self._check_shared)
+        self.local, self.is_remote = Path(os.path.abspath(save_dir)), is_store(stage_to)
+        #: where the copies are read on this rank; those of a store are read on rank 0 alone, see `bring`.
+        self.shared = self.local if self.is_remote else DirectoryPlace(stage_to).root
+        if not self.is_remote:
+            on_all_ranks(self._check_shared)
         # Storage of one node each would hold parts of a checkpoint.
-        claim_directory(self.local, action="save to the shared storage itself: remove stage_to (--megaresume-stage-to)")
-        hold_directory(self.shared)
-        self._stager = Stager(self.local, self.shared, retention)
+        claim_directory(
+            self.local,
+            action="save to storage that all nodes see"
+            if self.is_remote
+            else "save to the shared storage itself: remove stage_to (--megaresume-stage-to)",
+        )
+        #: on rank 0.
+        self.place: Place | None = None
+        self._stager: Stager | None = None
         self._started = False
+        on_rank_0_for_long(lambda beat: self._hold(stage_to, retention, beat), "looked at the copies")
 
     def _check_shared(self) -> None:
         local, shared = self.local.resolve(), self.shared.resolve()
@@ -309,6 +323,54 @@ class Staged:
                 action=f"mount it; for a new run: mkdir -p {self.shared}",
             )
 
+    def _hold(self, stage_to: str | os.PathLike[str], retention: Retention, beat: Callable[[], None]) -> None:
+        self.place = place_of(stage_to, say)
+        self.place.hold(self.local, beat)
+        self.shared = self.place.root
+        self._stager = Stager(self.local, self.place, retention)
+        if self.is_remote and run_of(self.local) is not None and run_of(self.local) == run_of(self.shared):
+            share_ledger(self.shared, self.local)  # what another machine has done since
+
+    def bring(self, pick: Callable[[], T], passed: dict[Path, str], beat: Callable[[], None]) -> T:
+        """What is chosen of the local storage and of a store; from the store, it is brought here. On rank 0.
+
+        Args:
+            pick: chooses. Whatever it gives that is no `Choice` is passed on.
+            passed: tag directories that cannot be read, with the reason; what the store has not as it was saved is
+                added, and another one chosen.
+            beat: called whenever something has come.
+
+        Raises:
+            CheckpointError: of ``pick``; or the disk refuses.
+            SetupError: the store does not answer, or refuses.
+        """
+        place = self.place
+        assert isinstance(place, StorePlace)
+        while True:
+            with self.by_name():
+                found = pick()
+            if not isinstance(found, Choice):
+                return found
+            rejected = tuple(replace(one, reason=self.named(one.reason)) for one in found.rejected)
+            choice = replace(found, rejected=rejected, notes=tuple(map(self.named, found.notes)))
+            if choice.load_dir == self.local:
+                return choice
+            try:
+                fetch(place, self.local, choice, beat)
+            except NotAsSavedError as error:
+                passed[choice.tag_dir] = error.headline
+                continue
+            print(f"megaresume: {choice.tag} is brought from {place.name}", flush=True)
+            return replace(choice, load_dir=self.local)
+
+    def by_name(self) -> contextlib.AbstractContextManager[None]:
+        """Errors that name the place, not the mirror of a store. On rank 0."""
+        return by_name(self.shared, str(self.shared) if self.place is None else self.place.name)
+
+    def named(self, words: str) -> str:
+        """The same with the place for the mirror of a store."""
+        return words if self.place is None else words.replace(str(self.shared), self.place.name)
+
     def holds(self, directory: str | os.PathLike[str]) -> bool:
         """Whether a directory is the local one, by whatever name."""
         return Path(directory).resolve() == self.local.resolve()
@@ -322,174 +384,97 @@ class Staged:
         Raises:
             CheckpointError: then, if one of the two tells of checkpoints that are no longer whole.
         """
-        if is_fresh:
-            choose_of_two(self.local, self.shared)
-        if (words := adopt(self.local, self.shared)) is not None:
-            print(f"megaresume: {words}", flush=True)
+        with self.by_name():
+            if is_fresh:
+                choose_of_two(self.local, self.shared)
+            if (words := adopt(self.local, self.shared)) is not None:
+                print(f"megaresume: {self.named(words)}", flush=True)
 
     def start(self) -> None:
         """Begin to copy, with what an earlier process left. On rank 0, once; again does nothing."""
-        if not self._started:
+        if not self._started and self._stager is not None:
             self._started = True
             self._stager.start()
             atexit.register(self._at_exit)
 
     def submit(self, iteration: int, tag: str) -> None:
         """A checkpoint was committed. On rank 0."""
-        self._stager.submit(iteration, tag)
+        if self._stager is not None:
+            self._stager.submit(iteration, tag)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait a limited time for the copies; log what is not copied."""
-        if self._started:
-            atexit.unregister(self._at_exit)
-            self._stager.close(PATIENCE if timeout is None else max(timeout, 0.0))
-        release(self.shared)
+        atexit.unregister(self._at_exit)
+        self._close(PATIENCE if timeout is None else max(timeout, 0.0))
+
+    def _close(self, timeout: float) -> None:
+        if self._stager is not None and self._started:
+            self._stager.close(timeout)
+        if self.place is not None:
+            self.place.release()
 
     def _at_exit(self) -> None:
-        self._stager.close(PATIENCE if getattr(sys, "last_value", None) is None else _PATIENCE_IN_ERROR)
+        self._close(PATIENCE if getattr(sys, "last_value", None) is None else _PATIENCE_IN_ERROR)
 
 
-#: bytes at once; reading, hashing and writing release the interpreter lock.
-_CHUNK = 8 << 20
-
-
-def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
-    """Copy a file, unless the same bytes are there already.
+def stage(
+    local: Path, shared: Path | Place, iteration: int, tag: str, *, gives_way: Callable[[], bool] = lambda: False
+) -> StepFile | None:
+    """Copy one checkpoint, or finish a copy that was cut off.
 
     Args:
-        source: the file.
-        target: where it goes; its directory is made.
-        entry: its size, and its checksum if the save took one.
-
-    Returns:
-        the checksum of both, 32 hex digits.
-
-    Raises:
-        CheckpointError: a disk refuses; the source is not what was saved; or the target reads back other bytes.
-    """
-    if size_of(target) == entry.size:  # of a copy that was cut off
-        expected = entry.checksum or _checksum(source)
-        if _checksum(target) == expected:
-            return expected
-    make_dir(target.parent)
-    written = write_copy(source, target)
-    size = os.stat(source).st_size
-    if size != entry.size or (entry.checksum is not None and written != entry.checksum):
-        raise CheckpointError(
-            f"{source} is not what was saved, and is not copied",
-            found=f"{size} bytes, checksum {written}",
-            expected=f"{entry.size} bytes" + (f", checksum {entry.checksum}" if entry.checksum else ""),
-            cause="the local storage returns other bytes than were written, or the step is being saved again",
-        )
-    if (found := _checksum(target)) != written:
-        raise CheckpointError(
-            f"{target} was written and reads back other bytes",
-            found=f"checksum {found}",
-            expected=f"checksum {written}",
-            cause="the shared storage or the network damages data",
-            action="it is copied again; look at the storage",
-        )
-    return written
-
-
-def write_copy(source: Path, target: Path) -> str:
-    """Copy a file and force it to the disk; the checksum of what was written. Raises CheckpointError."""
-    hasher = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK))
-    try:
-        with open_file(source) as file:
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                while size := file.readinto(buffer):
-                    hasher.update(buffer[:size])
-                    write_all(descriptor, buffer[:size])
-                fsync_file(descriptor)
-            finally:
-                os.close(descriptor)
-        fsync_dir(target.parent)
-    except OSError as error:
-        raise write_error(target, error) from error
-    return hasher.hexdigest()
-
-
-def _checksum(path: Path) -> str:
-    try:
-        return checksum_file(path, stored=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read back", found=error.strerror or str(error)) from error
-
-
-def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | None:
-    """Copy one checkpoint, or finish a copy that was cut off.
+        local: the root that it was saved to.
+        shared: where its copy goes.
+        iteration, tag: of the checkpoint.
+        gives_way: whether to stop, asked again and again while files go to a store.
 
     Returns:
         its data state; None if it is no longer there, or no longer whole, and there is nothing to copy.
 
     Raises:
         CheckpointError: a disk refuses, or gives back other bytes than were written.
+        GaveWayError: it was stopped.
     """
+    place = place_of(shared)
     candidate = find(local, iteration, tag)
     found = None if candidate is None else examine(local, candidate)
     if found is None or found.step is None or found.manifest is None or found.status != "complete":
         log.warning("megaresume: %s is not copied: %s", tag, "it is gone" if found is None else found.reason)
         return None
     step, manifest = found.step, found.manifest
-    if is_copied(local, shared, iteration, tag):
-        share_ledger(local, shared)
+    if is_copied(local, place.root, iteration, tag):
+        place.share_ledger(local)
         return step
-    check_owned(shared)
-    _check_run(shared, step)
+    place.check_owned()
+    _check_run(place, step)
+    if (why := place.refusal(step)) is not None:
+        log.warning("megaresume: %s is not copied: %s", tag, why)
+        return None
     began = time.monotonic()
-    share_ledger(local, shared)
-    latest, tracker = _moves(local, shared, step)
-    write_marker(marker_path(shared, iteration, tag), Marker.of(step, latest=latest, tracker=tracker))
-    _remove_others(shared / tag, manifest)
-    files = tuple(_copied(local / tag, shared / tag, manifest.files))
-    beside = tuple(_copied(records_dir(local), records_dir(shared), manifest.beside))
+    place.share_ledger(local)
+    latest, tracker = _moves(local, place.root, step)
+    place.announce(step, Marker.of(step, latest=latest, tracker=tracker))
+    copy = place.put_files(local, step, manifest, gives_way)
     if not _is_still(local, step):
         log.warning("megaresume: %s was saved again while it was copied", tag)
         return None
     if data_path(local).is_file():
-        write_atomic(data_path(shared), data_path(local).read_bytes())
-    keep_superseded(shared, step)
-    copy = replace(manifest, files=files, beside=beside, durable=True, boots=())
-    write_step_file(step_path(shared, iteration, tag), step)
-    write_fenced(shared, manifest_path(shared, iteration, tag), copy.to_bytes())
-    if latest:
-        write_latest(shared, tag)
-    if tracker:
-        write_tracker(shared, iteration)
-    share_ledger(local, shared)
-    remove_marker(marker_path(shared, iteration, tag))
-    log.info("megaresume: %s is copied to %s, %.0f s", tag, shared, time.monotonic() - began)
+        place.put_data(data_path(local).read_bytes())
+    place.commit(step, replace(copy, durable=True, boots=()), latest=latest, tracker=tracker)
+    place.share_ledger(local)
+    place.conclude(step)
+    log.info("megaresume: %s is copied to %s, %.0f s", tag, place.name, time.monotonic() - began)
     return step
 
 
-def _check_run(shared: Path, step: StepFile) -> None:
-    if (run := run_of(shared)) not in (None, step.run):
+def _check_run(place: Place, step: StepFile) -> None:
+    if (run := run_of(place.root)) not in (None, step.run):
         raise CheckpointError(
-            f"{shared} holds the checkpoints of another run",
+            f"{place.name} holds the checkpoints of another run",
             found=f"run {run}; {step.tag} is of run {step.run}",
             expected="an empty directory, or the copies of the same run",
             action="give every run a --megaresume-stage-to of its own",
         )
-
-
-def _remove_others(tag_dir: Path, manifest: Manifest) -> None:
-    """Files of an older save of the step, under another layout."""
-    ours = {entry.path for entry in manifest.files}
-    try:
-        for entry in list_files(tag_dir) if tag_dir.is_dir() else ():
-            if entry.path not in ours:
-                os.unlink(tag_dir / entry.path)
-    except OSError as error:
-        raise write_error(tag_dir, error) from error
-
-
-def _copied(source: Path, target: Path, entries: tuple[FileEntry, ...]) -> Iterator[FileEntry]:
-    for entry in entries:
-        checksum = copy_checked(source / entry.path, target / entry.path, entry)
-        yield FileEntry(path=entry.path, size=entry.size, checksum=checksum)
 
 
 def _moves(local: Path, shared: Path, step: StepFile) -> tuple[bool, bool]:
@@ -510,17 +495,6 @@ def _is_still(local: Path, step: StepFile) -> bool:
     marker = read_marker(marker_path(local, step.iteration, step.tag))
     now = read_step_file(step_path(local, step.iteration, step.tag))
     return now.save_id == step.save_id and (marker is None or marker.save_id == step.save_id)
-
-
-def share_ledger(source: Path, target: Path) -> None:
-    """Append the lines of one ledger that the other lacks, in their order; a new one appears with all its lines."""
-    there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
-    missing = [line for entry in read_ledger(ledger_path(source)).entries if (line := entry.to_bytes()) not in there]
-    if ledger_path(target).exists():
-        append_lines(ledger_path(target), missing)
-    elif missing:
-        make_dir(records_dir(target))
-        write_atomic(ledger_path(target), b"".join(missing))
 
 
 def adopt(local: Path, shared: Path) -> str | None:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import xxhash
 
@@ -154,17 +154,17 @@ class RemoteStore:
         """The store's record of a file; raises as `size`."""
 
         def ask() -> dict[str, Any]:
-            store = self._store()
+            store = self.opened()
             store.invalidate_cache()
             return dict(store.info(url, **_patience(store)))
 
-        return self._tried(url, "asked for its size", ask)
+        return self.tried(url, "asked for its size", ask)
 
     def read(self, url: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset`` on; raises as `size`."""
 
         def fetch() -> bytes:
-            store = self._store()
+            store = self.opened()
             data: bytes = store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store))
             if len(data) > nbytes:
                 raise SetupError(
@@ -179,26 +179,28 @@ class RemoteStore:
                 raise OSError(f"{len(data)} of {nbytes} bytes came back")
             return data
 
-        return self._tried(url, f"read at byte {offset}", fetch)
+        return self.tried(url, f"read at byte {offset}", fetch)
 
     def read_all(self, url: str) -> bytes:
         """A whole file, held in memory; raises as `size`."""
 
-        def fetch() -> bytes:
-            store = self._store()
-            # S3's client would ask for the size first, to read large files in parts.
-            takes = inspect.signature(getattr(store, "_cat_file", store.cat_file)).parameters
-            one_request = {"max_concurrency": 1} if "max_concurrency" in takes else {}
-            return bytes(store.cat_file(url, **_patience(store), **one_request))
+        return self.tried(url, "read", lambda: self.whole(url))
 
-        return self._tried(url, "read", fetch)
+    def whole(self, url: str) -> bytes:
+        """The same in one request, tried once. Raises what fsspec does."""
+        store = self.opened()
+        # S3's client would ask for the size first, to read large files in parts.
+        takes = inspect.signature(getattr(store, "_cat_file", store.cat_file)).parameters
+        one_request = {"max_concurrency": 1} if "max_concurrency" in takes else {}
+        return bytes(store.cat_file(url, **_patience(store), **one_request))
 
     def glob(self, url: str) -> list[str]:
         """URLs of the files that a pattern matches, sorted; raises as `size`."""
-        found = self._tried(url, "listed", lambda: list(self._store().glob(url)))
+        found = self.tried(url, "listed", lambda: list(self.opened().glob(url)))
         return sorted(f"{self.protocol}://{path.lstrip('/')}" for path in found)
 
-    def _store(self) -> Any:
+    def opened(self) -> Any:
+        """The filesystem of fsspec. Raises ImportError without the package that it needs."""
         # A connection does not outlive a fork.
         if self._opened is None or self._opened[0] != os.getpid():
             import fsspec
@@ -229,7 +231,25 @@ class RemoteStore:
             self._failed,
         )
 
-    def _tried(self, url: str, what: str, call: Callable[[], T]) -> T:
+    def reopen(self) -> None:
+        """Connect anew at the next request, with the credentials that are there by then."""
+        if self._opened is not None:
+            type(self._opened[1]).clear_instance_cache()
+            self._opened = None
+
+    def tried(self, url: str, what: str, call: Callable[[], T], *, verb: Literal["read", "written"] = "read") -> T:
+        """What a request gives, tried again with back-off.
+
+        Args:
+            url: for the error.
+            what: is done with it: "asked for its size".
+            call: the request; raises what fsspec does.
+            verb: what cannot be done if it fails.
+
+        Raises:
+            CorpusError: no such file.
+            SetupError: the store does not answer, or refuses.
+        """
         for library in ("fsspec", "tenacity"):  # here, so that a missing one is named before anything is tried
             require(library, f"it reads {url}", INSTALL)
         import tenacity
@@ -272,7 +292,7 @@ class RemoteStore:
                 denied = isinstance(error, PermissionError)
                 cause = "missing or wrong credentials" if denied else "a wrong address or wrong settings"
             raise SetupError(
-                f"{url} cannot be read",
+                f"{url} cannot be {verb}",
                 found=f"{type(error).__name__}: {error}",
                 expected="an answer of the store",
                 cause=cause,

@@ -1,6 +1,7 @@
 """A run, as its checkpoint directory tells it, and the questions that are asked of it: each with its command.
 
     run.py          `Run`: the directory, each part read once
+    mirrored.py     a run in an object store, as a directory
     history.py      the path to the present: states, topologies, batch sizes; samples to steps, ranks, micro-batches
     rank_steps.py   what every rank trained, step by step, as it wrote it down
     losses.py       the losses of a run, from any log of it, and two runs compared

@@ -26,6 +26,7 @@ from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOU
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files
+from megaresume.checkpoint.mirror import is_mirror
 from megaresume.checkpoint.records import records_dir, step_path
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.checkpoint.system import Topology
@@ -90,7 +91,9 @@ def _checks(args: argparse.Namespace) -> list[Check]:
     if args.dir is not None:
         layout = LAYOUTS.get(args.layout)
         found = directory_checks(Run(args.dir), layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
-        checks += filesystem_checks(args.dir, found.size, found.num_files) + found.checks
+        if not is_mirror(args.dir):
+            checks += filesystem_checks(args.dir, found.size, found.num_files)
+        checks += found.checks
     if args.log:
         for path in args.log:
             with byte_bar(path.name, path.stat().st_size if path.is_file() else None) as progress:

@@ -341,7 +341,7 @@ def test_a_shared_storage_that_damages(tmp_path: Path, monkeypatch: pytest.Monke
         os.write(descriptor, bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with monkeypatch.context() as context, pytest.raises(CheckpointError, match="reads back other bytes"):
-        context.setattr("megaresume.checkpoint.staging.write_all", write_all)
+        context.setattr("megaresume.checkpoint.places.write_all", write_all)
         stage(local, shared, 10, "global_step10")
     assert not is_copied(local, shared, 10, "global_step10")
     assert stage(local, shared, 10, "global_step10") is not None and choose(shared, checksums=True) is not None

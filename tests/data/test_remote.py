@@ -129,7 +129,7 @@ def test_a_forked_process_leaves_the_connections_of_its_parent_alone(tmp_path, m
         store = RemoteStore("http")
         assert store.size(f"{far.url}/file") == 100
         if not (child := os.fork()):
-            store._store()  # its own, and nothing holds the parent's any more
+            store.opened()  # its own, and nothing holds the parent's any more
             gc.collect()
             os._exit(0)
         os.waitpid(child, 0)

@@ -452,7 +452,9 @@ def checkpoint_roots(words: Sequence[str], directory: Path) -> tuple[Path, ...]:
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-")
         if flag in _FLAGS and (equals or at + 1 < len(words)):
-            roots[flag] = directory / (value if equals else words[at + 1])
+            place = value if equals else words[at + 1]
+            if "://" not in place:  # of a store the ledger is not looked at: the local one has all its lines
+                roots[flag] = directory / place
     return tuple(roots.values())
 
 

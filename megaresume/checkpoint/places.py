@@ -1,0 +1,475 @@
+"""Where copies go: `Place`, a directory or a URL of an object store, as the protocol of `staging` needs it.
+
+    hold         this job alone writes there
+    announce     a copy begins: its marker
+    put_files    files, whole and checked; those that are there already are not copied again
+    put_data     the data config
+    commit       data state, manifest, pointers: from here the copy counts
+    conclude     its marker is removed
+    share_ledger the lines that it lacks
+    prune        what retention does not keep
+
+`DirectoryPlace` writes into a directory, as the owner of its lock alone can. `StorePlace` puts objects under the id of
+their save, and commits by a new head (`lease`). What a place holds is read from `root`, a directory: in the case of a
+store its mirror.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from megaresume.checkpoint.candidates import list_candidates, write_latest, write_tracker
+from megaresume.checkpoint.lease import Head, Lease, Saved
+from megaresume.checkpoint.ledger import append_lines, read_ledger
+from megaresume.checkpoint.lock import check_owned, release, say, take, write_fenced
+from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, remove_orphans
+from megaresume.checkpoint.mirror import LEDGERS, PRUNED, Mirror, file_name, record_name
+from megaresume.checkpoint.records import (
+    RECORDS_DIR,
+    data_path,
+    ledger_path,
+    manifest_path,
+    marker_path,
+    rank_dirs,
+    records_dir,
+    step_path,
+)
+from megaresume.checkpoint.retention import Retention, prune, superfluous
+from megaresume.checkpoint.step_file import (
+    Marker,
+    StepFile,
+    keep_superseded,
+    read_step_file,
+    remove_marker,
+    run_of,
+    write_marker,
+    write_step_file,
+)
+from megaresume.checkpoint.store import Store, is_store
+from megaresume.files import (
+    fsync_dir,
+    fsync_file,
+    make_dir,
+    open_file,
+    remove_leftovers,
+    size_of,
+    write_all,
+    write_atomic,
+    write_error,
+)
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+
+log = logging.getLogger(__name__)
+
+
+class Place(Protocol):
+    """See above. On rank 0. Every method raises a `MegaresumeError` if the place refuses."""
+
+    #: where what it holds is read.
+    root: Path
+    #: for people: a path, or a URL.
+    name: str
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        """Keep other jobs away, and look at what is there. Calls ``beat`` while it waits."""
+
+    def release(self) -> None:
+        """Let others write there."""
+
+    def reopen(self) -> None:
+        """After an error: connect anew."""
+
+    def begin(self) -> None:
+        """Clear away what killed writers left."""
+
+    def check_owned(self) -> None:
+        """Raise a CheckpointError if another job has taken it over."""
+
+    def share_ledger(self, local: Path) -> None:
+        """Append the lines of the local ledger that are not there."""
+
+    def refusal(self, step: StepFile) -> str | None:
+        """Why a checkpoint is not to be copied; None: it is."""
+
+    def announce(self, step: StepFile, marker: Marker) -> None:
+        """A copy of this save begins, or begins again."""
+
+    def put_files(
+        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+    ) -> Manifest:
+        """Copy the files of a checkpoint; its manifest with the checksums of all of them."""
+
+    def put_data(self, data: bytes) -> None:
+        """Put the data config in place."""
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        """Let the copy count, and move pointers."""
+
+    def conclude(self, step: StepFile) -> None:
+        """The copy is over."""
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
+        """Delete the old copies whose originals are gone. Raises nothing."""
+
+
+class DirectoryPlace:
+    """A directory."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        path = os.fspath(root)
+        self.root = Path(os.path.abspath(path.removeprefix("file://")))
+        self.name = str(self.root)
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        take(self.root)
+
+    def release(self) -> None:
+        release(self.root)
+
+    def reopen(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        make_dir(records_dir(self.root))
+        remove_leftovers(records_dir(self.root))
+
+    def check_owned(self) -> None:
+        check_owned(self.root)
+
+    def share_ledger(self, local: Path) -> None:
+        share_ledger(local, self.root)
+
+    def refusal(self, step: StepFile) -> str | None:
+        return None
+
+    def announce(self, step: StepFile, marker: Marker) -> None:
+        write_marker(marker_path(self.root, step.iteration, step.tag), marker)
+
+    def put_files(
+        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+    ) -> Manifest:
+        self._remove_others(self.root / step.tag, manifest)
+        copies = [
+            tuple(
+                replace(entry, checksum=copy_checked(source / entry.path, target / entry.path, entry))
+                for entry in entries
+            )
+            for source, target, entries in (
+                (local / step.tag, self.root / step.tag, manifest.files),
+                (records_dir(local), records_dir(self.root), manifest.beside),
+            )
+        ]
+        return replace(manifest, files=copies[0], beside=copies[1])
+
+    def _remove_others(self, tag_dir: Path, manifest: Manifest) -> None:
+        """Files of an older save of the step, under another layout."""
+        ours = {entry.path for entry in manifest.files}
+        try:
+            for entry in list_files(tag_dir) if tag_dir.is_dir() else ():
+                if entry.path not in ours:
+                    os.unlink(tag_dir / entry.path)
+        except OSError as error:
+            raise write_error(tag_dir, error) from error
+
+    def put_data(self, data: bytes) -> None:
+        write_atomic(data_path(self.root), data)
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        keep_superseded(self.root, step)
+        write_step_file(step_path(self.root, step.iteration, step.tag), step)
+        write_fenced(self.root, manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
+        if latest:
+            write_latest(self.root, step.tag)
+        if tracker:
+            write_tracker(self.root, step.iteration)
+
+    def conclude(self, step: StepFile) -> None:
+        remove_marker(marker_path(self.root, step.iteration, step.tag))
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
+        prune(self.root, retention, copied, copies_of=local)
+        remove_orphans(self.root)
+
+
+class StorePlace:
+    """A root in an object store.
+
+    Args:
+        url: ``s3://bucket/run``.
+        say: tells people what they have to know of the store.
+    """
+
+    def __init__(self, url: str, say: Callable[[str], object]) -> None:
+        self.store = Store(url)
+        self.name = self.store.url
+        self.root = Path(tempfile.mkdtemp(prefix="megaresume-store-"))
+        atexit.register(shutil.rmtree, self.root, ignore_errors=True)
+        self.mirror = Mirror(self.store, self.root)
+        self.lease = Lease(self.store, say)
+        #: lines of the ledger that this writer has added.
+        self._lines: list[bytes] = []
+        #: copies that writers before this one have left unfinished.
+        self._unfinished: list[Saved] = []
+        #: older saves of steps that this writer has copied again.
+        self._replaced: set[Saved] = set()
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        self.lease.take(run_of(local), beat)
+        self._look()
+
+    def _look(self) -> None:
+        head = self.mirror.refresh() or Head()
+        self._unfinished = list(self.mirror.unfinished(head))
+
+    def release(self) -> None:
+        self.lease.release()
+
+    def reopen(self) -> None:
+        self.store.reopen()  # with the credentials that are there by now
+
+    def begin(self) -> None:
+        self.store.abort_uploads()
+        self._delete(saved for saved in self.lease.head.removed if self.mirror.has_objects(saved))
+
+    def check_owned(self) -> None:
+        self.lease.check()
+
+    def share_ledger(self, local: Path) -> None:
+        there = ledger_path(self.root)
+        if missing := _missing_lines(local, self.root):
+            lines = [*self._lines, *missing]
+            self.store.write(f"{LEDGERS}{self.lease.head.epoch:07d}.jsonl", b"".join(lines))
+            self._lines = lines
+            append_lines(there, missing)
+
+    def refusal(self, step: StepFile) -> str | None:
+        if not self.lease.head.is_removed(step.save_id):
+            return None
+        return f"another machine has gone on without it, and removed from {self.name} what there was of it"
+
+    def announce(self, step: StepFile, marker: Marker) -> None:
+        self.store.write(self._record(step, marker_path), marker.to_bytes())
+
+    def _record(self, step: StepFile, path: Callable[[Path, int, str], Path]) -> str:
+        return record_name(step.save_id, path(Path(), step.iteration, step.tag).name)
+
+    def put_files(
+        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+    ) -> Manifest:
+        names = [
+            *((local / step.tag / e.path, file_name(step.tag, step.save_id, e.path), e) for e in manifest.files),
+            *((records_dir(local) / e.path, record_name(step.save_id, e.path), e) for e in manifest.beside),
+        ]
+        there = self._there(step)
+        # Objects appear whole, under the id of their save: one of the right size is this one.
+        wanted = [(path, name, entry) for path, name, entry in names if there.get(name) != entry.size]
+        uploaded = dict(zip((name for _, name, _ in wanted), self.store.upload_all(wanted, gives_way), strict=True))
+        for path, name, entry in names:
+            if name not in uploaded:
+                uploaded[name] = entry.checksum or checksum_file(path)
+        sums = [replace(entry, checksum=uploaded[name]) for _, name, entry in names]
+        count = len(manifest.files)
+        return replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:]))
+
+    def _there(self, step: StepFile) -> dict[str, int]:
+        return {
+            **self.store.sizes(file_name(step.tag, step.save_id, "")),
+            **self.store.sizes(record_name(step.save_id, "")),
+        }
+
+    def put_data(self, data: bytes) -> None:
+        self.store.write(f"{RECORDS_DIR}/{data_path(Path()).name}", data)
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        self._check_there(step, manifest)
+        before = set(self.root.glob(f"{RECORDS_DIR}/superseded/*"))
+        keep_superseded(self.root, step)
+        for path in set(self.root.glob(f"{RECORDS_DIR}/superseded/*")) - before:
+            self.store.write(str(path.relative_to(self.root)), path.read_bytes())
+        self.store.write(self._record(step, step_path), step.to_bytes())
+        self.store.write(self._record(step, manifest_path), manifest.to_bytes())
+        saved = Saved(iteration=step.iteration, tag=step.tag, save_id=step.save_id)
+        same = [s for s in self.lease.head.saves if (s.iteration, s.tag) == (step.iteration, step.tag) and s != saved]
+        head = self.lease.commit(lambda head: head.with_save(saved, latest=latest, tracker=tracker))
+        self._replaced |= set(same)
+        self._show(step, manifest, head)
+
+    def _check_there(self, step: StepFile, manifest: Manifest) -> None:
+        there = self._there(step)
+        wanted = {file_name(step.tag, step.save_id, e.path): e.size for e in manifest.files}
+        wanted |= {record_name(step.save_id, e.path): e.size for e in manifest.beside}
+        if wrong := [name for name, size in wanted.items() if there.get(name) != size]:
+            raise CheckpointError(
+                f"{step.tag} was copied and is not there as a whole",
+                found=f"{self.name}: {', '.join(wrong[:5])}: {there.get(wrong[0], 'no')} of {wanted[wrong[0]]} bytes",
+                expected=f"{len(wanted)} objects",
+                cause="somebody deletes objects there, a rule of the bucket does, or the store loses data",
+                action="it is copied again; look at the rules of the bucket",
+            )
+
+    def _show(self, step: StepFile, manifest: Manifest, head: Head) -> None:
+        """Have the mirror show a checkpoint that was committed."""
+        shutil.rmtree(self.root / step.tag, ignore_errors=True)
+        for entry in manifest.files:
+            self.mirror.stand_in(f"{step.tag}/{entry.path}", entry.size)
+        for entry in manifest.beside:
+            path = records_dir(self.root) / entry.path
+            make_dir(path.parent)
+            path.write_bytes(self.store.read(record_name(step.save_id, entry.path)) or b"")
+        write_atomic(step_path(self.root, step.iteration, step.tag), step.to_bytes())
+        write_atomic(manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
+        self.mirror.point(head)
+
+    def conclude(self, step: StepFile) -> None:
+        self.store.delete([self._record(step, marker_path)])
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
+        try:
+            doomed = [
+                (candidate.iteration, candidate.tag)
+                for candidate in superfluous(self.root, retention, copied)
+                if not (local / candidate.tag).is_dir()
+            ]
+            pruned = [saved for saved in self.lease.head.saves if (saved.iteration, saved.tag) in doomed]
+            replaced = [saved for saved in self.lease.head.removed if saved in self._replaced]
+            left = self._left_behind(copied, local)
+            for saved in pruned:
+                self._keep_records(saved)
+            if pruned or left:
+                self.lease.commit(lambda head: head.without([*pruned, *left]))
+            for saved in pruned:
+                for place in (self.root / saved.tag, *rank_dirs(self.root, saved.iteration, saved.tag)):
+                    shutil.rmtree(place, ignore_errors=True)
+            self._delete([*pruned, *left, *replaced])
+            self._replaced.clear()
+        except (MegaresumeError, OSError) as error:
+            log.warning("megaresume: old checkpoints are kept in %s: %s", self.name, error)
+
+    def _keep_records(self, saved: Saved) -> None:
+        """Data state and manifest outlive the weights."""
+        for path in (step_path, manifest_path):
+            name = path(Path(), saved.iteration, saved.tag).name
+            if (data := self.store.read(record_name(saved.save_id, name))) is not None:
+                self.store.write(f"{PRUNED}{name}", data)
+
+    def _delete(self, saves: Iterable[Saved]) -> None:
+        """The objects of what a head calls removed: nobody counts on them, whoever holds the root by now."""
+        for saved in saves:
+            self.store.delete(self.mirror.objects_of(saved))
+
+    def _left_behind(self, copied: StepFile, local: Path) -> list[Saved]:
+        """Unfinished copies of older writers, whose originals are not here."""
+        older = [saved for saved in self._unfinished if saved.iteration <= copied.iteration]
+        if not older:
+            return []
+        ours = {copied.save_id}
+        for candidate in list_candidates(local):
+            if candidate.iteration is not None and "state" in candidate.records:
+                with contextlib.suppress(StateError):
+                    ours.add(read_step_file(step_path(local, candidate.iteration, candidate.tag)).save_id)
+        committed = {saved.save_id for saved in self.lease.head.saves}
+        self._unfinished = [saved for saved in self._unfinished if saved not in older]
+        return [saved for saved in older if saved.save_id not in ours | committed]
+
+
+def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object] = say) -> Place:
+    """The place that a path or a URL names."""
+    if not isinstance(where, str | os.PathLike):
+        return where
+    return StorePlace(os.fspath(where), say) if is_store(where) else DirectoryPlace(where)
+
+
+def _missing_lines(source: Path, target: Path) -> list[bytes]:
+    there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
+    return [line for entry in read_ledger(ledger_path(source)).entries if (line := entry.to_bytes()) not in there]
+
+
+def share_ledger(source: Path, target: Path) -> None:
+    """Append the lines of one ledger that the other lacks, in their order; a new one appears with all its lines."""
+    missing = _missing_lines(source, target)
+    if ledger_path(target).exists():
+        append_lines(ledger_path(target), missing)
+    elif missing:
+        make_dir(records_dir(target))
+        write_atomic(ledger_path(target), b"".join(missing))
+
+
+#: bytes at once; reading, hashing and writing release the interpreter lock.
+_CHUNK = 8 << 20
+
+
+def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
+    """Copy a file, unless the same bytes are there already.
+
+    Args:
+        source: the file.
+        target: where it goes; its directory is made.
+        entry: its size, and its checksum if the save took one.
+
+    Returns:
+        the checksum of both, 32 hex digits.
+
+    Raises:
+        CheckpointError: a disk refuses; the source is not what was saved; or the target reads back other bytes.
+    """
+    if size_of(target) == entry.size:  # of a copy that was cut off
+        expected = entry.checksum or _checksum(source)
+        if _checksum(target) == expected:
+            return expected
+    make_dir(target.parent)
+    written = write_copy(source, target)
+    size = os.stat(source).st_size
+    if size != entry.size or (entry.checksum is not None and written != entry.checksum):
+        raise CheckpointError(
+            f"{source} is not what was saved, and is not copied",
+            found=f"{size} bytes, checksum {written}",
+            expected=f"{entry.size} bytes" + (f", checksum {entry.checksum}" if entry.checksum else ""),
+            cause="the local storage returns other bytes than were written, or the step is being saved again",
+        )
+    if (found := _checksum(target)) != written:
+        raise CheckpointError(
+            f"{target} was written and reads back other bytes",
+            found=f"checksum {found}",
+            expected=f"checksum {written}",
+            cause="the shared storage or the network damages data",
+            action="it is copied again; look at the storage",
+        )
+    return written
+
+
+def write_copy(source: Path, target: Path) -> str:
+    """Copy a file and force it to the disk; the checksum of what was written. Raises CheckpointError."""
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK))
+    try:
+        with open_file(source) as file:
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                while size := file.readinto(buffer):
+                    hasher.update(buffer[:size])
+                    write_all(descriptor, buffer[:size])
+                fsync_file(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise write_error(target, error) from error
+    return hasher.hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    try:
+        return checksum_file(path, stored=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read back", found=error.strerror or str(error)) from error

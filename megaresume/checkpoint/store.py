@@ -1,0 +1,501 @@
+"""`Store`: the objects of a checkpoint root in an object store, through fsspec: the few requests that copies need.
+
+    sizes      names and sizes below a prefix, of every page of the answer
+    read       a small object
+    write      a small object, whole or not at all
+    create     the same, unless it is there: of two that try, one succeeds (`If-None-Match`, and its like elsewhere)
+    upload     a file: large ones in parts, several at a time; each part compared with what the store has received
+    download   a file: in ranges, several at a time; what a kill has left is not read again; the whole by its checksum
+    delete     objects; abort_uploads: the parts of uploads that a kill left
+
+What may pass is tried again with back-off, as reads of data are (`megaresume.data.remote`), which also says how a store
+is reached. At most `BUFFERS` parts are in memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import inspect
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import xxhash
+
+from megaresume.checkpoint.manifest import FileEntry, checksum_file
+from megaresume.data.remote import PATIENCE, RemoteStore
+from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_file, write_error
+from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from megaresume.checkpoint.workers import Workers
+
+T = TypeVar("T")
+
+
+class GaveWayError(Exception):
+    """An upload was stopped, for another one to come first."""
+
+
+class NotAsSavedError(CheckpointError):
+    """An object is missing, or holds other bytes than were saved."""
+
+
+#: bytes of a part of an upload, and of a range of a download; more if there would be more parts than S3 allows.
+PART = 16 << 20
+MOST_PARTS = 10_000
+#: requests at a time; files at a time; parts in memory.
+REQUESTS, FILES = 8, 4
+BUFFERS = REQUESTS + FILES
+#: seconds that a request may take that sends a part.
+SENT_WITHIN = 600.0
+#: seconds for a last word as a program ends.
+AT_THE_END = 10.0
+#: objects that S3 deletes in one request.
+_DELETED_AT_ONCE = 1000
+
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
+
+
+def is_store(place: str | os.PathLike[str]) -> bool:
+    """Whether this is a URL of an object store. ``file://`` is a directory."""
+    return "://" in os.fspath(place) and not os.fspath(place).startswith("file://")
+
+
+class Store:
+    """See above. Safe to use from several threads.
+
+    Args:
+        url: ``s3://bucket/run``: names are relative to it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        protocol, _, path = self.url.partition("://")
+        self._path = path
+        self._bucket, _, self._prefix = path.partition("/")
+        self._is_s3 = protocol in ("s3", "s3a")
+        self._remote = RemoteStore(protocol)
+        self._buffers = threading.BoundedSemaphore(BUFFERS)
+        self._pools: tuple[int, Workers, Workers] | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def reopen(self) -> None:
+        """Connect anew, with the credentials that are there now."""
+        self._remote.reopen()
+
+    # Small objects
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Bytes of every object whose name begins with ``prefix`` (a folder: ends with a slash, or empty), by name.
+
+        Raises:
+            SetupError: the store does not answer or refuses, or there is no such bucket.
+        """
+        pages = self._pages if self._is_s3 else self._found
+        return self._tried(prefix, "listed", lambda: dict(pages(prefix)))
+
+    def _pages(self, prefix: str) -> Iterator[tuple[str, int]]:
+        before = f"{self._prefix}/" if self._prefix else ""
+        more: dict[str, Any] = {}
+        while True:
+            page = self._s3("list_objects_v2", Prefix=before + prefix, **more)
+            for one in page.get("Contents", ()):
+                yield one["Key"].removeprefix(before), int(one["Size"])
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _found(self, prefix: str) -> Iterator[tuple[str, int]]:
+        files = self._remote.opened()
+        files.invalidate_cache()
+        top = files._strip_protocol(self.url)
+        with contextlib.suppress(FileNotFoundError):
+            found = files.find(f"{self.url}/{prefix}".rstrip("/"), detail=True)
+            for path, info in found.items():
+                name = path.removeprefix(top).lstrip("/")
+                if name.startswith(prefix):
+                    yield name, int(info["size"])
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None if there is none. Raises SetupError."""
+
+        def get() -> bytes | None:
+            try:
+                return self._remote.whole(self._url(name))
+            except FileNotFoundError as error:
+                self._check_bucket(error)
+                return None
+
+        return self._tried(name, "read", get)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a small object in place, whatever was there. Raises SetupError."""
+        self._tried(name, "written", lambda: self._put(name, data), verb="written")
+
+    def try_write(self, name: str, data: bytes) -> None:
+        """The same once, for a program that ends: nobody waits for a store that does not answer."""
+        with contextlib.suppress(Exception):
+            self._put(name, data, seconds=AT_THE_END)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a small object in place, if there is none.
+
+        Returns:
+            whether what is there now is this. Two that try at once must not try the same bytes.
+
+        Raises:
+            SetupError: the store does not answer, or refuses.
+        """
+        if self.creates(name, data):
+            return True
+        # A store whose answer was lost is asked again, and then refuses what it has done already.
+        return self.read(name) == data
+
+    def creates(self, name: str, data: bytes) -> bool:
+        """The same; but False also for the same bytes. Of a store without conditional writes always True."""
+
+        def attempt() -> bool:
+            try:
+                self._put(name, data, is_new=True)
+            except FileExistsError:
+                return False
+            return True
+
+        return self._tried(name, "created", attempt, verb="written")
+
+    def _put(self, name: str, data: bytes, *, is_new: bool = False, seconds: float | None = None) -> None:
+        if self._is_s3:
+            condition = {"IfNoneMatch": "*"} if is_new else {}
+            self._send("put_object", data, Key=self._key(name), seconds=seconds, **condition)
+            return
+        files, url = self._remote.opened(), self._url(name)
+        # Not in every filesystem of fsspec.
+        takes = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
+        if is_new and "mode" not in takes and files.exists(url):
+            raise FileExistsError(url)
+        files.pipe_file(url, data, **({"mode": "create"} if is_new and "mode" in takes else {}))
+
+    def _send(self, method: str, data: bytes | memoryview, **parameters: Any) -> Any:
+        """Send bytes, and make sure that the store has received these."""
+        digest = hashlib.md5(data, usedforsecurity=False)
+        answer = self._s3(method, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **parameters)
+        # Of bytes that are encrypted with keys of one's own, it is something else.
+        is_plain = not any(name in answer for name in ("SSEKMSKeyId", "SSECustomerAlgorithm"))
+        received = _MD5.fullmatch(answer.get("ETag", ""))
+        if is_plain and received is not None and received[1] != digest.hexdigest():
+            raise OSError(f"the store has received other bytes: {received[1]}, sent were {digest.hexdigest()}")
+        return answer
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; no error for those that are not there. Raises SetupError."""
+        doomed = list(names)
+        for first in range(0, len(doomed), _DELETED_AT_ONCE):
+            some = doomed[first : first + _DELETED_AT_ONCE]
+            self._tried(some[0], "deleted", lambda: self._delete(some), verb="written")  # noqa: B023  runs here
+
+    def _delete(self, names: Sequence[str]) -> None:
+        if self._is_s3:
+            keys = [{"Key": self._key(name)} for name in names]
+            answer = self._s3("delete_objects", Delete={"Objects": keys, "Quiet": True})
+            if failed := answer.get("Errors"):
+                raise OSError(f"{failed[0].get('Key')}: {failed[0].get('Code')} {failed[0].get('Message')}")
+            return
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._remote.opened().rm_file(self._url(name))
+
+    def abort_uploads(self) -> int:
+        """Give up the uploads in parts that are under way: those of a process that was killed take room.
+
+        Returns:
+            how many there were; 0 also if the store does not say.
+        """
+        if not self._is_s3:
+            return 0
+        with contextlib.suppress(SetupError, CorpusError):
+            prefix = f"{self._prefix}/" if self._prefix else ""
+            found = self._tried("", "listed", lambda: self._s3("list_multipart_uploads", Prefix=prefix))
+            uploads = found.get("Uploads", ())
+            for one in uploads:
+                self._abort(one["Key"], one["UploadId"])
+            return len(uploads)
+        return 0
+
+    def _abort(self, key: str, upload: str) -> None:
+        with contextlib.suppress(Exception):  # the next start tries again, and a rule of the bucket can
+            self._s3("abort_multipart_upload", Key=key, UploadId=upload)
+
+    # Files
+
+    def upload_all(
+        self, files: Iterable[tuple[Path, str, FileEntry]], gives_way: Callable[[], bool] = lambda: False
+    ) -> list[str]:
+        """Upload files.
+
+        Args:
+            files: the file, its name in the store, and its size and, if known, checksum.
+            gives_way: whether to stop, asked before each file and part.
+
+        Returns:
+            their checksums, 32 hex digits, in this order.
+
+        Raises:
+            CheckpointError: a file is not what was saved.
+            SetupError: the store does not answer, or refuses.
+            GaveWayError: it was stopped.
+        """
+        return _all(self._of_files.submit(self._upload, *one, gives_way) for one in files)
+
+    def _upload(self, path: Path, name: str, entry: FileEntry, gives_way: Callable[[], bool]) -> str:
+        if gives_way():
+            raise GaveWayError
+        try:
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    raise _changed(path, entry, f"{size} bytes")
+                if size <= PART or not self._is_s3:
+                    return self._upload_whole(path, name, entry)
+                return self._upload_parts(file, path, name, entry, gives_way)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read", found=error.strerror or str(error)) from error
+
+    def _upload_whole(self, path: Path, name: str, entry: FileEntry) -> str:
+        if entry.size <= PART:
+            with self._buffers:
+                data = read_file(path)
+                checksum = xxhash.xxh3_128_hexdigest(data)
+                _check(path, entry, checksum, len(data))
+                self.write(name, data)
+        else:
+            checksum = checksum_file(path)
+            _check(path, entry, checksum, entry.size)
+            self._tried(name, "written", lambda: self._remote.opened().put_file(str(path), self._url(name)), "written")
+        if not self._is_s3 and (found := self.checksum(name, entry.size)) != checksum:
+            self.delete([name])
+            raise CheckpointError(
+                f"{self._url(name)} was written and reads back other bytes",
+                found=f"checksum {found}",
+                expected=f"checksum {checksum}",
+                cause="the store or the network damages data",
+                action="it is copied again; look at the storage",
+            )
+        return checksum
+
+    def _upload_parts(self, file: Any, path: Path, name: str, entry: FileEntry, gives_way: Callable[[], bool]) -> str:
+        key, part_size = self._key(name), max(PART, -(-entry.size // MOST_PARTS))
+        begin = self._tried(name, "begun", lambda: self._s3("create_multipart_upload", Key=key), verb="written")
+        upload, hasher = begin["UploadId"], xxhash.xxh3_128()
+        sent: list[Future[dict[str, Any]]] = []
+
+        def send(number: int, data: bytes) -> dict[str, Any]:
+            try:
+                answer = self._tried(
+                    name,
+                    f"written, part {number}",
+                    lambda: self._send("upload_part", data, Key=key, UploadId=upload, PartNumber=number),
+                    verb="written",
+                )
+            finally:
+                self._buffers.release()
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        try:
+            left = entry.size
+            while left:
+                if gives_way():
+                    raise GaveWayError
+                self._buffers.acquire()
+                try:
+                    data = file.read(min(part_size, left))
+                    if not data:
+                        raise _changed(path, entry, f"{entry.size - left} bytes")
+                    hasher.update(data)
+                    sent.append(self._of_requests.submit(send, len(sent) + 1, data))
+                except BaseException:
+                    self._buffers.release()
+                    raise
+                left -= len(data)
+            parts = _all(sent)
+            _check(path, entry, hasher.hexdigest(), entry.size)
+            self._tried(name, "completed", lambda: self._complete(key, upload, parts, entry.size), verb="written")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                _all(sent)
+            self._abort(key, upload)
+            raise
+        return hasher.hexdigest()
+
+    def _complete(self, key: str, upload: str, parts: list[dict[str, Any]], size: int) -> None:
+        try:
+            self._s3("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:  # an answer was lost, and it is asked again
+            if int(self._s3("head_object", Key=key)["ContentLength"]) != size:
+                raise OSError("the upload is gone") from None
+
+    def checksum(self, name: str, size: int) -> str:
+        """xxh3_128 of an object, read in ranges; 32 hex digits. Raises CorpusError, SetupError."""
+        hasher = xxhash.xxh3_128()
+        for offset in range(0, size, PART):
+            hasher.update(self._remote.read(self._url(name), offset, min(PART, size - offset)))
+        return hasher.hexdigest()
+
+    def download_all(self, files: Iterable[tuple[str, Path, FileEntry]], beat: Callable[[], object]) -> None:
+        """Download files; those that are there with the right checksum are kept.
+
+        Args:
+            files: the name in the store, the file, and its size and checksum.
+            beat: called whenever something has come.
+
+        Raises:
+            NotAsSavedError: an object is missing, or is not what was saved.
+            CheckpointError: the disk refuses.
+            SetupError: the store does not answer, or refuses.
+        """
+        _all(self._of_files.submit(self._download, *one, beat) for one in files)
+
+    def _download(self, name: str, path: Path, entry: FileEntry, beat: Callable[[], object]) -> None:
+        make_dir(path.parent)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            if path.exists():
+                if path.stat().st_size == entry.size and checksum_file(path) == entry.checksum:
+                    return
+                path.unlink()
+            for is_last in (False, True):
+                self._fill(name, part, entry.size, beat)
+                found = checksum_file(part)
+                beat()
+                if entry.checksum in (None, found):
+                    os.replace(part, path)
+                    _done(part).unlink(missing_ok=True)
+                    fsync_dir(path.parent)
+                    return
+                part.unlink()  # of what a power cut left, too, it may be
+                _done(part).unlink(missing_ok=True)
+                if is_last:
+                    raise NotAsSavedError(
+                        f"{self._url(name)} is not what was saved",
+                        found=f"checksum {found}, read twice",
+                        expected=f"checksum {entry.checksum}",
+                        cause="the store or the network damages data, or somebody has written there",
+                    )
+        except OSError as error:
+            raise write_error(part, error) from error
+        except CorpusError as error:
+            raise NotAsSavedError(f"{self._url(name)} is missing", found=error.found) from error
+
+    def _fill(self, name: str, part: Path, size: int, beat: Callable[[], object]) -> None:
+        """Read the ranges that are not there yet. Which are, a file beside it says: one byte each, written after it."""
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        marks = os.open(_done(part), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(descriptor, size)
+            done = os.pread(marks, -(-size // PART), 0)
+
+            def fetch(number: int) -> None:
+                offset = number * PART
+                with self._buffers:
+                    data = self._remote.read(self._url(name), offset, min(PART, size - offset))
+                    while data:
+                        written = os.pwrite(descriptor, data, offset)
+                        data, offset = data[written:], offset + written
+                os.pwrite(marks, b"x", number)
+                beat()
+
+            wanted = [number for number in range(-(-size // PART)) if done[number : number + 1] != b"x"]
+            _all(self._of_requests.submit(fetch, number) for number in wanted)
+            fsync_file(descriptor)
+        finally:
+            os.close(descriptor)
+            os.close(marks)
+
+    # How
+
+    def prepare(self) -> None:
+        """Have every thread that is needed later, up to the end of Python."""
+        from megaresume.checkpoint.workers import Workers
+
+        self._workers()
+        if (loop := getattr(self._remote.opened(), "loop", None)) is not None:
+            # Looks up names of hosts, for requests that wait for it.
+            loop.call_soon_threadsafe(loop.set_default_executor, Workers(2, "megaresume-names"))
+
+    @property
+    def _of_files(self) -> Workers:
+        return self._workers()[1]
+
+    @property
+    def _of_requests(self) -> Workers:
+        return self._workers()[2]
+
+    def _workers(self) -> tuple[int, Workers, Workers]:
+        from megaresume.checkpoint.workers import Workers  # only here: half of `inspect`'s import time
+
+        if self._pools is None or self._pools[0] != os.getpid():
+            self._pools = os.getpid(), Workers(FILES, "megaresume-files"), Workers(REQUESTS, "megaresume-parts")
+        return self._pools
+
+    def _url(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _s3(self, method: str, *, seconds: float | None = None, **parameters: Any) -> Any:
+        seconds = seconds or (SENT_WITHIN if "Body" in parameters else PATIENCE)
+        return self._remote.opened().call_s3(method, Bucket=self._bucket, timeout=seconds, **parameters)
+
+    def _tried(self, name: str, what: str, call: Callable[[], T], verb: Literal["read", "written"] = "read") -> T:
+        try:
+            return self._remote.tried(self._url(name), what, call, verb=verb)
+        except CorpusError as error:
+            raise SetupError(
+                f"{self._url(name)} cannot be {verb}: the store does not know it",
+                found=f"{what}: {error.__cause__}",
+                expected="a bucket that is there",
+                cause="a wrong name of the bucket, the endpoint of another store, or an upload that was aborted",
+                action="correct the URL, or make the bucket with the store's own tool",
+            ) from error
+
+    def _check_bucket(self, error: FileNotFoundError) -> None:
+        """Pass on that it is the bucket that is not there."""
+        if self._is_s3 and "bucket" in str(error).lower():
+            raise error
+
+
+def _done(part: Path) -> Path:
+    return part.with_name(f"{part.name}s")
+
+
+def _all(futures: Iterable[Future[T]]) -> list[T]:
+    """What they gave; the first error, when all of them are over."""
+    waiting = list(futures)
+    errors = [error for future in waiting if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in waiting]
+
+
+def _check(path: Path, entry: FileEntry, checksum: str, size: int) -> None:
+    if size != entry.size or (entry.checksum is not None and checksum != entry.checksum):
+        raise _changed(path, entry, f"{size} bytes, checksum {checksum}")
+
+
+def _changed(path: Path, entry: FileEntry, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not what was saved, and is not copied",
+        found=found,
+        expected=f"{entry.size} bytes" + (f", checksum {entry.checksum}" if entry.checksum else ""),
+        cause="the local storage returns other bytes than were written, or the step is being saved again",
+    )

@@ -1,0 +1,119 @@
+"""A run in an object store, for commands that read a directory: its records, and a stand-in for every other file.
+
+What a command prints names the URL, not the directory. Reads only, needs no right to write, and takes no lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from megaresume.checkpoint.manifest import FileEntry, read_manifest
+from megaresume.checkpoint.mirror import Mirror, by_name, file_name
+from megaresume.checkpoint.records import manifest_path, tag_iteration
+from megaresume.checkpoint.store import Store
+from megaresume.stream.errors import CheckpointError, UsageError
+
+#: the commands whose directory may be a URL.
+COMMANDS = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report"})
+_URL = re.compile(r"(?!https?:|file:)[a-z][a-z0-9+.-]*://.+")
+
+
+def url_in(words: Sequence[str]) -> int | None:
+    """Which word of a command line is the URL of a run; None: none is."""
+    return next((number for number, word in enumerate(words) if _URL.fullmatch(word)), None)
+
+
+class Renamed:
+    """A stream on which a directory has another name.
+
+    Args:
+        out: where it goes.
+        directory: as it is written.
+        name: as it is shown.
+    """
+
+    def __init__(self, out: TextIO, directory: str, name: str) -> None:
+        self._out, self._directory, self._name = out, directory, name
+
+    def write(self, text: str) -> int:
+        """Write, with the other name."""
+        self._out.write(text.replace(self._directory, self._name))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush it."""
+        self._out.flush()
+
+    def isatty(self) -> bool:
+        """Whether people read it."""
+        return self._out.isatty()
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._out.fileno()
+
+    @property
+    def encoding(self) -> str:
+        """Of its text."""
+        return self._out.encoding
+
+
+@contextlib.contextmanager
+def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
+    """A directory with what a command needs of a run in a store, for as long as it runs.
+
+    Args:
+        url: ``s3://bucket/run``, or a tag directory in it.
+        whole: with the content of all files, to compare their checksums: as much room as they take.
+
+    Raises:
+        UsageError: there is nothing.
+        SetupError: the store does not answer, or refuses.
+    """
+    root_url, _, last = url.rstrip("/").rpartition("/")
+    is_tag = tag_iteration(last) is not None
+    store = Store(root_url if is_tag else url)
+    with tempfile.TemporaryDirectory(prefix="megaresume-store-") as directory:
+        root = Path(directory)
+        mirror = Mirror(store, root)
+        mirror.refresh()
+        if not mirror.sizes:
+            raise UsageError(
+                "there is nothing in this place of the store",
+                found=store.url,
+                expected="the stage_to of a run, or a --save directory that was copied there",
+                action="check the URL",
+            )
+        if whole:
+            _fill(mirror)
+        out: Any = Renamed(sys.stdout, directory, store.url)
+        error: Any = Renamed(sys.stderr, directory, store.url)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), by_name(root, store.url):
+            yield str(root / last if is_tag else root)
+
+
+def _fill(mirror: Mirror) -> None:
+    """The files of complete checkpoints, as the store gives them: what is wrong with them is for others to say."""
+    head = mirror.refresh()
+    if head is None:
+        raise UsageError(
+            "checksums cannot be compared there",
+            found=f"{mirror.store}: no checkpoint that stage_to has copied",
+            expected="copies of stage_to",
+            action="copy the directory here, and inspect it with --checksums",
+        )
+    for saved in head.saves:
+        manifest = read_manifest(manifest_path(mirror.root, saved.iteration, saved.tag))
+        for entry in manifest.files:
+            path, name = mirror.root / saved.tag / entry.path, file_name(saved.tag, saved.save_id, entry.path)
+            if mirror.sizes.get(name) != entry.size:
+                continue
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(CheckpointError):
+                mirror.store.download_all([(name, path, FileEntry(path=entry.path, size=entry.size))], lambda: None)

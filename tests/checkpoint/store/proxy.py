@@ -1,0 +1,149 @@
+"""A proxy in front of an S3 server that does harm at one request: ``python proxy.py UPSTREAM`` prints its URL.
+
+``PUT /__plan__`` with JSON sets what is to happen, and begins to count anew; ``GET /__log__`` gives the requests since.
+
+    kill before, kill after      SIGKILL to a process, before the request is passed on, or when the server has done it
+    stop before, stop after      SIGSTOP, likewise
+    503, slow                    an answer that the server is too busy: SlowDown
+    403                          ExpiredToken
+    reset before, reset after    the connection is closed, before the request is passed on, or instead of the answer
+    torn                         half of the body of the answer, then the connection is closed
+    flipped answer, flipped body one byte of the body of the answer, or of the request, is another one
+    quota                        507, from this request on
+    unconditional                If-None-Match is dropped, of every request
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>as planned</Message></Error>"
+
+
+async def _message(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None = None
+) -> tuple[bytes, dict[str, str], bytes]:
+    """First line, headers, body; ``writer``: to a client that waits before it sends its body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    first, *lines = head[:-4].split(b"\r\n")
+    headers = dict(line.decode().split(": ", 1) for line in lines if b": " in line)
+    lower = {name.lower(): value for name, value in headers.items()}
+    body = b""
+    if writer is not None and "expect" in lower:
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    if "chunked" in lower.get("transfer-encoding", ""):
+        while size := int((await reader.readline()).strip() or b"0", 16):
+            body += (await reader.readexactly(size + 2))[:-2]
+        await reader.readline()
+        headers = {name: value for name, value in headers.items() if name.lower() != "transfer-encoding"}
+        headers["Content-Length"] = str(len(body))
+    elif length := int(lower.get("content-length", 0)):
+        body = await reader.readexactly(length)
+    return first, headers, body
+
+
+def _bytes(first: bytes, headers: dict[str, str], body: bytes) -> bytes:
+    return b"\r\n".join([first, *(f"{n}: {v}".encode() for n, v in headers.items()), b"", b""]) + body
+
+
+def _flipped(body: bytes) -> bytes:
+    middle = len(body) // 2
+    return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :] if body else body
+
+
+class Proxy:
+    def __init__(self, upstream: str) -> None:
+        parts = urlsplit(upstream)
+        self.host, self.port = parts.hostname, parts.port
+        self.plan: dict[str, Any] = {}
+        self.log: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        first, headers, body = await _message(reader, writer)
+        method, path, _ = first.decode().split(" ")
+        if path == "/__plan__":
+            self.plan, self.log = json.loads(body), []
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            return True
+        if path == "/__log__":
+            data = json.dumps(self.log).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            return True
+        self.log.append(f"{method} {path}")
+        fault = self.plan.get("fault", "") if len(self.log) == self.plan.get("at") else ""
+        if self.plan.get("fault") == "quota" and len(self.log) >= self.plan["at"] and method in ("PUT", "POST"):
+            fault = "quota"
+        for status, name, code in ((503, "503", b"SlowDown"), (403, "403", b"ExpiredToken"), (507, "quota", b"Quota")):
+            if fault == name:
+                data = ERROR % code
+                writer.write(b"HTTP/1.1 %d No\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
+                return True
+        if fault.endswith(" before"):
+            if (number := SIGNALS.get(fault.split()[0])) is not None:
+                os.kill(self.plan["pid"], number)
+            if not fault.startswith("stop"):
+                return False
+        if fault == "flipped body":
+            body = _flipped(body)
+        if self.plan.get("fault") == "unconditional":
+            headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
+        answer, after, content = await self._forward(first, headers, body)
+        if fault.endswith(" after"):
+            if (number := SIGNALS.get(fault.split()[0])) is not None:
+                os.kill(self.plan["pid"], number)
+            if not fault.startswith("stop"):
+                return False
+        if fault == "flipped answer":
+            content = _flipped(content)
+        if fault == "torn":
+            writer.write(_bytes(answer, after, content)[: -(len(content) // 2) or None])
+            await writer.drain()
+            return False
+        if method == "HEAD":
+            content = b""
+        writer.write(_bytes(answer, after, content))
+        await writer.drain()
+        return True
+
+    async def _forward(self, first: bytes, headers: dict[str, str], body: bytes) -> tuple[bytes, dict[str, str], bytes]:
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
+        headers = {n: v for n, v in headers.items() if n.lower() not in ("expect", "connection")}
+        writer.write(_bytes(first, headers | {"Connection": "close"}, body))
+        await writer.drain()
+        try:
+            if first.startswith(b"HEAD"):
+                head = await reader.readuntil(b"\r\n\r\n")
+                line, *lines = head[:-4].split(b"\r\n")
+                return line, dict(one.decode().split(": ", 1) for one in lines if b": " in one), b""
+            answer, after, content = await _message(reader)
+        finally:
+            writer.close()
+        return answer, {n: v for n, v in after.items() if n.lower() != "connection"}, content
+
+
+async def main(upstream: str) -> None:
+    server = await asyncio.start_server(Proxy(upstream).serve, "127.0.0.1", 0, limit=1 << 24)
+    print("http://{}:{}".format(*server.sockets[0].getsockname()), flush=True)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(1.0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
