@@ -37,8 +37,7 @@ from typing import Any
 import torch
 from torchft.coordination import LighthouseServer
 
-import megaresume
-from tests.hosts.torchft.replica import Job, Witness, main
+from tests.hosts.torchft.replica import Job, Witness, length_of, loader_of, main
 
 PLACES = ("forward", "reducing", "reduced", "committed", "healing", "saving")
 
@@ -55,6 +54,10 @@ class Found:
     again: int = 0
     #: the largest difference of a learned weight from that of an uninterrupted run.
     noise: float = 0.0
+    #: how much more than the mean the replica has to do that has most, in the mean of the steps of several replicas: as
+    #: they were dealt, and if they were dealt in the order of the stream; in work of attention.
+    uneven: float = 0.0
+    uneven_in_order: float = 0.0
     #: what is wrong, in words.
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -97,7 +100,7 @@ def lighthouse(port: int, least: int = 1) -> None:
 
 def order_of(job: Job) -> list[int]:
     """The items of an uninterrupted run of one loader."""
-    loader = megaresume.DataLoader(list(range(job.items)), batch_size=job.global_batch, seed=3, dp_rank=0, dp_size=1)
+    loader = loader_of(job, job.global_batch, dp_rank=0, dp_size=1)
     items: list[int] = []
     while len(items) < job.steps * job.global_batch:
         items += [int(item) for batch in loader for item in batch]
@@ -118,6 +121,12 @@ def uninterrupted(job: Job, order: list[int]) -> list[list[float]]:
     return weights
 
 
+def uneven(parts: list[list[int]]) -> float:
+    """How much more than the mean the largest part has to do, of 1: the squares of lengths."""
+    work = [sum(length_of(item) ** 2 for item in part) for part in parts]
+    return max(work) * len(work) / sum(work) - 1
+
+
 def judge(directory: Path, job: Job) -> Found:
     """See `Found`; from the weights that the replicas have written down after each committed step."""
     found, order, size = Found(), order_of(job), job.global_batch
@@ -128,6 +137,7 @@ def judge(directory: Path, job: Job) -> Found:
         if line.endswith("}")
     ]
     weights = uninterrupted(job, order)
+    dealt: list[tuple[float, float]] = []
     by_step: dict[int, list[Any]] = collections.defaultdict(list)
     for line in lines:
         by_step[line["step"]].append(line)
@@ -156,7 +166,14 @@ def judge(directory: Path, job: Job) -> Found:
             if together and one["line"] != other["line"]:
                 found.wrong.append(f"step {step}: the weights of pids {one['pid']} and {other['pid']} differ")
         replicas = last[0]["replicas"]
+        if replicas == len(last) > 1:
+            parts = [
+                order[(step - 1) * size :][size * k // replicas : size * (k + 1) // replicas] for k in range(replicas)
+            ]
+            dealt.append((uneven([line["handed"] for line in last]), uneven(parts)))
         found.replicas[replicas] = found.replicas.get(replicas, 0) + 1
+    if dealt:
+        found.uneven, found.uneven_in_order = (sum(one) / len(dealt) for one in zip(*dealt, strict=True))
     found.steps = max(by_step, default=0)
     if found.steps != job.steps:
         found.wrong.append(f"{found.steps} steps of {job.steps}")
@@ -174,6 +191,7 @@ def run(
     size: int | None = None,
     places: bool = False,
     verify: bool = True,
+    balanced: bool = False,
 ) -> Found:
     """One run, with up to so many kills."""
     directory.mkdir(parents=True)
@@ -189,6 +207,7 @@ def run(
         "seconds": rng.choice([0.005, 0.02]),
         "save_every": rng.choice([3, 7]),
     }
+    base["balanced"] = balanced or rng.random() < 0.25
     base["sums"] = not base["ddp"] and rng.random() < 0.4
     size = size or rng.randint(1, 4)
     job = Job(replica=0, **base)
@@ -327,6 +346,7 @@ def cli() -> int:
     parser.add_argument("--runs", type=int, help="so many runs, whatever was killed")
     parser.add_argument("--size", type=int, help="replicas (default: 1 to 4)")
     parser.add_argument("--places", action="store_true", help="replicas die at the places alone")
+    parser.add_argument("--balanced", action="store_true", help="balanced ranks in every run, not in a quarter of them")
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--groups", action="store_true")
     parser.add_argument("--stale-group", action="store_true")
@@ -344,7 +364,14 @@ def cli() -> int:
         directory = args.directory / f"run_{args.seed}_{number}"
         most = min(args.each, max(args.kills - killed, 0))
         found = run(
-            directory, rng, most, steps=args.steps, size=args.size, places=args.places, verify=not args.no_verify
+            directory,
+            rng,
+            most,
+            steps=args.steps,
+            size=args.size,
+            places=args.places,
+            verify=not args.no_verify,
+            balanced=args.balanced,
         )
         number += 1
         killed += sum(found.kills.values()) - found.kills.get("died", 0)

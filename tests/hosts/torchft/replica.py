@@ -50,6 +50,8 @@ class Job:
     seconds: float = 0.0
     save_every: int = 0
     workers: int = 0
+    #: items of different lengths, dealt so that all replicas have as much to do.
+    balanced: bool = False
     #: SIGKILL to itself: where, and at which time it comes there, from 1; 0: never. forward, reducing, reduced (before
     #: should_commit), committed, healing, saving.
     kill: tuple[str, int] = ("", 0)
@@ -75,6 +77,25 @@ class Witness(torch.nn.Module):
         """Of items, int64[m]: what is counted and what is learned, both means."""
         inputs = items[:, None] / len(self.tally)
         return self.tally[items].mean(), (self.line(inputs) - inputs.sin()).square().mean()
+
+
+def length_of(item: int) -> int:
+    """Tokens of an item, from 1 to 63."""
+    return 1 + item * 37 % 63
+
+
+def items_of(batch: list[dict[str, list[int]]]) -> torch.Tensor:
+    """The numbers of items that hold nothing else, int64[m]."""
+    return torch.tensor([item["input_ids"][0] for item in batch])
+
+
+def loader_of(job: Job, batch_size: int, **options: Any) -> megaresume.DataLoader:
+    """Of the items, whose batches are their numbers."""
+    if not job.balanced:
+        return megaresume.DataLoader(list(range(job.items)), batch_size=batch_size, seed=3, **options)
+    data = [{"input_ids": [item] * length_of(item)} for item in range(job.items)]
+    options |= {"seq_length": 64, "packing": "none", "collate_fn": items_of}
+    return megaresume.DataLoader(data, batch_size=batch_size, seed=3, **options)
 
 
 def main(job: Job) -> None:
@@ -124,14 +145,8 @@ def main(job: Job) -> None:
     )
     optimizer = torchft.Optimizer(manager, inner)
     trained = DDP(manager, model) if job.ddp else model
-    loader = megaresume.DataLoader(
-        list(range(job.items)),
-        batch_size=job.batch,
-        seed=3,
-        num_workers=job.workers,
-        dp_rank=job.local,
-        dp_size=job.locals,
-    )
+    balance = megaresume.Balance() if job.balanced else None
+    loader = loader_of(job, job.batch, num_workers=job.workers, balance=balance, dp_rank=job.local, dp_size=job.locals)
     loop = megaresume.attach(
         manager,
         loader,

@@ -48,6 +48,14 @@ def test_a_process_group_that_is_not_that_of_the_quorum(python: str, tmp_path: P
     assert found["wrong"] == [] and found["replicas"] == {"1": found["replicas"]["1"], "2": 12 - found["replicas"]["1"]}
 
 
+@release("torchft: three replicas", "`tests/hosts/torchft/test_parts.py::test_the_ranks_make_up_the_step_in_order`")
+def test_replicas_have_as_much_to_do(python: str, tmp_path: Path) -> None:
+    """``balance``, for the replicas of each step: the same samples in the same steps, dealt evenly by their lengths."""
+    words = ["--balanced", "--kills", "8", "--each", "8", "--size", "3", "--seed", "4", "--directory", str(tmp_path)]
+    run, total = harness(python, *words)
+    assert total["wrong"] == 0 and run["uneven"] < 0.5 * run["uneven_in_order"]
+
+
 @release("torchft: six processes", "`tests/hosts/torchft/test_parts.py::test_all_of_a_step_is_dealt_whoever_is_there`")
 def test_replicas_of_two_processes(python: str, tmp_path: Path) -> None:
     """As with FSDP in each replica; one of them is killed, and joins again."""
