@@ -34,7 +34,7 @@ def server() -> Iterator[Server]:
 def _run(server: Server, where: Path, local: str, shared: str, steps: int, *more: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(PROGRAM), str(where / "data.yaml"), str(where / local), shared, str(steps), *more]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | server.environment
+        command, capture_output=True, text=True, check=False, timeout=1500, env=os.environ | server.environment
     )
 
 
