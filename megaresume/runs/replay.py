@@ -18,17 +18,17 @@ from pathlib import Path
 
 from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.meter.record import meter_dir, read_pulse
-from megaresume.checkpoint.records import ledger_path, split_root
+from megaresume.checkpoint.records import data_path, ledger_path, split_root
 from megaresume.checkpoint.replay import VARIABLE, Replay
 from megaresume.checkpoint.search import Choice
 from megaresume.command_line import at_least, number_range
+from megaresume.data.data_config import DataConfig
 from megaresume.render import text_table
 from megaresume.runs.answer import Answer, told
 from megaresume.runs.layout import laid_out
 from megaresume.runs.replayed_steps import StepAgain, compare_steps
 from megaresume.runs.run import Run
 from megaresume.runs.trace.find import parse_documents
-from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: what follows ``--`` on the command line is a command of the user's.
@@ -230,12 +230,13 @@ def check_skipped(run: Run, skipped: Sequence[tuple[str, int]]) -> None:
     """
     if not skipped:
         return
-    state = run.history.state
-    if StreamConfig.recorded(state.stages[-1].config).is_of_items:
+    state, config = run.history.state, data_path(run.root)
+    sources = DataConfig.of(config).mapping["sources"].values() if config.is_file() else ()
+    if not sources or any(source.get("kind") == "items" for source in sources):
         raise UsageError(
             "--skip-documents is for packed text",
-            found="a run over items of a dataset, whose batches your collate_fn makes",
-            expected="a run whose batches have a loss_mask of megaresume's",
+            found="a run over items of a dataset, whose batches your collate_fn makes, or over a Python object",
+            expected="a run over corpora of a data.yaml, whose batches have a loss_mask of megaresume's",
             action="leave the items out of the loss in your collate_fn, for this replay",
         )
     for name, document in skipped:
