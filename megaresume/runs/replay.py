@@ -140,7 +140,7 @@ def _prepared(run: Run, first: int, last: int, args: argparse.Namespace, skipped
     choice = checkpoint_before(run, first)
     saved = sorted({entry.iteration for entry in entries if entry.kind == "checkpoint"})
     if choice is None and not args.from_start and any(step < first for step in saved):
-        left = [step for step in saved if checkpoint_before(run, step + 1) is not None]
+        left = [step for step in saved if (c := checkpoint_before(run, step + 1)) is not None and c.iteration == step]
         raise CheckpointError(
             f"no complete checkpoint before step {first} is left",
             found=f"checkpoints of steps {', '.join(map(str, left)) or 'none'}",

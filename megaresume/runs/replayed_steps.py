@@ -4,7 +4,7 @@
     of the run ledger.jsonl         digests of its checkpoints; otherwise its stream is planned again
 
 Losses of segments (``meter.losses``) are compared sample by sample, whoever trained them. Losses of processes are
-compared process by process if there are as many, else by their mean.
+compared process by process, bit for bit; if there are not as many, only their means are, within ``--tolerance``.
 """
 
 from __future__ import annotations
@@ -173,24 +173,25 @@ def compare_steps(run: Run, out: Path, first: int, last: int) -> list[StepAgain]
     digests = _digests(run, before, {step: begins[step] for step in wanted}, span[0])
     found: list[StepAgain] = []
     for step in wanted:
-        mine, theirs = again[step], before.get(step)
+        replayed, recorded = again[step], before.get(step)
         numbers = range(begins.get(step - 1, begins[step]), begins[step])
         by_segment = bool(numbers) and all(n in sums and n in recorded_sums for n in numbers)
-        loss, recorded_loss = mine.loss, None if theirs is None else theirs.loss
+        loss, recorded_loss = replayed.loss, None if recorded is None else recorded.loss
         same: list[bool] = []
         if by_segment:
             loss, recorded_loss = _by_token(sums, numbers), _by_token(recorded_sums, numbers)
             same.append(all(sums[n].tobytes() == recorded_sums[n].tobytes() for n in numbers))
-        ours, others = list(mine.losses.values()), [] if theirs is None else list(theirs.losses.values())
-        if ours and others and (not by_segment or len(ours) == len(others)):
-            same.append([*map(_bits, ours)] == [*map(_bits, others)])
-        norm, recorded_norm = mine.norm, None if theirs is None else theirs.norm
+        losses = list(replayed.losses.values())
+        recorded_losses = [] if recorded is None else list(recorded.losses.values())
+        if losses and recorded_losses and (not by_segment or len(losses) == len(recorded_losses)):
+            same.append([*map(_bits, losses)] == [*map(_bits, recorded_losses)])
+        norm, recorded_norm = replayed.norm, None if recorded is None else recorded.norm
         if norm is not None and recorded_norm is not None:
             same.append(_bits(norm) == _bits(recorded_norm))
         found.append(
             StepAgain(
                 step=step,
-                digest=mine.digest,
+                digest=replayed.digest,
                 recorded_digest=digests.get(step),
                 loss=loss,
                 recorded_loss=recorded_loss,

@@ -291,7 +291,7 @@ class Looker:
         self._marks: list[Mark] = []
         self._sources: SourceFigures | None = None
         self._averages: Averages | None = None
-        self._slowest: dict[str, float] = {}
+        self._waited_by_rank: dict[str, float] = {}
         self._outlets: list[Outlet] = []
         self._is_open = False
 
@@ -429,12 +429,12 @@ class Looker:
         found: dict[str, Value] = {}
         sums: dict[str, list[float]] = {}
         for name, line in lines:
-            self._slowest[name] = float(line.get("waited", 0.0))
+            self._waited_by_rank[name] = float(line.get("waited", 0.0))
             for source, (total, tokens) in line.get("by_source", {}).items():
                 both = sums.setdefault(source, [0.0, 0.0])
                 both[0], both[1] = both[0] + total, both[1] + tokens
-        if self._slowest:
-            found["megaresume.data.wait.slowest_rank"] = max(self._slowest.values())
+        if self._waited_by_rank:
+            found["megaresume.data.wait.slowest_rank"] = max(self._waited_by_rank.values())
         if sums or self._averages is not None:
             from megaresume.checkpoint.meter.losses import Averages
 
