@@ -118,7 +118,7 @@ def main(job: Job) -> None:
             "gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=job.local, world_size=job.locals
         )
     port = job.port + 1 if job.locals > 1 else 0
-    store = dist.TCPStore("127.0.0.1", port, is_master=job.local == 0, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=job.local == 0, wait_for_workers=False)  # type: ignore[attr-defined]
 
     def load(state: dict[str, Any]) -> None:
         die_at("healing")
@@ -177,6 +177,7 @@ def main(job: Job) -> None:
             if not job.ddp:
                 scale = manager.num_participants() / loop.total(summed) if job.sums else 1.0
                 for parameter in model.parameters():
+                    assert parameter.grad is not None
                     if job.locals > 1:  # as FSDP does, within the replica
                         dist.all_reduce(parameter.grad)
                         parameter.grad /= job.locals
