@@ -226,7 +226,7 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
             expected="neither, with a loader",
             action="remove them; a stream can change the number of ranks: megaresume.attach(engine, 'data.yaml')",
         )
-    on_all_ranks(lambda: _check_rank(engine, loader))
+    on_all_ranks(lambda: _check_loader(engine, loader))
     host = EngineHost(engine)
     session = _session_of(host, checkpoints)
     session.start()
@@ -235,8 +235,8 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
     return attached
 
 
-def _check_rank(engine: Any, loader: Any) -> None:
-    """Raise a UsageError for a loader of megaresume's that is of another rank than the engine, or that ends."""
+def _check_loader(engine: Any, loader: Any) -> None:
+    """Raise a UsageError for a loader of megaresume's that ends, or has another rank or batch size than the engine."""
     if not isinstance(loader, DataLoader):
         return
     loader.ends_elsewhere = True
@@ -246,7 +246,8 @@ def _check_rank(engine: Any, loader: Any) -> None:
             found="DataLoader(max_epochs=...)",
             expected="a DataLoader without max_epochs: the batches of an engine never end",
             cause="the engine counts steps, and the last one of the data may be short",
-            action="leave max_epochs out, and stop when engine.global_steps is EPOCHS * len(loader) // accumulation",
+            action="leave max_epochs out, and stop when engine.global_steps is "
+            "EPOCHS * len(dataset) // engine.train_batch_size()",
         )
     own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
     if own != ours:
@@ -255,6 +256,15 @@ def _check_rank(engine: Any, loader: Any) -> None:
             found="rank {} of {}".format(*own),
             expected="rank {} of {}".format(*ours),
             action="leave dp_rank and dp_size out, or, with pipeline or sequence parallelism, give those of the engine",
+        )
+    micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
+    if (loader.micro_batch_size, loader.accumulation) != (micro, accumulation):
+        raise UsageError(
+            "the loader and the engine have different batch sizes",
+            found=f"DataLoader(batch_size={loader.micro_batch_size}, accumulation={loader.accumulation})",
+            expected=f"train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {accumulation}, "
+            "of the DeepSpeed config",
+            action=f"DataLoader(batch_size={micro}, accumulation={accumulation})",
         )
 
 
