@@ -329,6 +329,7 @@ class StorePlace:
             path.write_bytes(self.store.read(record_name(step.save_id, entry.path)) or b"")
         write_atomic(step_path(self.root, step.iteration, step.tag), step.to_bytes())
         write_atomic(manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
+        remove_marker(marker_path(self.root, step.iteration, step.tag))  # of an earlier try, which a kill cut off
         self.mirror.point(head)
 
     def conclude(self, step: StepFile) -> None:

@@ -19,6 +19,7 @@ from megaresume.checkpoint.places import DirectoryPlace, StorePlace, place_of
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.staging import Staged, Stager, read_staging, stage
+from megaresume.checkpoint.step_file import Marker
 from megaresume.data import remote
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, SetupError
@@ -129,6 +130,21 @@ def test_an_empty_machine(local: Path, url: str, tmp_path: Path) -> None:
     newest = _brought(back, local)
     back.close()
     assert newest is not None and (newest.tag, newest.load_dir) == ("global_step40", local)
+
+
+def test_a_copy_that_was_cut_off_goes_when_it_is_old(local: Path, url: str, bucket: Bucket) -> None:
+    """The next start finishes it, and retention removes it here and there as any other."""
+    place = place_of(url)
+    place.hold(local, lambda: None)
+    found = choose(local, tag="global_step10")
+    assert found is not None and found.step is not None
+    place.announce(found.step, Marker.of(found.step, latest=True, tracker=True))
+    place.release()
+    _copied(local, url, Retention(keep_last=2))
+    head = bucket.whole(content)
+    assert head is not None
+    assert sorted(saved["tag"] for saved in head["saves"]) == ["global_step20", "global_step30"]
+    assert sorted(path.name for path in local.glob("global_step*")) == ["global_step20", "global_step30"]
 
 
 def test_only_what_is_not_there_is_copied(
