@@ -69,6 +69,10 @@ def is_store(place: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(place) and not os.fspath(place).startswith("file://")
 
 
+class _OtherBytesError(OSError):
+    """A store that does not compare what it receives with its checksum has received other bytes than were sent."""
+
+
 class Store:
     """See above. Safe to use from several threads.
 
@@ -176,7 +180,12 @@ class Store:
     def _put(self, name: str, data: bytes, *, is_new: bool = False, seconds: float | None = None) -> None:
         if self._is_s3:
             condition = {"IfNoneMatch": "*"} if is_new else {}
-            self._send("put_object", data, Key=self._key(name), seconds=seconds, **condition)
+            try:
+                self._send("put_object", data, Key=self._key(name), seconds=seconds, **condition)
+            except _OtherBytesError:
+                if is_new:  # or nobody could ever put it in place
+                    self._s3("delete_object", Key=self._key(name))
+                raise
             return
         files, url = self._remote.opened(), self._url(name)
         # Not in every filesystem of fsspec.
@@ -193,7 +202,7 @@ class Store:
         is_plain = not any(name in answer for name in ("SSEKMSKeyId", "SSECustomerAlgorithm"))
         received = _MD5.fullmatch(answer.get("ETag", ""))
         if is_plain and received is not None and received[1] != digest.hexdigest():
-            raise OSError(f"the store has received other bytes: {received[1]}, sent were {digest.hexdigest()}")
+            raise _OtherBytesError(f"the store has received other bytes: {received[1]}, sent were {digest.hexdigest()}")
         return answer
 
     def delete(self, names: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -310,10 +311,19 @@ class Tries:
             if (status := wait(first)) not in (0, REFUSED):
                 raise Lost(f"{where}: the first one ended with {status}: {self.world.error() or self.world.refusal()}")
         after = bucket.whole(content)
-        if after != before:
+        assert after is not None
+        if after["epoch"] > before["epoch"]:  # it had not got as far as its claim, and comes after one that has ended
+            struck = "before its claim"
+            if max(saved["iteration"] for saved in after["saves"]) <= max(s["iteration"] for s in before["saves"]):
+                raise Lost(f"{where}: the next writer did not begin where the one before it had ended: {after}")
+        elif after != before:
             raise Lost(f"{where}: the first one, which had lost the store, has changed what counts: {after}")
         # The marker of what it had committed before it lost the store is its own.
-        if missing := sorted(name for name in set(keys) - set(bucket.keys()) if not name.endswith(".saving.json")):
+        if after["epoch"] > before["epoch"]:
+            keys = {}
+        # Nor are heads below the newest one, which are past.
+        mine = re.compile(r".+\.saving\.json|megaresume/heads/.+")
+        if missing := sorted(name for name in set(keys) - set(bucket.keys()) if not mine.fullmatch(name)):
             raise Lost(f"{where}: the first one, which had lost the store, has deleted {missing}")
         self.counts[f"{fault}: {struck.split()[0]}"] += 1
         for root in (local, other):
