@@ -159,6 +159,7 @@ class LocalWorld(World):
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == f"stop {when}":
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(0.2)  # all threads stop a little later, and files, other than objects, can be half-written
             if fault == f"reset {when}" or (fault == "503" and when == "before"):
                 raise OSError(fault)
             if fault == "403" and when == "before":
