@@ -62,6 +62,8 @@ found["no_state"] = toy.error_of(
 )
 of_rank_1 = megaresume.DataLoader(torch.arange(10), batch_size=2, dp_rank=1, dp_size=2)
 found["rank"] = toy.error_of(lambda: megaresume.attach(toy.engine_of(micro=2, batch=2), of_rank_1))
+without_accumulation = megaresume.DataLoader(torch.arange(10), batch_size=2)
+found["sizes"] = toy.error_of(lambda: megaresume.attach(toy.engine_of(micro=2, batch=4), without_accumulation))
 engine = toy.engine_of(micro=2, batch=2)
 data = attach_loader(engine, None)  # as on a rank that receives its batches from another one
 found["no_loader"] = toy.error_of(lambda: next(data))

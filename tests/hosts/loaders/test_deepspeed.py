@@ -114,6 +114,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         "batch_size": ["StateError", "the batch size of the loader changed, and its state counts in batches"],
         "kind": ["StateError", "the checkpoint was trained with another kind of loader"],
         "rank": ["UsageError", "the loader and the engine are on different data-parallel ranks"],
+        "sizes": ["UsageError", "the loader and the engine have different batch sizes"],
         "damaged": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'damaged'} is complete"],
         "missing": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'missing'} is complete"],
         "attached_late": [
@@ -126,4 +127,5 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
     }
     assert found["dp"][2].startswith("start with 2 data-parallel ranks and 2 workers; or a stream")
     assert found["workers"][2].startswith("num_workers=2; or a stream of megaresume's")
+    assert found["sizes"][2] == "DataLoader(batch_size=2, accumulation=2)"
     assert "rank_00000.pkl" in found["damaged"][3] and "rank_00001.pkl" in found["missing"][3]
