@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import durability, staging, system
+from megaresume.checkpoint import durability, places, system
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.durability import (
@@ -134,7 +134,7 @@ def test_a_file_that_could_not_be_forced_is_written_again(
     """A checkpoint that is complete is not lost with a moment of the disk's. What was lost is not called durable."""
     name = complete.files[0].path
     disk = Disk(name, times)
-    for module in (durability, staging):
+    for module in (durability, places):
         monkeypatch.setattr(module, "fsync_file", disk.fsync)
     work = Durability(checksums=True)
     work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
