@@ -45,7 +45,7 @@ def config(**changes: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"checkpoint__save": None}, "checkpoint.save cannot be used"),
+        ({"checkpoint__save": None}, "needs checkpoint.save\n"),
         ({"checkpoint__save": "msc://there"}, "a remote checkpoint.save"),
         ({"checkpoint__custom_manager_class": "theirs.Manager"}, "checkpoint.custom_manager_class"),
         ({"checkpoint__ckpt_format": "fsdp_dtensor"}, "checkpoint.ckpt_format"),
