@@ -25,10 +25,7 @@ from megaresume.checkpoint.records import data_path, manifest_path, marker_path,
 from megaresume.checkpoint.retention import make_room, remove_older
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import Marker, remove_marker, write_marker, write_step_file
-from megaresume.checkpoint.store import NotAsSavedError
 from megaresume.files import fsync_dir, make_dir, write_atomic, write_error
-
-__all__ = ["NotAsSavedError", "fetch"]
 
 
 def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megaresume.checkpoint.lease import HEADS, Head, Saved, newest_head, newest_name
@@ -210,10 +210,9 @@ class Mirror:
         """Whether there was anything of a save at the last look."""
         return any(f"/{saved.save_id}/" in name for name in self.sizes)
 
-    def objects_of(self, saved: Saved) -> Iterable[str]:
-        """Everything that is in the store of a save now."""
-        files = self.store.sizes(file_name(saved.tag, saved.save_id, ""))
-        return (*files, *self.store.sizes(record_name(saved.save_id, "")))
+    def objects_of(self, tag: str, save_id: str) -> dict[str, int]:
+        """Everything that is in the store of a save now: names and bytes."""
+        return self.store.sizes(file_name(tag, save_id, "")) | self.store.sizes(record_name(save_id, ""))
 
 
 def _is_path(name: str) -> bool:

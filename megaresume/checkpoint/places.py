@@ -56,7 +56,7 @@ from megaresume.checkpoint.step_file import (
     write_marker,
     write_step_file,
 )
-from megaresume.checkpoint.store import Store, is_store
+from megaresume.checkpoint.store import Store, check_source, is_store
 from megaresume.files import (
     fsync_dir,
     fsync_file,
@@ -271,7 +271,7 @@ class StorePlace:
             *((local / step.tag / e.path, file_name(step.tag, step.save_id, e.path), e) for e in manifest.files),
             *((records_dir(local) / e.path, record_name(step.save_id, e.path), e) for e in manifest.beside),
         ]
-        there = self._there(step)
+        there = self.mirror.objects_of(step.tag, step.save_id)
         # Objects appear whole, under the id of their save: one of the right size is this one.
         wanted = [(path, name, entry) for path, name, entry in names if there.get(name) != entry.size]
         uploaded = dict(zip((name for _, name, _ in wanted), self.store.upload_all(wanted, gives_way), strict=True))
@@ -281,12 +281,6 @@ class StorePlace:
         sums = [replace(entry, checksum=uploaded[name]) for _, name, entry in names]
         count = len(manifest.files)
         return replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:]))
-
-    def _there(self, step: StepFile) -> dict[str, int]:
-        return {
-            **self.store.sizes(file_name(step.tag, step.save_id, "")),
-            **self.store.sizes(record_name(step.save_id, "")),
-        }
 
     def put_data(self, data: bytes) -> None:
         self.store.write(f"{RECORDS_DIR}/{data_path(Path()).name}", data)
@@ -306,7 +300,7 @@ class StorePlace:
         self._show(step, manifest, head)
 
     def _check_there(self, step: StepFile, manifest: Manifest) -> None:
-        there = self._there(step)
+        there = self.mirror.objects_of(step.tag, step.save_id)
         wanted = {file_name(step.tag, step.save_id, e.path): e.size for e in manifest.files}
         wanted |= {record_name(step.save_id, e.path): e.size for e in manifest.beside}
         if wrong := [name for name, size in wanted.items() if there.get(name) != size]:
@@ -367,7 +361,7 @@ class StorePlace:
     def _delete(self, saves: Iterable[Saved]) -> None:
         """The objects of what a head calls removed: nobody counts on them, whoever holds the root by now."""
         for saved in saves:
-            self.store.delete(self.mirror.objects_of(saved))
+            self.store.delete(self.mirror.objects_of(saved.tag, saved.save_id))
 
     def _left_behind(self, copied: StepFile, local: Path) -> list[Saved]:
         """Unfinished copies of older writers, whose originals are not here."""
@@ -430,14 +424,7 @@ def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
             return expected
     make_dir(target.parent)
     written = write_copy(source, target)
-    size = os.stat(source).st_size
-    if size != entry.size or (entry.checksum is not None and written != entry.checksum):
-        raise CheckpointError(
-            f"{source} is not what was saved, and is not copied",
-            found=f"{size} bytes, checksum {written}",
-            expected=f"{entry.size} bytes" + (f", checksum {entry.checksum}" if entry.checksum else ""),
-            cause="the local storage returns other bytes than were written, or the step is being saved again",
-        )
+    check_source(source, entry, written, os.stat(source).st_size)
     if (found := _checksum(target)) != written:
         raise CheckpointError(
             f"{target} was written and reads back other bytes",

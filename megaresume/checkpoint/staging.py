@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 
 from megaresume.checkpoint.candidates import Candidate, examine, find, list_candidates, read_pointers
 from megaresume.checkpoint.choose import choose_of_two
-from megaresume.checkpoint.fetch import NotAsSavedError, fetch
+from megaresume.checkpoint.fetch import fetch
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import claim_directory, say
 from megaresume.checkpoint.manifest import remove_orphans
@@ -60,7 +60,7 @@ from megaresume.checkpoint.records import (
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, is_copied, prune
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file, run_of
-from megaresume.checkpoint.store import GaveWayError, is_store
+from megaresume.checkpoint.store import GaveWayError, NotAsSavedError, is_store
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
 

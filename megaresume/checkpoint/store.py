@@ -284,11 +284,11 @@ class Store:
             with self._buffers:
                 data = read_file(path)
                 checksum = xxhash.xxh3_128_hexdigest(data)
-                _check(path, entry, checksum, len(data))
+                check_source(path, entry, checksum, len(data))
                 self.write(name, data)
         else:
             checksum = checksum_file(path)
-            _check(path, entry, checksum, entry.size)
+            check_source(path, entry, checksum, entry.size)
             self._tried(name, "written", lambda: self._remote.opened().put_file(str(path), self._url(name)), "written")
         if not self._is_s3 and (found := self.checksum(name, entry.size)) != checksum:
             self.delete([name])
@@ -336,7 +336,7 @@ class Store:
                     raise
                 left -= len(data)
             parts = _all(sent)
-            _check(path, entry, hasher.hexdigest(), entry.size)
+            check_source(path, entry, hasher.hexdigest(), entry.size)
             self._tried(name, "completed", lambda: self._complete(key, upload, parts, entry.size), verb="written")
         except BaseException:
             with contextlib.suppress(Exception):
@@ -496,7 +496,14 @@ def _all(futures: Iterable[Future[T]]) -> list[T]:
     return [future.result() for future in waiting]
 
 
-def _check(path: Path, entry: FileEntry, checksum: str, size: int) -> None:
+def check_source(path: Path, entry: FileEntry, checksum: str, size: int) -> None:
+    """Raise a CheckpointError if a file that was read to be copied is not what was saved.
+
+    Args:
+        path: the file.
+        entry: its size, and its checksum if the save took one.
+        checksum, size: of what was read.
+    """
     if size != entry.size or (entry.checksum is not None and checksum != entry.checksum):
         raise _changed(path, entry, f"{size} bytes, checksum {checksum}")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megaresume.checkpoint.lease import Head
 from megaresume.checkpoint.manifest import FileEntry, read_manifest
 from megaresume.checkpoint.mirror import Mirror, by_name, file_name
 from megaresume.checkpoint.records import manifest_path, tag_iteration
@@ -82,7 +83,7 @@ def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="megaresume-store-") as directory:
         root = Path(directory)
         mirror = Mirror(store, root)
-        mirror.refresh()
+        head = mirror.refresh()
         if not mirror.sizes:
             raise UsageError(
                 "there is nothing in this place of the store",
@@ -91,16 +92,15 @@ def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
                 action="check the URL",
             )
         if whole:
-            _fill(mirror)
+            _fill(mirror, head)
         out: Any = Renamed(sys.stdout, directory, store.url)
         error: Any = Renamed(sys.stderr, directory, store.url)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), by_name(root, store.url):
             yield str(root / last if is_tag else root)
 
 
-def _fill(mirror: Mirror) -> None:
+def _fill(mirror: Mirror, head: Head | None) -> None:
     """The files of complete checkpoints, as the store gives them: what is wrong with them is for others to say."""
-    head = mirror.refresh()
     if head is None:
         raise UsageError(
             "checksums cannot be compared there",

@@ -21,7 +21,7 @@ import numpy as np
 
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.meter.record import meter_dir, read_lines
-from megaresume.checkpoint.meter.segments import read_losses
+from megaresume.checkpoint.meter.segments import read_sums
 from megaresume.checkpoint.meter.steps import Made
 from megaresume.checkpoint.records import ledger_path
 from megaresume.runs.answer import told
@@ -126,29 +126,6 @@ def read_steps(root: Path) -> dict[int, _Step]:
     return steps
 
 
-Sums = dict[int, np.ndarray[Any, Any]]
-
-
-def read_sums(root: Path, first: int, stop: int) -> Sums:
-    """Of each of the samples ``first .. stop`` whose losses are known: float64[segments, 2], sums and tokens.
-
-    Args:
-        root: the checkpoint root.
-        first, stop: samples.
-    """
-    times: dict[int, float] = {}
-    found: Sums = {}
-    for time, losses in read_losses(meter_dir(root)):
-        begin = 0
-        for sample, segments in zip(losses.samples.tolist(), losses.segments.tolist(), strict=True):
-            end = begin + segments
-            if first <= sample < stop and time >= times.get(sample, 0.0):
-                times[sample] = time
-                found[sample] = np.stack([losses.sums[begin:end], losses.tokens[begin:end]], axis=1)
-            begin = end
-    return found
-
-
 def compare_steps(run: Run, out: Path, first: int, last: int) -> list[StepAgain]:
     """Compare what a replay has recorded with its run.
 
@@ -169,7 +146,7 @@ def compare_steps(run: Run, out: Path, first: int, last: int) -> list[StepAgain]
     if not wanted:
         return []
     span = begins.get(wanted[0] - 1, 0), max(begins[step] for step in wanted)
-    sums, recorded_sums = read_sums(out, *span), read_sums(run.root, *span)
+    sums, recorded_sums = read_sums(meter_dir(out), *span), read_sums(meter_dir(run.root), *span)
     digests = _digests(run, before, {step: begins[step] for step in wanted}, span[0])
     found: list[StepAgain] = []
     for step in wanted:
@@ -203,7 +180,7 @@ def compare_steps(run: Run, out: Path, first: int, last: int) -> list[StepAgain]
     return found
 
 
-def _by_token(sums: Sums, numbers: range) -> float | None:
+def _by_token(sums: Mapping[int, np.ndarray[Any, Any]], numbers: range) -> float | None:
     total = np.concatenate([sums[n] for n in numbers]).sum(axis=0)
     return float(total[0] / total[1]) if total[1] else None
 

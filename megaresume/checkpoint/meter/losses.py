@@ -11,13 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megaresume.checkpoint.meter.segments import SegmentLosses
+from megaresume.checkpoint.meter.steps import Copy
 from megaresume.stream.errors import UsageError
 from megaresume.stream.kernel import LENGTH
 from megaresume.stream.stream import Stream
@@ -43,9 +43,7 @@ class _Waiting:
     samples: Int64Array
     segments: Int64Array
     #: float64[s + 1, 2] on the CPU: sums and tokens; the first row is of padding.
-    sums: torch.Tensor
-    #: whether the copy is done; None: it was done at once.
-    event: Any
+    sums: Copy
 
 
 class SegmentSums:
@@ -80,12 +78,7 @@ class SegmentSums:
             weights, where = counted.to(flat.dtype), _to(flat.device, torch.from_numpy(ids))
             both = torch.stack([torch.where(weights > 0, flat, torch.zeros_like(flat)), weights], dim=1)
             sums = torch.zeros(len(table) + 1, 2, dtype=flat.dtype, device=flat.device).index_add_(0, where, both)
-            event = None
-            if sums.device.type == "cuda":
-                here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-                sums = here.copy_(sums, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
+            copy = Copy(sums)
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
             if not self._has_dropped:
@@ -95,7 +88,7 @@ class SegmentSums:
                     "losses by source and by document are incomplete; this is logged once",
                     MAX_WAITING,
                 )
-        self._waiting.append(_Waiting(numbers, np.bincount(rows, minlength=len(numbers)), sums, event))
+        self._waiting.append(_Waiting(numbers, np.bincount(rows, minlength=len(numbers)), copy))
 
     def _places(self, samples: Int64Array, rows: Int64Array, table: Int64Array, shape: tuple[int, ...]) -> Int64Array:
         """The segment of every token, counted from 1; 0 of padding: int64[m * S]."""
@@ -125,9 +118,9 @@ class SegmentSums:
     def take(self) -> list[SegmentLosses]:
         """Those whose sums have come from the device, in their order."""
         done: list[SegmentLosses] = []
-        while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
+        while self._waiting and self._waiting[0].sums.is_here():
             one = self._waiting.popleft()
-            sums = one.sums.numpy()[1:]
+            sums = one.sums.here.numpy()[1:]
             done.append(SegmentLosses(one.samples, one.segments, sums[:, 0].copy(), sums[:, 1].astype(np.int64)))
         return done
 

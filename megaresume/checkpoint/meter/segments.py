@@ -66,6 +66,22 @@ def read_losses(directory: Path) -> Iterator[tuple[float, SegmentLosses]]:
                 continue
 
 
+def read_sums(directory: Path, first: int, stop: int) -> dict[int, npt.NDArray[np.float64]]:
+    """Of each of the samples ``first .. stop`` that a process has written down, the last time that one did:
+    float64[segments, 2], sums and tokens of its segments."""
+    times: dict[int, float] = {}
+    found: dict[int, npt.NDArray[np.float64]] = {}
+    for time, losses in read_losses(directory):
+        begin = 0
+        for sample, segments in zip(losses.samples.tolist(), losses.segments.tolist(), strict=True):
+            end = begin + segments
+            if first <= sample < stop and time >= times.get(sample, 0.0):
+                times[sample] = time
+                found[sample] = np.stack([losses.sums[begin:end], losses.tokens[begin:end]], axis=1)
+            begin = end
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentLoss:
     """The loss of a document over the samples that were asked for."""

@@ -42,49 +42,55 @@ class Made:
         return cls(**{name: kinds.get(name, int)(line[name]) for name in cls.__slots__ if name in line})
 
 
+class Copy:
+    """A tensor on its way from the device, which is not waited for.
+
+    Args:
+        tensor: on any device; on the CPU it is taken as it is.
+    """
+
+    __slots__ = ("_event", "here")
+
+    def __init__(self, tensor: Any) -> None:
+        #: the tensor on the CPU; its values are those of the device once `is_here`.
+        self.here = tensor
+        self._event: Any = None
+        if tensor.device.type == "cuda":
+            import torch
+
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.here = here.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_here(self) -> bool:
+        """Whether the device has done it."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def __float__(self) -> float:
+        return float(self.here)
+
+
+def _number(value: Any) -> float | Copy:
+    """A number, or a tensor of one on any device. Raises TypeError, ValueError or RuntimeError for anything else."""
+    value = value.detach() if hasattr(value, "detach") else value
+    if getattr(getattr(value, "device", None), "type", "cpu") != "cuda":
+        return float(value)
+    return Copy(value.reshape(()))
+
+
 @dataclass(slots=True)
 class _Waiting:
     step: int
     samples: int
-    losses: list[_Copy]
+    losses: list[float | Copy]
     is_scaled: bool
-    norm: _Copy | None
-
-
-class _Copy:
-    """A number on its way from the device.
-
-    Args:
-        value: a number, or a tensor of one.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: it is something else.
-    """
-
-    __slots__ = ("_event", "_value")
-
-    def __init__(self, value: Any) -> None:
-        self._event: Any = None
-        value = value.detach() if hasattr(value, "detach") else value
-        if getattr(getattr(value, "device", None), "type", "cpu") != "cuda":
-            self._value: Any = float(value)
-            return
-        import torch
-
-        value = value.reshape(())
-        self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def is_here(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def number(self) -> float:
-        return float(self._value)
+    norm: float | Copy | None
 
 
 class StepNumbers:
@@ -96,9 +102,9 @@ class StepNumbers:
 
     def begin(self) -> None:
         """No step is under way."""
-        self._losses: list[_Copy] = []
+        self._losses: list[float | Copy] = []
         self._is_scaled = False
-        self._norm: _Copy | None = None
+        self._norm: float | Copy | None = None
 
     def loss(self, value: Any, *, is_scaled: bool = False) -> None:
         """A micro-batch of this process has this loss. Anything but a number is passed over.
@@ -109,12 +115,12 @@ class StepNumbers:
         """
         self._is_scaled = is_scaled
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            self._losses.append(_Copy(value))
+            self._losses.append(_number(value))
 
     def norm(self, value: Any) -> None:
         """The gradients of the step have this norm. Anything but a number is passed over."""
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            self._norm = _Copy(value)
+            self._norm = _number(value)
 
     def stepped(self, step: int, samples: int) -> None:
         """The step was made: with it so many steps have trained so many samples."""
@@ -126,7 +132,7 @@ class StepNumbers:
         done: list[Made] = []
         while self._waiting:
             step = self._waiting[0]
-            copies = step.losses if step.norm is None else [*step.losses, step.norm]
+            copies = [one for one in (*step.losses, step.norm) if isinstance(one, Copy)]
             for one in copies if wait else ():
                 one.wait()
             if not all(one.is_here() for one in copies):
@@ -137,7 +143,7 @@ class StepNumbers:
                     step=step.step,
                     samples=step.samples,
                     loss=_of_step(step),
-                    norm=None if step.norm is None else step.norm.number(),
+                    norm=None if step.norm is None else float(step.norm),
                 )
             )
         return done
@@ -146,5 +152,5 @@ class StepNumbers:
 def _of_step(step: _Waiting) -> float | None:
     if not step.losses:
         return None
-    total = sum(one.number() for one in step.losses)
+    total = sum(float(one) for one in step.losses)
     return total if step.is_scaled else total / len(step.losses)

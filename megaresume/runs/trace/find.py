@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megaresume.checkpoint.meter.record import meter_dir
-from megaresume.checkpoint.meter.segments import Documents, SegmentLosses, read_losses
+from megaresume.checkpoint.meter.segments import Documents, SegmentLosses, read_sums
 from megaresume.render import text_table
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.history import Point
@@ -411,7 +411,7 @@ def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Ca
     Raises:
         CheckpointError: nobody wrote down a loss of these samples.
     """
-    known = _losses(trace, first, stop)
+    known = read_sums(meter_dir(trace.run.root), first, stop)
     documents = Documents(trace.names)
     places: dict[tuple[int, int], dict[int, int]] = {}
     found = 0
@@ -454,21 +454,6 @@ def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Ca
         if tokens
     }
     return ByLoss(first=first, stop=stop, found=found, sources=sources, documents=ranked)
-
-
-def _losses(trace: Trace, first: int, stop: int) -> dict[int, np.ndarray[Any, Any]]:
-    """Of each sample that any process wrote down: float64[s, 2], sums and tokens of its segments."""
-    times: dict[int, float] = {}
-    found: dict[int, np.ndarray[Any, Any]] = {}
-    for time, losses in read_losses(meter_dir(trace.run.root)):
-        begin = 0
-        for sample, segments in zip(losses.samples.tolist(), losses.segments.tolist(), strict=True):
-            end = begin + segments
-            if first <= sample < stop and time >= times.get(sample, 0.0):
-                times[sample] = time
-                found[sample] = np.stack([losses.sums[begin:end], losses.tokens[begin:end]], axis=1)
-            begin = end
-    return found
 
 
 def _as_losses(sample: int, sums: np.ndarray[Any, Any]) -> SegmentLosses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from megaresume.checkpoint import lease, staging, store
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
-from megaresume.checkpoint.places import DirectoryPlace, StorePlace, place_of
+from megaresume.checkpoint.places import DirectoryPlace, Place, StorePlace, place_of
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.staging import Staged, Stager, read_staging, stage
@@ -277,53 +278,54 @@ def test_other_stores_by_the_same_code(local: Path, tmp_path: Path) -> None:
     assert place_of("file:///shared/run").root == Path("/shared/run")
 
 
-def test_a_network_that_is_away(
-    local: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The training goes on and is told; what is waiting is copied when the store answers again."""
+@contextlib.contextmanager
+def full(
+    local: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, *, attempts: int
+) -> Iterator[tuple[Proxied, Place]]:
+    """A place that this process holds, and that has no room from now on; until ``plan()`` of its proxy."""
     proxy = Proxied(server)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(remote, "ATTEMPTS", attempts)
     proxy.plan()
     place = place_of(url)
     place.hold(local, lambda: None)
     proxy.plan(fault="quota", at=1)
-    stager = Stager(local, place)
-    stager.start()
-    assert stager.close(3.0) == ("global_step10", "global_step20", "global_step30")
-    assert ("is not copied to" in caplog.text and "507" in caplog.text) or "Quota" in caplog.text
-    proxy.plan()
-    stager = Stager(local, place)
-    stager.start()
-    assert stager.close(60.0) == ()
+    yield proxy, place
     place.release()
     proxy.close()
+
+
+def test_a_network_that_is_away(
+    local: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training goes on and is told; what is waiting is copied when the store answers again."""
+    with full(local, url, server, monkeypatch, attempts=2) as (proxy, place):
+        stager = Stager(local, place)
+        stager.start()
+        assert stager.close(3.0) == ("global_step10", "global_step20", "global_step30")
+        assert ("is not copied to" in caplog.text and "507" in caplog.text) or "Quota" in caplog.text
+        proxy.plan()
+        stager = Stager(local, place)
+        stager.start()
+        assert stager.close(60.0) == ()
 
 
 def test_the_newest_one_first_when_time_is_short(
     local: Path, url: str, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop comes while three checkpoints wait: the newest one is committed first, and the pointers stay there."""
-    proxy = Proxied(server)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-    monkeypatch.setattr(remote, "ATTEMPTS", 1)
-    proxy.plan()
-    place = place_of(url)
-    place.hold(local, lambda: None)
-    proxy.plan(fault="quota", at=1)
-    stager = Stager(local, place)
-    stager.start()
-    ending = threading.Thread(target=stager.close, args=(120.0,))
-    ending.start()
-    while not stager._is_ending:
-        time.sleep(0.01)
-    proxy.plan()
-    ending.join()
-    head = bucket.whole(content)
-    assert head is not None and [saved["iteration"] for saved in head["saves"]] == [30, 20, 10]
-    assert (head["latest"], head["tracker"]) == ("global_step30", 30)
-    place.release()
-    proxy.close()
+    with full(local, url, server, monkeypatch, attempts=1) as (proxy, place):
+        stager = Stager(local, place)
+        stager.start()
+        ending = threading.Thread(target=stager.close, args=(120.0,))
+        ending.start()
+        while not stager._is_ending:
+            time.sleep(0.01)
+        proxy.plan()
+        ending.join()
+        head = bucket.whole(content)
+        assert head is not None and [saved["iteration"] for saved in head["saves"]] == [30, 20, 10]
+        assert (head["latest"], head["tracker"]) == ("global_step30", 30)
 
 
 def _tries(*words: str) -> str:

@@ -6,12 +6,10 @@ of its processes. Every run is compared with one of a single rank that nobody di
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +23,7 @@ import pytest
 
 from megaresume.cluster.local import free_port
 from megaresume.cluster.records import RunRecords, read_records
+from tests.agents import Agents
 from tests.cluster.training.compare import compare
 from tests.docs.pages import section
 from tests.release import release
@@ -32,56 +31,23 @@ from tests.release import release
 DOCUMENT = section("stopping.md", "Restarts in place")
 #: The commands of the document: several nodes, one node, and a loop around the deepspeed launcher.
 NODES, ONE_NODE, LOOP = re.findall(r"```bash\n(.*?)```", DOCUMENT, flags=re.DOTALL)
-#: Without it the workers of a restart meet in the store of those before them, and find their addresses.
+#: See `Agents`, which set it too.
 OWN_STORE = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-class Nodes:
-    """Agents of one job, one a node."""
+class Nodes(Agents):
+    """Those of one job of the document."""
 
     def __init__(self, directory: Path, data_yaml: Path, block: str, more: str) -> None:
-        self.directory, self.log = directory, directory / "log.jsonl"
+        self.log = directory / "log.jsonl"
         assert block.startswith(OWN_STORE + "torchrun ")
         words = shlex.split(block.removeprefix(OWN_STORE).replace("\\\n", " ").replace("data.yaml", str(data_yaml)))[1:]
-        self._port = free_port()
-        words = [word.replace(":29400", f":{self._port}") for word in words]
+        port = free_port()
+        words = [word.replace(":29400", f":{port}") for word in words]
         words += f"--split 9,1,0 --megaresume-log-samples {self.log} {more}".split()
-        self._command = [sys.executable, "-m", "torch.distributed.run", *words]
-        cache = {"MEGARESUME_CACHE": str(directory / "cache"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self._env = os.environ | ENVIRONMENT | cache | {"PYTHONPATH": str(Path(__file__).parents[3])}
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str) -> None:
-        """A node. The first one hosts the place where they meet, and is the only one that must stay."""
-        first = not self.agents and "--rdzv-endpoint" in self._command
-        with open(self.directory / f"{name}.txt", "ab") as out:
-            self.agents[name] = subprocess.Popen(
-                self._command,
-                cwd=self.directory,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-        while first and self.agents[name].poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
-                return
-            time.sleep(0.05)
-
-    def kill(self, name: str) -> None:
-        """SIGKILL the agent and everything below it."""
-        agent = self.agents.pop(name)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            top = psutil.Process(agent.pid)
-            for process in [top, *top.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
-        agent.wait()
-
-    def text(self, name: str) -> str:
-        """What a node has printed."""
-        return (self.directory / f"{name}.txt").read_text(errors="replace")
+        env = {"MEGARESUME_CACHE": str(directory / "cache"), "PYTHONPATH": str(Path(__file__).parents[3])}
+        super().__init__(directory, words, ENVIRONMENT | env, port if "--rdzv-endpoint" in words else None, directory)
 
     @property
     def records(self) -> RunRecords:
@@ -91,9 +57,9 @@ class Nodes:
         """Wait; all nodes must live meanwhile."""
         deadline = time.monotonic() + 240
         while not (self.log.exists() and happened(self.records)):
-            for name, agent in self.agents.items():
+            for name, agent in self.alive.items():
                 assert agent.poll() is None, f"{name}: {self.text(name)[-3000:]}"
-            assert time.monotonic() < deadline, "\n".join(self.text(name)[-3000:] for name in self.agents)
+            assert time.monotonic() < deadline, "\n".join(self.text(name)[-3000:] for name in self.alive)
             time.sleep(0.05)
 
     def until_trained(self, *, dp: int, beyond: int = 0) -> int:
@@ -118,8 +84,7 @@ def nodes(tmp_path: Path, data_yaml: Path) -> Iterator[Callable[[str, str], Node
 
     yield make
     for job in made:
-        for name in list(job.agents):
-            job.kill(name)
+        job.close()
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +119,7 @@ def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
     reached = job.until_trained(dp=3, beyond=reached)
     # The workers that stopped for the newcomer saved first.
     assert job.records.lost == lost
-    for name in list(job.agents):
+    for name in list(job.alive):
         job.kill(name)
 
     records = job.records
@@ -177,10 +142,10 @@ def test_a_rank_is_lost(nodes: Any, uninterrupted: Any) -> None:
     job = nodes(ONE_NODE, "--train-iters 20")
     job.start("node")
     job.until(lambda records: len(records.steps) > 3)
-    workers = psutil.Process(job.agents["node"].pid).children()
+    workers = psutil.Process(job.alive["node"].pid).children()
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
-    assert job.agents["node"].wait(240) == 0, job.text("node")[-3000:]
+    assert job.alive["node"].wait(240) == 0, job.text("node")[-3000:]
     records = job.records
     assert [start["attempt"] for start in records.starts] == [1, 2] and len(records.steps) == 20
     assert records.starts[1]["step"] > 0

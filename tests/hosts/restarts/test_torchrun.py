@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.restarts.agents import PROGRAM, Agents
+from tests.hosts.restarts.agents import PROGRAM, Recorded
 from tests.hosts.restarts.program import BATCH, GLOBAL, Record, judge
 from tests.hosts.torch.record import launch
 from tests.release import release
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
+def make(tmp_path: Path) -> Iterator[Callable[..., Recorded]]:
     """``make(options of the program)``; all is ended after the test."""
-    made: list[Agents] = []
+    made: list[Recorded] = []
 
-    def agents(**options: Any) -> Agents:
-        made.append(Agents(tmp_path / "job", **options))
+    def agents(**options: Any) -> Recorded:
+        made.append(Recorded(tmp_path / "job", **options))
         return made[-1]
 
     yield agents
@@ -56,7 +56,7 @@ def agree(found: Record, expected: Record, last: int | None = None) -> None:
     "five starts of two agents",
     "`tests/cluster/training/test_restart_in_place.py::test_nodes_are_lost_and_won`",
 )
-def test_an_agent_is_lost_and_one_comes(make: Callable[..., Agents], undisturbed: Callable[[int], Record]) -> None:
+def test_an_agent_is_lost_and_one_comes(make: Callable[..., Recorded], undisturbed: Callable[[int], Record]) -> None:
     steps = 4000  # never reached
     job = make(steps=steps, seconds=0.02)
     job.start("one")

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.meter.record import meter_dir
+from megaresume.checkpoint.meter.segments import read_sums
 from megaresume.checkpoint.records import ledger_path
 from megaresume.runs.layout import laid_out
-from megaresume.runs.replayed_steps import read_sums
 from megaresume.stream.errors import UsageError
 from tests.checkpoint.meter.runs import config_of, write_sources
 from tests.cli.conftest import megaresume
@@ -189,7 +190,7 @@ def test_without_the_loss_of_a_document(run: Path) -> None:
     [step] = answer["steps"]
     assert step["same_data"] is True and step["bitwise"] is False and answer["skipped"] == [flag]
     first = rows[0]["sample"]
-    sums, recorded = (read_sums(one, first, first + 8) for one in (Path(answer["out"]), run))
+    sums, recorded = (read_sums(meter_dir(one), first, first + 8) for one in (Path(answer["out"]), run))
     for row in rows:
         for k, segment in enumerate(row["segments"]):
             is_left_out = (segment["source"], segment["document"]) == (name, document)
