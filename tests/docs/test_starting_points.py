@@ -60,6 +60,10 @@ def accumulating(trainer: str) -> str:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
 
+    if trainer == "deepspeed":
+        put(text[text.index("data = megaresume") :], fragment("deepspeed.md"))
+        put('"train_batch_size": 8', '"train_batch_size": 8, "gradient_accumulation_steps": 2')
+        return text
     put("batch_size=8,", "batch_size=4, accumulation=2,")
     if trainer == "torch":
         put(text[text.index("    for inputs, targets") : text.index("loop.save()\nloop")], fragment("torch.md"))
@@ -76,23 +80,24 @@ def accumulating(trainer: str) -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("trainer", ["torch", "accelerate", "lightning"])
+@pytest.mark.parametrize("trainer", ["torch", "accelerate", "lightning", "deepspeed"])
 @release("three starts of each", "`tests/cli/test_new.py::test_it_runs_and_goes_on_exactly_after_a_kill`")
 def test_steps_of_several_micro_batches(tmp_path: Path, trainer: str) -> None:
     if find_spec(trainer) is None:
         pytest.skip(f"{trainer} is not installed")
-    saves = {"torch": "checkpoints", "accelerate": "checkpoints/checkpoints", "lightning": "checkpoints/run"}[trainer]
+    command = ["torchrun", "--nproc-per-node", "1", "train.py"] if trainer == "deepspeed" else ["python", "train.py"]
+    saves = {"accelerate": "checkpoints/checkpoints", "lightning": "checkpoints/run"}.get(trainer, "checkpoints")
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "train.py").write_text(accumulating(trainer))
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     # Two epochs of 640 items, eight a step.
-    whole = lines_of(tmp_path / "whole", ["python", "train.py"])
+    whole = lines_of(tmp_path / "whole", command)
     assert [int(line.split()[1]) for line in whole] == list(range(1, 161))
-    killed = lines_of(tmp_path / "cut", ["python", "train.py"], kill_at=70)
+    killed = lines_of(tmp_path / "cut", command, kill_at=70)
     assert killed == whole[: len(killed)]
     choice = choose(tmp_path / "cut" / saves)
     assert choice is not None and choice.iteration is not None
-    resumed = lines_of(tmp_path / "cut", ["python", "train.py"])
+    resumed = lines_of(tmp_path / "cut", command)
     assert resumed == whole[choice.iteration :]
     last = choose(tmp_path / "cut" / saves)
     assert last is not None and last.manifest is not None and last.manifest.durable and last.manifest.has_checksums
