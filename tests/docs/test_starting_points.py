@@ -102,6 +102,8 @@ def test_steps_of_several_micro_batches(tmp_path: Path, trainer: str) -> None:
     last = choose(tmp_path / "cut" / saves)
     assert last is not None and last.manifest is not None and last.manifest.durable and last.manifest.has_checksums
     ledger = read_ledger(ledger_path(tmp_path / "cut" / saves)).entries
-    assert [(entry.iteration, entry.samples) for entry in ledger if entry.kind == "finished"] == [(160, 1280)]
+    # A loop around an engine tells nobody that it is over.
+    finished = [] if trainer == "deepspeed" else [(160, 1280)]
+    assert [(entry.iteration, entry.samples) for entry in ledger if entry.kind == "finished"] == finished
     kept = {path.name for path in (tmp_path / "cut" / saves).iterdir() if path.name[-1].isdigit()}
     assert kept == {f"{choice.tag.rstrip('0123456789')}{step}" for step in (120, 140, 160)}
