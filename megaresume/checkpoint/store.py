@@ -5,7 +5,8 @@
     write      a small object, whole or not at all
     create     the same, unless it is there: of two that try, one succeeds (`If-None-Match`, and its like elsewhere)
     upload     a file: large ones in parts, several at a time; each part compared with what the store has received
-    download   a file: in ranges, several at a time; what a kill has left is not read again; the whole by its checksum
+    download   a file: in ranges, several at a time, hashed in their order as they come; what a kill has left is not
+               read again; the whole by its checksum
     delete     objects; abort_uploads: the parts of uploads that a kill left
 
 What may pass is tried again with back-off, as reads of data are (`megaresume.data.remote`), which also says how a store
@@ -21,6 +22,7 @@ import inspect
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -33,7 +35,7 @@ from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_fi
 from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     from megaresume.checkpoint.workers import Workers
 
@@ -371,9 +373,18 @@ class Store:
             CheckpointError: the disk refuses.
             SetupError: the store does not answer, or refuses.
         """
-        _all(self._of_files.submit(self._download, *one, beat) for one in files)
+        from concurrent.futures import ThreadPoolExecutor  # only here: half of `inspect`'s import time
 
-    def _download(self, name: str, path: Path, entry: FileEntry, beat: Callable[[], object]) -> None:
+        # Nothing trains yet: these threads, unlike those of uploads, give way to nobody.
+        with (
+            ThreadPoolExecutor(REQUESTS, "megaresume-files") as pool,
+            ThreadPoolExecutor(REQUESTS, "megaresume-ranges") as ranges,
+        ):
+            _all([pool.submit(self._download, *one, beat, ranges) for one in files])
+
+    def _download(
+        self, name: str, path: Path, entry: FileEntry, beat: Callable[[], object], ranges: ThreadPoolExecutor
+    ) -> None:
         make_dir(path.parent)
         part = path.with_name(f"{path.name}.part")
         try:
@@ -382,9 +393,7 @@ class Store:
                     return
                 path.unlink()
             for is_last in (False, True):
-                self._fill(name, part, entry.size, beat)
-                found = checksum_file(part)
-                beat()
+                found = self._fill(name, part, entry.size, beat, ranges)
                 if entry.checksum in (None, found):
                     os.replace(part, path)
                     _done(part).unlink(missing_ok=True)
@@ -404,30 +413,55 @@ class Store:
         except CorpusError as error:
             raise NotAsSavedError(f"{self._url(name)} is missing", found=error.found) from error
 
-    def _fill(self, name: str, part: Path, size: int, beat: Callable[[], object]) -> None:
-        """Read the ranges that are not there yet. Which are, a file beside it says: one byte each, written after it."""
+    def _fill(self, name: str, part: Path, size: int, beat: Callable[[], object], ranges: ThreadPoolExecutor) -> str:
+        """Read the ranges that are not there yet, and force the file to the disk; its checksum, 32 hex digits.
+
+        Which ranges are there, a file beside it says: one byte each, written after it.
+        """
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         marks = os.open(_done(part), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        hasher = xxhash.xxh3_128()
+        #: in their order; each has a buffer until it is hashed.
+        coming: deque[Future[bytes]] = deque()
+
+        def bring(number: int) -> bytes:
+            offset = number * PART
+            if done[number : number + 1] == b"x":
+                data = os.pread(descriptor, min(PART, size - offset), offset)
+            else:
+                data = self._remote.read(self._url(name), offset, min(PART, size - offset))
+                left = memoryview(data)
+                while left:
+                    written = os.pwrite(descriptor, left, offset)
+                    left, offset = left[written:], offset + written
+                os.pwrite(marks, b"x", number)
+            beat()
+            return data
+
+        def hash_next() -> None:
+            hasher.update(coming[0].result())
+            coming.popleft()
+            self._buffers.release()
+
         try:
             os.ftruncate(descriptor, size)
             done = os.pread(marks, -(-size // PART), 0)
-
-            def fetch(number: int) -> None:
-                offset = number * PART
-                with self._buffers:
-                    data = self._remote.read(self._url(name), offset, min(PART, size - offset))
-                    while data:
-                        written = os.pwrite(descriptor, data, offset)
-                        data, offset = data[written:], offset + written
-                os.pwrite(marks, b"x", number)
-                beat()
-
-            wanted = [number for number in range(-(-size // PART)) if done[number : number + 1] != b"x"]
-            _all(self._of_requests.submit(fetch, number) for number in wanted)
+            for number in range(-(-size // PART)):
+                # Whoever waits for a buffer has none that another file could wait for.
+                while not self._buffers.acquire(blocking=not coming):
+                    hash_next()
+                coming.append(ranges.submit(bring, number))
+            while coming:
+                hash_next()
             fsync_file(descriptor)
         finally:
+            for future in coming:
+                if not future.cancel():
+                    future.exception()
+                self._buffers.release()
             os.close(descriptor)
             os.close(marks)
+        return hasher.hexdigest()
 
     # How
 
