@@ -1,4 +1,4 @@
-"""Checkpoints: what lies beside the model files, how a save becomes valid, and what is loaded after a kill.
+"""Checkpoints: the records beside the model files, how a save becomes valid, and what is loaded after a kill.
 
     save                                                     load
     ----                                                     ----

@@ -125,7 +125,7 @@ def _read_tracker(root: Path, text: str, shown: str) -> Pointer:
 
 
 def read_pointers(root: Path) -> tuple[Pointer, Pointer]:
-    """``latest`` and the tracker."""
+    """Read ``latest`` and the tracker."""
     return read_pointer(root, LATEST), read_pointer(root, TRACKER)
 
 
@@ -175,23 +175,23 @@ class Candidate:
 
     @property
     def unfinished(self) -> bool:
-        """A save of it has begun and was never committed; it may have got as far as its data state."""
+        """Whether a save of it began and was never committed. Its data state may have been written."""
         return "saving" in self.records and not self.is_committed
 
     @property
     def is_committed(self) -> bool:
-        """A save of it was committed."""
+        """Whether a save of it was committed."""
         return "manifest" in self.records
 
     @property
     def order(self) -> int:
-        """For sorting: the iteration, or -1."""
+        """The iteration, or -1: candidates are sorted by it."""
         return -1 if self.iteration is None else self.iteration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examined:
-    """A candidate that was examined."""
+    """A candidate, and what was found in it."""
 
     candidate: Candidate
     status: Status
@@ -290,7 +290,7 @@ def examine(
     checksums: bool = False,
     progress: Progress | None = None,
 ) -> Examined:
-    """Look closely at one checkpoint.
+    """Examine one checkpoint: its records, its files and their sizes.
 
     Args:
         root: the checkpoint root.
@@ -354,7 +354,7 @@ def examine(
 
 
 def _tried(read: Callable[[], T]) -> tuple[T | None, str]:
-    """What is read, or what is wrong with it; a newer format is an error."""
+    """What ``read`` returns, or what is wrong with the file; a newer format is an error."""
     try:
         return read(), ""
     except NewerFormatError:

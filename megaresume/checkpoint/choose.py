@@ -164,7 +164,7 @@ def choose_of_two(
 
 
 def _rank(choice: Choice, local: Path, given_up: frozenset[tuple[int, str]]) -> tuple[bool, bool, int, bool]:
-    """For comparing: with a data state, on the branch of the run, newer, local."""
+    """The sort key of a choice: with a data state, on the branch of the run, newer, local."""
     step = -1 if choice.iteration is None else choice.iteration
     return choice.step is not None, (step, choice.tag) not in given_up, step, choice.load_dir == local
 
@@ -254,7 +254,7 @@ def confirm_choice(
 
 
 def _look(root: Path, choice: Choice | None) -> tuple[str | None, StepFile | None]:
-    """What this rank sees that differs, or None; and the state."""
+    """What this rank sees differently from rank 0, or None; and the state."""
     if choice is None:
         there = [c.tag for c in list_candidates(root) if c.has_dir and not c.unfinished]
         return (f"{there[0]}, where rank 0 sees no checkpoint" if there else None), None
@@ -538,7 +538,7 @@ def starts_from(events: Sequence[LedgerEntry], iteration: int) -> list[LedgerEnt
 
 
 def _lived(starts: list[LedgerEntry]) -> str | None:
-    """The longest time from one start to the next: none of them lived longer."""
+    """The longest time between two starts: an upper bound of how long each of them lived."""
     try:
         times = [datetime.fromisoformat(entry.time.replace("Z", "+00:00")) for entry in starts]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who writes to a checkpoint root: the name in its lock, and what is known of whether that process still lives.
+"""Which process writes to a checkpoint root: the owner that its lock names, and whether that process still lives.
 
 `this_process` says who asks; `gone` proves that another is over, where that can be proved at once:
 
@@ -77,15 +77,15 @@ class Owner:
     since: str
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
+        """The owner as the bytes of its file."""
         return seal({"format": FORMAT, "version": VERSION, **asdict(self)}, depth=1)
 
     def is_same_process(self, other: Owner) -> bool:
-        """Whether both are one process."""
+        """Whether both are the same process."""
         return self._seen_by(other) and (self.pid, self.started) == (other.pid, other.started)
 
     def _seen_by(self, other: Owner) -> bool:
-        """Whether the other would see this process in its ``/proc``, if it were there: hidepid= hides other users'."""
+        """Whether we would see that process in our ``/proc`` if it lived: hidepid= hides those of other users."""
         same = (self.boot, self.namespace, self.uid) == (other.boot, other.namespace, other.uid)
         return same and None not in (self.boot, self.namespace, self.started)
 
@@ -99,12 +99,12 @@ class Owner:
 
     @property
     def how_to_end(self) -> str:
-        """The command that ends it."""
+        """The command that ends the owner."""
         return f"scancel {self.job}" if self.job is not None else f"kill {self.pid} on {self.host}"
 
 
 def this_process(*, token: str, run: str | None = None) -> Owner:
-    """The process that asks."""
+    """This process, as an owner."""
     variables = os.environ
     task = variables.get("SLURM_ARRAY_TASK_ID")
     return Owner(
@@ -141,7 +141,7 @@ def _number(variable: str) -> int:
 
 
 def _namespace() -> str | None:
-    """Of the processes in ``/proc``; None if it shows those of another namespace than ours."""
+    """The PID namespace that ``/proc`` shows; None if it is not ours."""
     try:
         return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else None
     except OSError:
@@ -160,7 +160,7 @@ def _began(pid: int) -> int | None:
 
 
 def read_owner(path: Path) -> Owner:
-    """Read the name in a lock.
+    """Read which owner a lock names.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -177,7 +177,7 @@ def read_owner(path: Path) -> Owner:
 
 
 def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:
-    """Why an owner has certainly ended, or no longer counts; None if that is not known.
+    """Why an owner has certainly ended, or does not count any more; None if that is not certain.
 
     Args:
         owner: the one in the lock.

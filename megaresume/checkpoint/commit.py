@@ -67,7 +67,7 @@ from megaresume.stream.errors import CheckpointError, UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingCheckpoint:
-    """A save that has begun: everything that will be written about it, as it was at that moment.
+    """A save that has begun, with everything that will be written about it, as it was at that moment.
 
     Plain values: it may be kept until an asynchronous save is done, or sent to the process that finishes it.
     """
@@ -88,7 +88,7 @@ class PendingCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """What a commit did."""
+    """What a commit changed."""
 
     step: StepFile
     manifest: Manifest
@@ -350,7 +350,7 @@ def write_data_config(root: Path, origin: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Without the aliases and classes that YAML could not write safely."""
+    """A value without the aliases and classes that safe YAML cannot write."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""From complete to durable: what a commit leaves in the memory of the machines is forced to their disks, and summed.
+"""From complete to durable: files that a commit left in the page cache are forced to the disks, and get checksums.
 
     commit_save     manifest: durable false, the boots of the machines that wrote      <- complete
     each node       each of its files read (from memory, as a rule) for its checksum
@@ -155,7 +155,7 @@ def force(
 
 
 def _force(path: Path, flags: int) -> str:
-    """What the system says if it cannot."""
+    """Force files; returns what the system said if it could not."""
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         fsync_file(descriptor)
@@ -180,7 +180,7 @@ def _write_again(root: Path, path: Path, checksum: str | None) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class NodePart:
-    """What one node has done."""
+    """What one node has forced and summed."""
 
     checksums: Mapping[str, str | None]
     is_forced: bool = False
@@ -191,7 +191,7 @@ class NodePart:
 
 
 def write_part(root: Path, manifest: Manifest, node: int, part: NodePart) -> None:
-    """Tell rank 0. Raises CheckpointError."""
+    """Write what this node has done, for rank 0 to read. Raises CheckpointError."""
     path = part_path(root, manifest.iteration, manifest.tag, node)
     make_dir(path.parent)
     fields = {
@@ -207,7 +207,7 @@ def write_part(root: Path, manifest: Manifest, node: int, part: NodePart) -> Non
 
 
 def read_part(root: Path, manifest: Manifest, node: int) -> NodePart | None:
-    """What one node has done; None if it is not there yet. Raises CheckpointError: it is damaged."""
+    """Read what a node has done; None if it has written nothing yet. Raises CheckpointError if that is damaged."""
     path = part_path(root, manifest.iteration, manifest.tag, node)
     if not path.exists():
         return None
@@ -229,7 +229,7 @@ def _part(fields: Mapping[str, Any]) -> tuple[str, NodePart]:
 def finish(
     root: Path, manifest: Manifest, checksums: Mapping[str, str | None], *, retention: Retention = KEEP_ALL
 ) -> tuple[str, ...]:
-    """Say that a checkpoint is durable, and let old ones go. On rank 0, when every node has done its part.
+    """Record that a checkpoint is durable, and delete old ones. On rank 0, when every node has done its part.
 
     Args:
         root: the checkpoint root.
@@ -340,13 +340,13 @@ class _Work:
         return [e.path for e in manifest.files if self.owners.get(e.path, self.machine) == self.machine]
 
     def all_checksums(self, parts: Iterable[NodePart | None]) -> dict[str, str | None]:
-        """Those of this machine, and of the parts of others."""
+        """The checksums of this machine and of the others."""
         known = [part.checksums for part in (self.part, *parts) if part is not None]
         return dict(chain.from_iterable(checksums.items() for checksums in known))
 
 
 class Durability:
-    """The thread of this machine, if this rank has it; see above.
+    """The thread that makes checkpoints durable, on the rank of each machine that has it; see above.
 
     Args:
         checksums: whether to take them.
@@ -362,7 +362,7 @@ class Durability:
 
     @property
     def machines(self) -> Machines:
-        """Of this job. Collective at the first call."""
+        """The machines of this job. Collective at the first call."""
         if self._machines is None:
             self._machines = Machines()
             # Before anything that commits at the end of the program is registered: this waits for it.
@@ -379,7 +379,7 @@ class Durability:
         expected: Sequence[Sequence[str] | None] = (),
         retention: Retention = KEEP_ALL,
     ) -> None:
-        """A save was made, which may be committed later. On every rank; returns at once.
+        """Take note of a save, which may be committed later. On every rank; returns at once.
 
         Args:
             root: the checkpoint root.
@@ -409,7 +409,7 @@ class Durability:
             self._changed.notify_all()
 
     def wait_for(self, root: Path, tag: str, timeout: float = PATIENCE) -> None:
-        """Until nothing is to be done for a tag any more, or the disk refuses: it is about to be saved again."""
+        """Wait until nothing is left to do for a tag, which is about to be saved again, or the disk refuses."""
         place = root.resolve()
         with self._changed:
             same = [work for work in self._queue if work.tag == tag and work.root.resolve() == place]
@@ -493,7 +493,7 @@ class Durability:
                     self._changed.wait(seconds)
 
     def _advance(self, work: _Work) -> bool:
-        """Do what can be done now. Returns whether nothing is left to do."""
+        """Do what can be done now. Returns whether everything is done."""
         manifest = committed(work.root, work.iteration, work.tag, work.save_id)
         if manifest is None:
             return work.passed is not None and time.monotonic() - work.passed >= PATIENCE_FOR_COMMIT

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that fail: what it means and what to do, whether they are tried again, and which are damaged.
+"""Failures of a checkpoint's files: what they mean, what to do, whether to try again, and which files are damaged.
 
 What a framework and torch say of a file ("PytorchStreamReader failed reading zip archive") names neither checkpoint
 nor way out. A rank that fails inside a framework is alone with it: the others wait in a collective, and its launcher
@@ -174,7 +174,7 @@ _OF_PICKLES = (ValueError, LookupError, OverflowError, TypeError)
 
 
 def _raised_in(error: BaseException) -> str | None:
-    """The module whose line has failed."""
+    """The module in which an error was raised."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -182,7 +182,7 @@ def _raised_in(error: BaseException) -> str | None:
 
 
 def _is_known(error: Exception) -> bool:
-    """Ours; or a broken connection: another rank is gone, and says why."""
+    """Whether an error explains itself: ours, or a lost connection, of which the rank that is gone says why."""
     dist = sys.modules.get("torch.distributed")
     is_broken = dist is not None and isinstance(error, dist.DistError)
     return isinstance(error, MegaresumeError) or is_broken or "gloo" in str(error)
@@ -250,7 +250,7 @@ def find_damage(choice: Choice) -> str | None:
 
 
 def _place(tag_dir: Path) -> tuple[str, int, int]:
-    """What tells one directory from another."""
+    """The identity of a directory on any machine: boot, device and inode."""
     try:
         stat = os.stat(tag_dir)
     except OSError as error:
@@ -270,7 +270,7 @@ def _stats(tag_dir: Path, manifest: Manifest) -> _Stats:
 
 
 def _shares(files: Sequence[FileEntry], number: int) -> list[tuple[FileEntry, ...]]:
-    """As many parts, of about as many bytes."""
+    """Split files into parts of about the same size in bytes."""
     parts: list[list[FileEntry]] = [[] for _ in range(number)]
     sizes = [0] * number
     for entry in sorted(files, key=lambda entry: -entry.size):
@@ -307,7 +307,7 @@ _WRITERS_WORDS = ("PytorchStreamWriter failed", "iostream error", "unexpected po
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same save may work in a while: what the system said, if this error goes back to it."""
+    """Whether the same save may work later: the error, or one behind it, is of a kind that passes."""
     return any(
         one.errno in _MAY_PASS
         if isinstance(one, OSError)
@@ -324,7 +324,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retries:
-    """How often a save is tried again, and what then.
+    """How often a failed save is tried again, and what happens after that.
 
     Raises:
         UsageError: a negative number, or an unknown word.
@@ -358,7 +358,7 @@ class Retries:
         seconds_left: Callable[[], float | None],
         give_up: Callable[[], None],
     ) -> T | None:
-        """Save, on every rank.
+        """Run a save, and try again if it fails. On every rank.
 
         Args:
             save: once.
@@ -412,7 +412,7 @@ def _reason(error: Exception) -> str:
 
 
 def compared(tag: str, manifest: Manifest) -> str:
-    """What a load has compared in a checkpoint, in words."""
+    """What was compared before a load, in words."""
     num = len(manifest.files)
     if manifest.has_checksums:
         return f"checksums compared: {num} files of {tag}"

@@ -113,7 +113,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
 
 
 class _Refuse(argparse.Action):
-    """A flag that this program cannot have; ``const`` says why."""
+    """The action of a flag that this program cannot have; ``const`` says why."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         parser.error(f"{self.option_strings[0]} cannot be used here: {self.const}")
@@ -130,7 +130,7 @@ def _options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _scalar(hint: Any) -> Any:
-    """The type that converts one word: ``int`` for ``int | None`` and for ``tuple[int, ...]``."""
+    """The type of one word of a field: ``int`` for ``int | None`` and for ``tuple[int, ...]``."""
     arguments = [a for a in typing.get_args(hint) if a is not type(None) and a is not Ellipsis]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (typing.Union, tuple):
         return _scalar(arguments[0])
@@ -138,7 +138,7 @@ def _scalar(hint: Any) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that one rank can say it for all."""
+    """A parser that raises instead of exiting, so that one rank can report for all."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, action="--help lists the flags")
@@ -168,7 +168,7 @@ def parse_flags(cls: type[T], argv: Sequence[str], *, prog: str, description: st
 def take_settings(
     groups: Mapping[str, type[Any]], host: Host, argv: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What a command line of other people's says of settings, and the words of it that are not ours.
+    """The settings in the command line of another program, and the words that are not ours.
 
     Args:
         groups: dataclasses of settings, by name.

@@ -45,7 +45,7 @@ from megaresume.files import open_file, read_file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """One checkpoint, checked against what its layout demands."""
+    """What was found when a checkpoint was compared with its layout."""
 
     #: why it is not complete: sentences. Empty: nothing is missing.
     problems: tuple[str, ...] = ()
@@ -269,7 +269,7 @@ def _json_problem(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> object:
-    """Parse a file.
+    """Parse a JSON file.
 
     Raises:
         OSError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What becomes of older checkpoints when a new one is saved.
+"""What happens to older checkpoints when a new one is saved.
 
 A step that is saved again: the older save makes room, and comes back if the newer one does not get there.
 
@@ -67,7 +67,7 @@ changing = threading.Lock()
 
 
 def make_room(root: Path, iteration: int, tag: str) -> None:
-    """Move an older save of the step aside, or delete what a save of it has left that did not end.
+    """Move an older save of the same step aside, or delete what an unfinished one left.
 
     On rank 0, as the owner of the root, before `begin_save`; nothing if the tag directory is not there.
 
@@ -98,7 +98,7 @@ def _make_room(root: Path, iteration: int, tag: str) -> None:
 
 
 def _did_not_end(root: Path, iteration: int, tag: str) -> bool:
-    """Whether what is in place was left by a save that did not end."""
+    """Whether the files in place were left by an unfinished save."""
     candidate = find(root, iteration, tag)
     if candidate is None or "saving" not in candidate.records:
         return False
@@ -106,7 +106,7 @@ def _did_not_end(root: Path, iteration: int, tag: str) -> bool:
 
 
 def remove_older(root: Path, iteration: int, tag: str) -> None:
-    """The new save is durable. The older one disappears at once, and is deleted in a thread.
+    """Remove the older save of a step, now that the new one is durable: renamed at once, deleted in a thread.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -180,7 +180,7 @@ def _move(places: Iterable[Path], source: Path, target: Path) -> None:
 
 
 def _copy(file: Path, to: Path) -> None:
-    """As a second name if the filesystem has such: there may be no room for more."""
+    """Copy a file, as a hard link where the filesystem has them: there may be no room for more."""
     temporary = to.with_name(leftover_name(to.name))
     try:
         os.link(file, temporary)
@@ -193,7 +193,7 @@ def _copy(file: Path, to: Path) -> None:
 
 
 def _discard(places: Iterable[Path]) -> None:
-    """Rename what is there of these places out of sight, durably, and delete it in a thread."""
+    """Rename these places out of sight, durably, and delete them in a thread."""
     gone: list[Path] = []
     for place in places:
         if os.path.lexists(place):
@@ -212,7 +212,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which checkpoints stay. Those that either rule names; with neither rule, all.
+    """Which checkpoints are kept: those that either rule names; with neither rule, all.
 
     Args:
         keep_last: how many of the newest durable ones.
@@ -295,7 +295,7 @@ def prune(
 
 
 def superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterator[Candidate]:
-    """What no rule keeps, newest first."""
+    """The checkpoints that no rule keeps, newest first."""
     candidates = list_candidates(root)
     named = {resolve_pointer(pointer, candidates) for pointer in read_pointers(root)}
     # What a run that went back has left behind is not a fallback for its present: it must not push one out.

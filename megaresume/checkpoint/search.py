@@ -59,7 +59,7 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What to load."""
+    """The checkpoint to load."""
 
     #: the checkpoint root.
     load_dir: Path
@@ -95,7 +95,7 @@ class Choice:
         return f"{self.tag}, {state}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, for people and their scripts."""
+        """The choice as plain JSON."""
         return {
             "tag": self.tag,
             "iteration": self.iteration,
@@ -112,7 +112,7 @@ class ForeignCheckpoint:
 
 
 class Search:
-    """One decision: remembers what was examined and passed over. For `choose` and `survey`."""
+    """One search of a root, which remembers what was examined and passed over. Used by `choose` and `survey`."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class Search:
         return self._none_complete()
 
     def _none_was_committed(self) -> bool:
-        """Whether all that is there are saves that did not end, of a run that never finished one."""
+        """Whether the root holds only unfinished saves of a run that never finished one."""
         began = all(c.unfinished for c in self.candidates)
         return (
             began and not any(entry.kind == "checkpoint" for entry in self.ledger.entries) and not self.ledger.problems
@@ -308,7 +308,7 @@ class Search:
             )
 
     def _check_one_run(self) -> None:
-        """Without a ledger nothing says which of two runs this directory is of."""
+        """Refuse a root without a ledger whose records are of two runs."""
         runs: dict[str, str] = {}
         for candidate in self.candidates:
             if candidate.has_dir and candidate.iteration is not None and {"state", "manifest"} <= candidate.records:

@@ -1,4 +1,4 @@
-"""`Session`: one training process and its checkpoints. The protocol, written once; a `Host` is what differs.
+"""`Session`: how one training process loads and saves checkpoints. What differs between trainers is in a `Host`.
 
     start    clocks agree, the directory is the same on all nodes and only this job's (on both storages)
     load     choose    rank 0: the newest complete checkpoint; the others: the same there?
@@ -173,7 +173,7 @@ class Session:
     # Start
 
     def stop_when(self, conditions: StopConditions, save: Callable[[], None]) -> None:
-        """Listen from now on, and save in this way: in place of ``stop`` and ``on_stop``."""
+        """Listen for a stop from now on, and save in this way: in place of ``stop`` and ``on_stop``."""
         self.stopper, self._on_stop = Stopper(conditions, save_seconds=lambda: self.save_seconds), save
         self.stopper.install()
 
@@ -212,7 +212,7 @@ class Session:
             on_rank_0(functools.partial(restore_older, root))
 
     def _root(self, directory: str | os.PathLike[str]) -> Path:
-        """A directory that the program has named, for a save or a load.
+        """The checkpoint root of a directory that the program named for a save or a load.
 
         Raises:
             UsageError: it is relative, and the working directory is another one than when the run began.
@@ -229,7 +229,7 @@ class Session:
         return Path(os.path.abspath(directory))
 
     def _save_root(self, directory: str | os.PathLike[str]) -> Path:
-        """The same, for a save: raises a UsageError too if it is not the ``save_dir`` that was given beforehand."""
+        """As `_root`, for a save. Also raises a UsageError if it is not the ``save_dir`` that was given beforehand."""
         root = self._root(directory)
         if self.save_dir is not None and root.resolve() != self.save_dir.resolve():
             raise UsageError(
@@ -362,13 +362,13 @@ class Session:
         return choice, beside
 
     def exactly(self, tag_dir: Path) -> Pick:
-        """For `load` and `choose`: this checkpoint and no other."""
+        """Require this checkpoint and no other in `load` and `choose`."""
         return lambda _shared, damaged: choose(
             tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged
         )
 
     def mark_as_own(self, load_dir: str | os.PathLike[str]) -> None:
-        """The run resumes from this directory, so it may save there."""
+        """Note that the run resumes from this directory, so that it may save there."""
         self._own.add(Path(load_dir).resolve())
 
     def accept(self, choice: Choice, beside: StepFile | None, read: Reading) -> None:
@@ -516,7 +516,7 @@ class Session:
         self._begun = True
 
     def _watched(self) -> Watched:
-        """What the meter looks at."""
+        """What the meter reads at each step."""
         # After a load in the middle of a program nothing was started.
         age, root = 0.0 if self._begun else process_age(), self.save_dir
         return Watched(
@@ -532,7 +532,7 @@ class Session:
         )
 
     def _began(self) -> tuple[int, int]:
-        """Optimizer steps and samples at which this process began."""
+        """The optimizer steps and samples at which this process began."""
         if self._first is None:
             self._first = self.host.iteration(), self.host.samples()
         return self._first
@@ -610,7 +610,7 @@ class Session:
         return envelope
 
     def _state(self, samples: int) -> DataState:
-        """What `Data.snapshot` gives; on rank 0, read back."""
+        """The state from `Data.snapshot`; on rank 0, written and read back as a check."""
         data = self.data
         assert data is not None
         state = data.snapshot(samples)
@@ -678,7 +678,7 @@ class Session:
         is_untouched: bool,
         **pointers: bool,
     ) -> tuple[Any, Envelope | None]:
-        """What ``write`` did, and the state that was saved; None, None if the save failed, and the run continues."""
+        """Save. Returns what ``write`` returned and the saved state; None, None if it failed and the run continues."""
         root = on_all_ranks(lambda: self._save_root(save_dir))
         # Before anything else could draw.
         random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
@@ -740,7 +740,7 @@ class Session:
         random: Snapshot | None,
         pointers: Mapping[str, bool],
     ) -> tuple[Save, list[Sequence[str] | None], Any]:
-        """All files of a save, once; the save, the files that each rank was to write, and what ``write`` did."""
+        """Write all files of a save once. Returns the save, the files of each rank, and what ``write`` returned."""
         began, data = time.monotonic(), self.data
         assert data is not None
         self._claim(root)
@@ -870,7 +870,7 @@ def _begin_save(root: Path, envelope: Envelope, tag: str, topology: Topology | N
 
 
 def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:
-    """On rank 0."""
+    """Record the end of the run in the ledger. On rank 0."""
     take(root)
     record_end(root, iteration=iteration, state=state, topology=topology)
 

@@ -106,12 +106,12 @@ class Loader:
 
     @property
     def of_batches(self) -> dict[str, Any]:
-        """What batches are, as parameters of `StreamDataset`."""
+        """The settings of what a batch is, as parameters of `StreamDataset`."""
         return {"fields": self.fields, "attention_mask": self.attention_mask, "pad_id": self.pad_id}
 
     @property
     def of_reading(self) -> dict[str, Any]:
-        """How they are read, as parameters of `StreamLoader`; whether into page-locked memory depends on the device."""
+        """The settings of reading ahead, as parameters of `StreamLoader`; page-locked memory depends on the device."""
         names = ("num_workers", "prefetch", "read_ahead", "requests", "cache_dir", "cache_gib", "start_method")
         return {name: getattr(self, name) for name in names}
 
@@ -212,12 +212,12 @@ class Checkpoints:
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints stay. Raises UsageError for a number below 1."""
+        """Which checkpoints are kept. Raises UsageError for a number below 1."""
         return Retention(keep_last=self.keep_last, keep_every=self.keep_every)
 
     @property
     def of_session(self) -> dict[str, Any]:
-        """As parameters of `Session`. Raises UsageError for a number that cannot be."""
+        """These settings as parameters of `Session`. Raises UsageError for an impossible number."""
         return {name: getattr(self, name) for name in _OF_SESSION}
 
     @property

@@ -1,4 +1,4 @@
-"""What is written about one step besides its files, all of it readable without unpickling anything.
+"""The records of one step beside its model files, all readable without unpickling anything.
 
     step_0000010.json           the data state: around its envelope, its tag, its run, its topology
     step_0000010.saving.json    the marker: written before the first model file, removed at the end of the commit
@@ -65,7 +65,7 @@ class DataState(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """Whose order it is."""
+        """Whose order of data it is."""
 
     @property
     def samples(self) -> int:
@@ -118,7 +118,7 @@ def stream_of(state: DataState) -> StreamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Envelope:
-    """A state on its way into a checkpoint, or out of it."""
+    """A data state as it travels inside a checkpoint."""
 
     state: DataState
     #: optimizer steps done.
@@ -128,7 +128,7 @@ class Envelope:
 
     @property
     def kind(self) -> Kind:
-        """Whose order it is."""
+        """Whose order of data it is."""
         return self.state.kind
 
     @property
@@ -253,7 +253,7 @@ class StepFile:
         }
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
+        """The file as bytes."""
         return seal(self.to_fields(), depth=3)
 
 
@@ -328,7 +328,7 @@ class Marker:
 
     @classmethod
     def of(cls, step: StepFile, *, latest: bool, tracker: bool, boots: Iterable[str] = ()) -> Marker:
-        """Of the save that will write this data state."""
+        """The marker of the save that will write this data state."""
         return cls(
             iteration=step.iteration,
             tag=step.tag,
@@ -346,7 +346,7 @@ class Marker:
         return not self.boots or boots_up().issuperset(self.boots)
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
+        """The file as bytes."""
         return seal({"format": MARKER_FORMAT, "version": MARKER_VERSION, **asdict(self)}, depth=1)
 
 

@@ -54,7 +54,7 @@ class Stopped(SystemExit):
 
 
 def minutes_before_end(text: str | float | None) -> float | Literal["auto"] | None:
-    """What follows ``--megaresume-stop-before-end``. Raises UsageError."""
+    """Parse the value of ``--megaresume-stop-before-end``. Raises UsageError."""
     if text is None or text == "auto":
         return None if text is None else "auto"
     try:
@@ -192,7 +192,7 @@ class Stopper:
             self._replaced[number] = signal.signal(number, self._note)
 
     def uninstall(self) -> None:
-        """Give the signals back to those who had them before."""
+        """Restore the signal handlers that were there before."""
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
         self._replaced.clear()
@@ -228,7 +228,7 @@ class Stopper:
         return self.reason()
 
     def stops(self, answer: bool) -> bool:
-        """Take note of what all ranks have agreed on, and warn where it comes too late."""
+        """Take note of what all ranks agreed on, and warn if it comes too late."""
         self.stopping = answer
         self._warn(answer)
         return answer
@@ -252,7 +252,7 @@ class Stopper:
         return reason if rank == 0 else f"{reason} on rank {rank}"
 
     def seconds_left(self) -> float | None:
-        """Until the scheduler ends the job."""
+        """Seconds until the scheduler ends the job."""
         return None if self._end is None else self._end - time.time()
 
     def _margin(self) -> float:
@@ -282,7 +282,7 @@ class Stopper:
             )
 
     def saved(self) -> None:
-        """The checkpoint is there: take the trigger file away, so that the next start does not stop at once."""
+        """Remove the trigger file now that the checkpoint is saved, or the next start would stop at once."""
         file = self.conditions.file
         if file is None or not is_rank_0():
             return

@@ -1,4 +1,4 @@
-"""What a record says of the machine and the run that wrote it; and locks of dead builds.
+"""What records say about the machine and the run that wrote them; and locks that killed builds left behind.
 
 Times are UTC, to the millisecond, readable and sortable as text. The age of a process, the boot of its machine, and
 what is mounted where are the system's. `Topology` is how the run was laid out: information for people, and no part of
@@ -137,17 +137,17 @@ _QUIET = 600.0
 
 
 def dead_locks() -> list[Path]:
-    """Those of this user that no process of this machine holds; [] if there is no ``/proc``."""
+    """Build locks of this user that no process of this machine holds; [] if there is no ``/proc``."""
     return [path for path in _locks() if _is_dead(path)] if os.path.isdir("/proc/self/fd") else []
 
 
 def remedy(lock: Path) -> str:
-    """What to do about one of them."""
+    """What to do about a dead lock."""
     return f"rm {shlex.quote(str(lock))}, unless another node or container is building {lock.parent.name} now"
 
 
 def warn_of_dead_locks() -> None:
-    """Name them: of the first rank of a node, before it waits for one."""
+    """Log dead locks, on the first rank of a node, before it waits for one."""
     if multiprocessing.parent_process() is not None:
         return  # a worker of it
     for lock in dead_locks():
@@ -160,7 +160,7 @@ def warn_of_dead_locks() -> None:
 
 
 def _locks() -> list[Path]:
-    """As torch places them: in TORCH_EXTENSIONS_DIR itself, or by version of Python and accelerator."""
+    """Build locks where torch puts them: in TORCH_EXTENSIONS_DIR, or below it by version of Python and accelerator."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given is not None:
         return sorted(Path(given).glob("*/lock"))

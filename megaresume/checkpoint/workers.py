@@ -29,7 +29,7 @@ class Workers(ThreadPoolExecutor):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """As that of its class."""
+        """As `ThreadPoolExecutor.submit`."""
         future: Future[T] = Future()
         self._waiting.put((future, functools.partial(function, *args, **kwargs)))
         return future

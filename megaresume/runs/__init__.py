@@ -1,4 +1,4 @@
-"""A run, as its checkpoint directory tells it, and the questions that are asked of it: each with its command.
+"""A run, read from its checkpoint directory, and what can be asked about it: one module and one command a question.
 
     run.py          `Run`: the directory, each part read once
     mirrored.py     a run in an object store, as a directory

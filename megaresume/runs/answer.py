@@ -1,4 +1,4 @@
-"""`Answer`: what a question about a run found. Its fields are its JSON; it gives the exit status of its command.
+"""`Answer`: what a command found out about a run. Its fields become the JSON, and its ``status`` the exit status.
 
 `Check`: one thing that was looked at, of an answer that is a list of them.
 """
@@ -12,37 +12,37 @@ from typing import Any, Literal, Self
 
 
 def live(**options: Any) -> Any:
-    """A field of an `Answer` that its text needs, and its JSON leaves out: an open run, a layout."""
+    """A field of an `Answer` that is used for its text and left out of its JSON, such as an open run."""
     return dataclasses.field(metadata={"live": True}, **options)
 
 
 def optional() -> Any:
-    """A field of an `Answer` that its JSON has if it was asked for: if it is not None."""
+    """A field of an `Answer` that is in its JSON only if it is not None, that is, if it was asked for."""
     return dataclasses.field(default=None, metadata={"optional": True})
 
 
 class told(property):
-    """A property of an `Answer`, or of what is in it, that its JSON has like a field."""
+    """A property of an `Answer`, or of an object in it, that goes into the JSON as fields do."""
 
 
 class Answer:
-    """A dataclass: its fields and its `told` properties are its JSON."""
+    """Base of dataclasses whose fields and `told` properties are the JSON of a command."""
 
     __slots__ = ()
 
     @property
     def status(self) -> int:
-        """Exit status of the command: 0 if what was asked holds, else 1."""
+        """The exit status of the command: 0 if the answer is good, else 1."""
         return 0
 
     def give(self, text: Callable[[Self], str], *, as_json: bool) -> int:
-        """Print it, as JSON or in words for people; the exit status."""
+        """Print the answer, as JSON or as text. Returns the exit status."""
         print(json.dumps(plain(self)) if as_json else text(self))
         return self.status
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: dataclasses as objects, by their own ``to_dict`` if they have one; anything else as its text."""
+    """A value as plain JSON: dataclasses become objects, by their ``to_dict`` if they have one; other types, text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ Area = Literal["environment", "filesystem", "checkpoints", "log"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, what was found, what to do."""
+    """One line of a report: what was checked, what was found, what to do."""
 
     area: Area
     name: str

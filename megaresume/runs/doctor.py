@@ -63,19 +63,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look; 1 if there is a problem."""
+    """Run all checks. Returns 1 if there is a problem, else 0."""
     return Diagnosis(_checks(args)).give(_text, as_json=args.json)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Answer):
-    """All that was looked at."""
+    """All checks that were made."""
 
     checks: list[Check]
 
     @told
     def problems(self) -> int:
-        """How many."""
+        """How many problems were found."""
         return sum(check.status == "problem" for check in self.checks)
 
     @property
@@ -130,7 +130,7 @@ _TEMPORARY = re.compile(r".+\.tmp|tmp-checkpoint-\d+")
 
 @dataclass(kw_only=True)
 class DirectoryReport:
-    """What was looked at, and the size of a checkpoint."""
+    """The checks of a directory, and the size of its checkpoints."""
 
     checks: list[Check] = field(default_factory=list)
     #: the newest complete checkpoint: bytes, files; None if there is none.
@@ -138,14 +138,14 @@ class DirectoryReport:
     num_files: int | None = None
 
     def add(self, name: str, status: Status, found: str, cause: str | None = None, action: str | None = None) -> None:
-        """Note one check."""
+        """Add a check to the report."""
         self.checks.append(Check("checkpoints", name, status, found, cause, action))
 
 
 def directory_checks(
     run: Run, layout: Layout | None, *, dp: int | None = None, zero_stage: int | None = None, last: int = 5
 ) -> DirectoryReport:
-    """Look at a directory.
+    """Check a directory of checkpoints.
 
     Args:
         run: where checkpoints lie side by side.
@@ -207,7 +207,7 @@ def _state(root: Path, iteration: int, tag: str, found: DirectoryReport) -> None
 
 
 def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: DirectoryReport) -> None:
-    """The newest directories, one by one: those that were passed over, and older ones that would be the next."""
+    """A check for each of the newest directories: those passed over, and the older ones that would be next."""
     passed = {} if newest is None else {rejected.tag: rejected.reason for rejected in newest.passed_over}
     for tag, reason in passed.items():
         found.add(
@@ -317,7 +317,7 @@ def _ledger(run: Run, found: DirectoryReport) -> Sequence[LedgerEntry]:
 def _ranks(
     path: Path, layout: Layout, entries: Sequence[LedgerEntry], dp: int, zero_stage: int | None, found: DirectoryReport
 ) -> None:
-    """Whether what was saved fits the ranks of the next launch."""
+    """Whether the newest checkpoint can be loaded by the ranks of the next launch."""
     if layout is VERL:
         sizes = {int(m[1]) for p in path.rglob("model_world_size_*.pt") if (m := re.search(r"size_(\d+)_", p.name))}
         if sizes and sizes != {dp}:

@@ -1,4 +1,4 @@
-"""`History`: the path of a run from its first sample to the present, as its records tell it.
+"""`History`: the path of a run from its first sample to its newest state, put together from its records.
 
 A run that was killed and resumed has retraced its steps. Only the path to the present counts: what was saved on a
 branch that was given up (`abandoned_checkpoints`), or was saved again with other data, is left out.
@@ -92,7 +92,7 @@ class History:
         return self.saved[low - 1] if low else None
 
     def read(self, point: Point) -> StreamState | None:
-        """The state of a point; None, a note and one of ``saved`` less if it is not what the ledger says."""
+        """Read the state of a point. If the ledger disagrees with it: None, a note, and the point leaves ``saved``."""
         try:
             state = self.read_step(point.path).stream
         except NewerFormatError:
@@ -113,7 +113,7 @@ class History:
 
 
 def _leads_to(before: StreamState, newest: StreamState) -> bool:
-    """Whether the stages up to a state are those of the newest one; one that begins right there may come after it."""
+    """Whether a state has the stages of the newest one up to its sample; one that begins right there may lack."""
     if not _same_skips(before, newest):
         return False
     firsts = [stage.first for stage in before.stages]
@@ -122,7 +122,7 @@ def _leads_to(before: StreamState, newest: StreamState) -> bool:
 
 
 def _same_skips(before: StreamState, newest: StreamState) -> bool:
-    """Whether what a state has left out is what the run has left out up to there."""
+    """Whether a state left out the same samples that the newest state left out up to there."""
     past: Ranges = ((0, before.reached),)
     if common(before.skips.ranges, past) != common(newest.skips.ranges, past):
         return False
@@ -188,7 +188,7 @@ def _point(path: Path, step: StepFile) -> Point:
 
 
 def _usable(path: Path, read_step: ReadStep, notes: list[str]) -> StepFile | None:
-    """A state; None, and a note, if it cannot be read."""
+    """Read a state. None, and a note in the history, if it cannot be read."""
     try:
         return read_step(path)
     except NewerFormatError:
@@ -212,7 +212,7 @@ def _newest(
     saved: list[Point],
     notes: list[str],
 ) -> StepFile:
-    """The newest state of the path; one whose save was killed before its line is taken in."""
+    """The newest state of the path, even if its save was killed before the ledger got its line."""
     entries = ledger.events
     known = {point.path: point for point in saved}
     last_time = entries[-1].time if entries else ""
@@ -250,7 +250,7 @@ def _newest(
 
 
 def _topologies(ledger: LedgerReading, path: list[Point]) -> list[tuple[int, Topology]]:
-    """A start holds from where it began, once a checkpoint followed it; what was beyond it then was given up."""
+    """The layouts of a run from its starts. A start counts once it has saved; what lay beyond its beginning is void."""
     topologies: list[tuple[int, Topology]] = []
     start: LedgerEntry | None = None
     saved = 0
@@ -279,7 +279,7 @@ def _append(topologies: list[tuple[int, Topology]], first: int, topology: Topolo
 
 
 def _topologies_of_states(saved: list[Point], read_step: ReadStep) -> list[tuple[int, Topology]]:
-    """Without a ledger: a state tells the layout of the steps before it."""
+    """The layouts of a run without a ledger: each state tells that of the steps before it."""
     topologies: list[tuple[int, Topology]] = []
     first = 0
     for point in saved:
@@ -299,7 +299,7 @@ class Membership:
 
 
 def memberships(entries: Iterable[LedgerEntry]) -> list[Membership]:
-    """Those of a ledger, in the order of its lines; none if replicas do not leave and join while the run goes on."""
+    """The memberships in a ledger, in its order; empty if no replicas leave or join while the run goes on."""
     return [
         Membership(
             step=entry.iteration, time=entry.time, replicas=int(entry.details.get("replicas", entry.topology.dp))
@@ -329,7 +329,7 @@ class Span:
 
     @property
     def ranks(self) -> tuple[int, int] | None:
-        """(data-parallel size, micro-batch size) where they are known and fit the batch size."""
+        """(data-parallel size, micro-batch size) of a sample, where they are known and divide the batch size."""
         if self.topology is None or self.batch_size is None:
             return None
         dp, micro = self.topology.dp, self.topology.micro_batch_size
@@ -339,7 +339,7 @@ class Span:
 
 
 def schedule_of(history: History) -> BatchSchedule | None:
-    """Batch sizes of a run: those recorded, then the last one forever. None if no record tells."""
+    """The batch sizes of a run: those recorded, then the last one for ever. None if none is recorded."""
     state = history.state
     segments = list(state.batches)
     if not segments:
@@ -447,7 +447,7 @@ class StepMap:
         )
 
     def span(self, sample: int) -> Span:
-        """That of one sample."""
+        """The span that a sample is in."""
         return self._span(sample, sample + 1)
 
     def step_of(self, sample: int) -> int | None:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Inspect a directory; 1 if a resume from it would not find weights and their data state."""
+    """Inspect a directory. Returns 1 if a resume would not find weights and their data state, else 0."""
     root, tag = split_root(args.dir)
     with byte_bar(f"reading {root}", show=args.checksums) as progress:
         found = look(Run(root, tag, checksums=args.checksums, progress=progress), args.last)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection(Answer):
-    """A run, looked at."""
+    """What was found out about a run."""
 
     run: Run = live()
     #: the newest, and the one that a resume takes.
@@ -84,7 +84,7 @@ class Inspection(Answer):
 
     @told
     def root(self) -> Path:
-        """The directory."""
+        """The directory of checkpoints."""
         return self.run.root
 
     @told
@@ -94,65 +94,65 @@ class Inspection(Answer):
 
     @told
     def choice(self) -> dict[str, Any] | None:
-        """What a resume takes."""
+        """The checkpoint that a resume would load."""
         choice = self.run.choice
         return None if choice is None else choice.to_dict() | {"rejected": choice.rejected}
 
     @told
     def error(self) -> Exception | None:
-        """Why a resume stops."""
+        """Why a resume would be refused."""
         return self.run.error
 
     @told
     def notes(self) -> list[str]:
-        """Sentences."""
+        """What else is worth knowing, in sentences."""
         return [*([] if self.run.choice is None else self.run.choice.notes), *self.remarks]
 
     @told
     def state(self) -> dict[str, Any] | None:
-        """The record of the state to show."""
+        """The state that is shown, as its record has it."""
         return None if self.step is None else self.step.to_fields()
 
     @told
     def order(self) -> DataState | None:
-        """Of a guarded run."""
+        """The order of Megatron's own datasets, if the run is guarded."""
         return None if self.step is None or self.step.state.kind != "order" else self.step.state
 
     @told
     def pointers(self) -> Sequence[dict[str, Any]]:
-        """``latest`` and the tracker."""
+        """What ``latest`` and the tracker name."""
         return [plain(pointer) | {"problem": pointer.problem} for pointer in self.run.pointers]
 
     @told
     def checkpoints(self) -> list[dict[str, Any]]:
-        """The newest ones."""
+        """The newest checkpoints."""
         return [_checkpoint(examined) for examined in self.examined]
 
     @told
     def older_checkpoints(self) -> int:
-        """How many more there are."""
+        """How many older checkpoints are not listed."""
         return len(self.run.present) - len(self.examined)
 
     @told
     def pruned_checkpoints(self) -> int:
-        """How many have left their records alone."""
+        """How many checkpoints were deleted while their records were kept."""
         return self.run.num_pruned
 
     @told
     def ledger(self) -> dict[str, Any]:
-        """Its last lines."""
+        """The last lines of the ledger."""
         ledger = self.reading
         entries = ledger.entries[-self.last :]
         return {"run": ledger.run, "lines": len(ledger.entries), "entries": entries, "problems": ledger.problems}
 
     @told
     def leftovers(self) -> Sequence[str]:
-        """Temporary files of killed writers."""
+        """Temporary files that killed writers left behind."""
         return self.run.leftovers
 
     @told
     def holder(self) -> Holder | None:
-        """Who writes there, or did last."""
+        """Which job writes to the directory, or did last."""
         return self.run.holder()
 
 
@@ -175,13 +175,13 @@ def _checkpoint(examined: Examined) -> dict[str, Any]:
 
 
 def _random(manifest: Manifest | None) -> dict[str, Any] | None:
-    """Of how many ranks there is a random state, and the digest of all."""
+    """How many ranks have a random state in a checkpoint, and the digest of all of them."""
     found = None if manifest is None else random_digest(manifest)
     return None if found is None else {"ranks": found[0], "digest": found[1]}
 
 
 def look(run: Run, last: int) -> Inspection:
-    """Look at a run.
+    """Inspect a run.
 
     Args:
         run: the run.
@@ -208,7 +208,7 @@ def _text(found: Inspection) -> str:
 
 
 def _held(run: Run) -> str:
-    """Who writes there; nothing, if the last one has ended by itself."""
+    """Which job writes to the directory; nothing if the last one ended properly."""
     holder = run.holder()
     if holder is None or holder.status == "released":
         return ""
@@ -218,7 +218,7 @@ def _held(run: Run) -> str:
 
 
 def _copy_block(found: Inspection) -> str:
-    """Where the checkpoints are copied to, and which are there."""
+    """Where checkpoints are copied to, and which of them have arrived."""
     staging = read_staging(found.run.root)
     if staging is None:
         return ""
@@ -393,7 +393,7 @@ def _checkpoint_block(found: Inspection) -> str:
 
 
 def _time(text: str) -> str:
-    """Without parts of a second and the zone."""
+    """A time of day without fractions of a second and time zone."""
     return text[:19].replace("T", " ")
 
 

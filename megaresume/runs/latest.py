@@ -40,7 +40,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Newest(Answer):
-    """What was found."""
+    """The newest complete checkpoint of a directory, and what was passed over."""
 
     root: Path = live()
     whose: Layout = live()
@@ -58,12 +58,12 @@ class Newest(Answer):
 
     @told
     def layout(self) -> str:
-        """By its name on the command line."""
+        """The layout with a name, as the command line gives it."""
         return self.whose.name
 
     @told
     def tag(self) -> str | None:
-        """The directory's name."""
+        """The name of the checkpoint's directory."""
         return None if self.path is None else self.path.name
 
     @told
@@ -150,7 +150,7 @@ def find_newest(run: Run, layout: Layout | None = None) -> Newest | None:
 
 
 def look_at(root: Path, layout: Layout, name: str) -> Look:
-    """Hold one checkpoint directory against its layout; a file that cannot be read is a problem like another."""
+    """Compare a checkpoint directory with its layout; a file that cannot be read counts as a problem."""
     try:
         return layout.look(root / name, layout.number(name))
     except OSError as error:
@@ -285,7 +285,7 @@ class _Walk:
         self.passed.append(Rejected(tag=name, iteration=self.numbers[name], reason=reason))
 
     def _reason(self, name: str) -> str | None:
-        """Why not this one; None if it is complete."""
+        """Why a checkpoint is not taken; None if it is complete."""
         candidate = self.candidates.get(name)
         if candidate is not None and not self._is_done_by_megatron(candidate):
             examined = self.run.examine(candidate)
@@ -298,7 +298,7 @@ class _Walk:
         return None
 
     def _is_done_by_megatron(self, candidate: Candidate) -> bool:
-        """Megatron moved its tracker, its save was over; a kill came before our records beside it were written."""
+        """Whether Megatron finished a save and moved its tracker, and a kill came before our records beside it."""
         return self.layout is MEGATRON and candidate.unfinished and self.tracker.tag == candidate.tag
 
 
@@ -318,7 +318,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it; 1 if there is none."""
+    """Print the newest complete checkpoint. Returns 1 if there is none, else 0."""
     try:
         found = find_newest(Run(args.dir), LAYOUTS.get(args.layout)) if args.dir.exists() else None
         if found is None or found.path is None:

@@ -63,7 +63,7 @@ class Hit:
 
 @cache
 def symptoms() -> tuple[Symptom, ...]:
-    """The table."""
+    """The table of known symptoms."""
     entries: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
     return tuple(
         Symptom(
@@ -80,7 +80,7 @@ def symptoms() -> tuple[Symptom, ...]:
 
 
 def scan(path: Path, progress: Callable[[int], object] | None = None) -> list[Hit]:
-    """Look for every symptom.
+    """Search a log for every known symptom.
 
     Args:
         path: the log; gzip is recognised.
@@ -232,7 +232,7 @@ class FirstError:
 
     @property
     def is_victim(self) -> bool:
-        """Whether it only noticed that another rank is gone."""
+        """Whether the rank only noticed that another one was gone."""
         return any(_VICTIM.search(line) for line in self.lines)
 
     def __str__(self) -> str:
@@ -246,7 +246,7 @@ def shell_status(code: int) -> int:
 
 
 def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
-    """Look for it.
+    """Find the first error in the logs of a launch.
 
     Args:
         logs: of the nodes, ``<node>.log``; of this attempt alone.
@@ -265,7 +265,7 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
 
 
 def _lacks(lines: tuple[str, ...]) -> bool:
-    """Whether it is an error of a node. Of one of megaresume nobody can tell: one rank says it for all."""
+    """Whether an error points to a node. Errors of megaresume do not: one rank raises them for all."""
     is_ours = bool(lines) and lines[0].startswith("megaresume: ")
     return not is_ours and any(_LACKING.search(line) for line in lines)
 
@@ -306,7 +306,7 @@ def _of_srun(said: str) -> tuple[str, int, int | None] | None:
 
 
 def _error(text: str) -> tuple[str, ...]:
-    """The first error of a log; of a traceback its end."""
+    """The first error of a log, in lines; of a traceback, how it ends."""
     lines = text.splitlines()
     for at, line in enumerate(lines):
         if not _BEGIN.match(line):
@@ -327,7 +327,7 @@ def _error(text: str) -> tuple[str, ...]:
 
 
 def last_lines(log: Path) -> tuple[str, ...]:
-    """What a log ends with, if nothing in it looks like an error."""
+    """The last lines of a log, for one in which nothing looks like an error."""
     return tuple(line[:_WIDTH] for line in _tail(log).splitlines()[-_LINES:])
 
 

@@ -31,7 +31,7 @@ _VALIDATION = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """The loss of one step, as exactly as its log says it."""
+    """The loss of one step, with the precision of its log."""
 
     value: float
     #: as printed; None if the value is exact.
@@ -74,7 +74,7 @@ class LossDifference:
 
     @property
     def size(self) -> float:
-        """NaN if one loss is not a number and the other is."""
+        """How far apart the two losses are; NaN if only one of them is a number."""
         return abs(self.first - self.second)
 
 
@@ -103,7 +103,7 @@ class LossComparison(Answer):
 
     @told
     def holds(self) -> bool:
-        """Whether no step differs by more than ``tolerance``, and there is a step at all."""
+        """Whether there are steps to compare, and none differs by more than ``tolerance``."""
         largest = self.largest_difference
         return self.steps > 0 and (largest is None or largest.size <= self.tolerance)
 
@@ -154,7 +154,7 @@ def read_losses(path: str | Path) -> LossLog:
 
 
 def _events(lines: Any) -> Iterator[tuple[str, int, str, Loss | None]]:
-    """(``start``, ``step`` or ``validation``, step, name of the validation set, loss)."""
+    """The events of a log: (``start``, ``step`` or ``validation``, step, name of the validation set, loss)."""
     for line in lines:
         if line.startswith("{"):
             event = _record(line)

@@ -1,4 +1,4 @@
-"""The machine: versions, CUDA, apex, shared memory; and the filesystem of a checkpoint directory.
+"""Checks of a machine (versions, CUDA, apex, shared memory) and of the filesystem of a checkpoint directory.
 
 Nothing of the environment is imported: files and metadata say it. Of the filesystem: what kind, whether it can be
 written, whether locks hold, and whether a checkpoint fits.
@@ -38,7 +38,7 @@ _SHARED_MEMORY = 1 << 30
 
 
 def environment_checks() -> list[Check]:
-    """Look at this machine."""
+    """Check this machine."""
     found = [_python()]
     for name in TESTED:
         try:
@@ -196,7 +196,7 @@ _TRY = (
 
 
 def filesystem_checks(directory: Path, newest: int | None, num_files: int | None) -> list[Check]:
-    """Look at the filesystem of a directory. Writes one small file into it, and deletes it.
+    """Check the filesystem of a directory. Writes one small file there, and deletes it.
 
     Args:
         directory: it must be there.
@@ -213,7 +213,7 @@ def filesystem_checks(directory: Path, newest: int | None, num_files: int | None
 
 
 def kind_check(kind: str, options: str) -> Check:
-    """What to know of a kind of filesystem."""
+    """What is known about a kind of filesystem."""
     name = "kind"
     if kind in ("tmpfs", "ramfs"):
         return _filesystem(
@@ -250,7 +250,7 @@ def kind_check(kind: str, options: str) -> Check:
 
 
 def sync_check(kind: str, options: str, directory: Path) -> Check:
-    """Whether a sync means that a power cut takes nothing: as far as this machine can see."""
+    """Whether synced data survives a power cut, as far as this machine can tell."""
     name = "syncing"
     if {"nobarrier", "barrier=0"} & set(options.split(",")):
         return _filesystem(

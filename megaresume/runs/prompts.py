@@ -22,7 +22,7 @@ from megaresume.stream.in_flight import from_runs, unpacked
 
 @dataclass(kw_only=True, slots=True)
 class PromptProof(Answer):
-    """What the ledger of prompts, and the states beside the checkpoints, say."""
+    """What the ledger of prompts and the states beside the checkpoints prove."""
 
     dir: Path
     #: where the account ends: at the newest checkpoint, or with the last line of the ledger.
@@ -51,7 +51,7 @@ class PromptProof(Answer):
 
     @property
     def status(self) -> int:
-        """1 if it is no proof."""
+        """1 if something is not accounted for."""
         return 0 if self.holds else 1
 
     @told
@@ -61,7 +61,7 @@ class PromptProof(Answer):
 
 
 def has_prompts(directory: Path) -> bool:
-    """Whether a directory is that of such a run."""
+    """Whether a directory belongs to a run with prompts."""
     return (directory / PROMPTS).is_file()
 
 
@@ -114,7 +114,7 @@ def prove(directory: Path, find: str | None = None) -> PromptProof:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """Raises StateError: it is no state of prompts."""
+    """Read a state of prompts. Raises StateError if it is not one."""
     try:
         found = unpacked(json.loads(path.read_bytes())["prompts"])
         found["open"] = from_runs(found["open"])
@@ -159,7 +159,7 @@ def text(proof: PromptProof) -> str:
 
 
 def counts_of(proof: PromptProof) -> str:
-    """What became of how many, in words."""
+    """How many prompts were trained, dropped and are in flight, in words."""
     dropped = ", ".join(f"{count:,} dropped ({reason})" for reason, count in sorted(proof.dropped.items()))
     words = f"{proof.prompts:,} issued: {proof.trained:,} trained, {proof.in_flight:,} in flight"
     words += f", {dropped or '0 dropped'}"
@@ -167,7 +167,7 @@ def counts_of(proof: PromptProof) -> str:
 
 
 def staleness_of(proof: PromptProof) -> str:
-    """How old the rollouts were that were trained, in words."""
+    """How stale the trained rollouts were, in words."""
     total = sum(proof.staleness.values())
     shares = ", ".join(f"{100 * count / total:.1f} % by {age}" for age, count in proof.staleness.items())
     return f"of {total:,} rollouts trained, older than the weights: {shares} versions"

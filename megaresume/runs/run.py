@@ -1,4 +1,4 @@
-"""`Run`: a directory of checkpoints, as its records tell it. Each part is read when it is first asked for, and kept.
+"""`Run`: a directory of checkpoints and its records. Each part is read when first asked for, and kept.
 
     pointers, candidates        by their names alone
     choice, examine, newest     whether each is whole, and what a resume takes
@@ -32,7 +32,7 @@ _KEPT_STATES = 64
 
 
 class Run:
-    """A directory of checkpoints. Reads only, and unpickles nothing.
+    """A directory of checkpoints and its records. Reads only, and unpickles nothing.
 
     Args:
         root: what ``--save`` named.
@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def pointers(self) -> tuple[Pointer, Pointer]:
-        """``latest`` and the tracker."""
+        """What ``latest`` and the tracker name."""
         return read_pointers(self.root)
 
     @property
@@ -107,16 +107,16 @@ class Run:
 
     @property
     def choice(self) -> Choice | None:
-        """What a resume takes; None if there is no checkpoint, or it takes none: see ``error``."""
+        """The checkpoint that a resume would load; None if there is none, or if it is refused: see ``error``."""
         return self._decided[0]
 
     @property
     def error(self) -> MegaresumeError | None:
-        """Why a resume stops; None if it does not."""
+        """Why a resume would be refused; None if it would not."""
         return self._decided[1]
 
     def choose(self, iteration: int | None = None) -> Choice | None:
-        """What a resume takes.
+        """Choose the checkpoint that a resume would load.
 
         Args:
             iteration: the one that it is asked to take; None: that of the tag, or the newest complete one.
@@ -138,7 +138,7 @@ class Run:
         return self.choice is not None and self.choice.state is not None
 
     def examine(self, candidate: Candidate) -> Examined:
-        """Whether a checkpoint is whole."""
+        """Check whether a checkpoint is complete."""
         _ = self._decided  # its reasons are those of the checkpoints that it passed over, and of no others
         try:
             return self._search.examine(candidate)
@@ -160,7 +160,7 @@ class Run:
         return [c for c in self.candidates if self.tag in (None, c.tag)]
 
     def newest(self, limit: int | None = None) -> Sequence[Examined]:
-        """So many of ``present``, the newest first, and the one that a resume takes; None: all."""
+        """The newest of ``present``, and the one that a resume would load; with None, all of them."""
         shown = list(self.present[:limit])
         if self.choice is not None:
             shown += [c for c in self.present[len(shown) :] if c.tag == self.choice.tag]
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def named(self) -> tuple[Examined | None, ...]:
-        """What each of the pointers names; None: nothing that is there."""
+        """The checkpoint that each pointer names; None if it is not there."""
         found = [resolve_pointer(pointer, self.candidates) for pointer in self.pointers]
         return tuple(None if c is None else self.examine(c) for c in found)
 
@@ -183,7 +183,7 @@ class Run:
         return tuple(found)
 
     def state(self, path: Path) -> StepFile:
-        """One of ``states``, read.
+        """Read one of ``states``.
 
         Raises:
             StateError: it is damaged, or (`NewerFormatError`) was written by a newer megaresume.
@@ -206,7 +206,7 @@ class Run:
         return read_history(self.root, self.ledger, self.states, self.state)
 
     def holder(self, *, ask_slurm: bool = False) -> Holder | None:
-        """Who writes here, or did last; None if it was never held. See `holder_of`."""
+        """Which job writes here, or did last; None if none ever did. See `holder_of`."""
         return holder_of(self.root, ask_slurm=ask_slurm)
 
     @cached_property

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """What a source gives of some samples."""
+    """What a source contributes to some samples."""
 
     segments: int
     tokens: int
@@ -118,7 +118,7 @@ def _check_paths(data: str | list[str], state: str | None) -> None:
 
 
 def _state(path: Path) -> StreamState:
-    """The state in a record beside a checkpoint, or what `StreamState.to_json` wrote."""
+    """Read a state: from a record beside a checkpoint, or from what `StreamState.to_json` wrote."""
     try:
         data = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -139,7 +139,7 @@ def _check_size(first: int, stop: int) -> None:
 
 
 def _samples(stream: Stream, plan: Plan) -> list[StreamSample]:
-    """Every sample of the plan; those that hold image-text records read them, which takes its time on a store."""
+    """Every sample of the plan. Image-text records are read for it, which takes time on a store."""
     records, samples = ShardRecords(stream.sources), []
     with progress("reading samples", len(plan), "samples") as bar:
         for sample in range(plan.first, plan.stop):
@@ -174,7 +174,7 @@ def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> S
 
 
 def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
-    """Labels that count of each segment, by number of its source, if that says which: int64[n] over all segments."""
+    """Trained labels of each segment, where its source says which labels count: int64[n] over all segments."""
     found = {}
     for i, source in enumerate(stream.sources):
         if has_spans(source):

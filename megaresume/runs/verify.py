@@ -1,4 +1,4 @@
-"""``megaresume verify DIR``: plans the stream of a run again, on a CPU, and compares it with everything recorded.
+"""``megaresume verify DIR``: plans the stream of a run again on a CPU and compares it with everything recorded.
 
 verify DIR                              every data state and every line of the ledger
 verify DIR --from 1000 --to 2000        those between two recorded steps, from the nearest state
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class Proof(Answer):
-    """What planning the stream of a run again has shown."""
+    """What came out of planning the stream of a run again."""
 
     dir: Path
     #: what is wrong with them, in words.
@@ -101,12 +101,12 @@ class Proof(Answer):
 
     @property
     def status(self) -> int:
-        """1 if it is no proof."""
+        """1 if it proves nothing or finds a difference."""
         return 0 if self.holds else 1
 
     @told
     def holds(self) -> bool:
-        """Whether everything recorded is of one stream."""
+        """Whether everything recorded agrees with one stream."""
         # A line that a kill cut short was never a record; one that was damaged later may have said something else.
         damaged = any(problem.kind == "damaged" for problem in self.problems)
         whole = bool(self.replayed) and all(point.holds for point in self.replayed)
@@ -114,7 +114,7 @@ class Proof(Answer):
 
     @told
     def unreadable(self) -> list[str]:
-        """Lines of the ledger that say nothing."""
+        """Lines of the ledger that cannot be read."""
         return [str(problem) for problem in self.problems]
 
     @told
@@ -182,14 +182,14 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
 
 
 def _check(trace: Trace, records: RankSteps, first: int, stop: int, *, content: bool) -> dict[str, Any]:
-    """What the ranks wrote down of these steps, against the stream."""
+    """Compare what the ranks recorded of these steps with the stream."""
     with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
         check = check_ranks(trace, records, first=first, stop=stop, content=content, progress=bar.update)
     return _log_report(check, records)
 
 
 def _read(trace: Trace, first: int, stop: int) -> dict[str, Any]:
-    """What the documents of these samples hold, by source."""
+    """Hash what the documents of these samples hold, by source."""
     contents, past = Contents(trace.names, trace.replan.sources), Past(trace.replan)
     stride = 4096
     with progress("reading the documents", stop - first, "samples") as bar:

@@ -1,4 +1,4 @@
-"""A resume, tried without a GPU: what would be loaded, what would become of the data, and where the run would end.
+"""A resume planned without a GPU: which checkpoint it loads, what happens to the data, and where the run ends.
 
     start.py    what the new launch says; what it does not say is as it was
       |         which checkpoint is loaded, on which ranks       Run.choose, hosts.deepspeed.load_rules

@@ -22,7 +22,7 @@ from megaresume.stream.skips import SkipConfig, parse_range, parse_steps, union
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command: those of a training program, with their meaning there."""
+    """Flags of the command: those of a training program, with the same meaning."""
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     data = parser.add_argument_group("data (default: as the run was last saved)")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan a resume; 1 if the launch would be refused."""
+    """Plan a resume. Returns 1 if the launch would be refused, else 0."""
     flags = _flags(args)
     if plan_interval.is_asked(args):
         return plan_interval.run(args, flags)

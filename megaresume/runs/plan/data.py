@@ -1,4 +1,4 @@
-"""What of the data changed, and what becomes of it: of a data config, and of Megatron's own datasets under guard.
+"""What changed in the data, and what follows: for a data config, and for Megatron's own datasets under guard.
 
 Of a data config also what balanced ranks would gain in the steps to come, from the lengths of the run's own data. Of
 a guarded run, what differs from the recorded order, and what stock Megatron would make of the new flags.
@@ -58,7 +58,7 @@ Outcome = Literal["nothing", "new stage", "refused"]
 
 @dataclass(kw_only=True)
 class PlannedData:
-    """The data of the launch."""
+    """The data that the launch would train on."""
 
     outcome: Outcome = "nothing"
     #: the file that was read; None: the config in the state, and no corpus was looked at.
@@ -204,7 +204,7 @@ def _reconcile(data: PlannedData, launch: PlannedLaunch, end: int | None) -> Non
 
 
 def _go_on(data: PlannedData, launch: PlannedLaunch, on_change: OnChange, end: int | None) -> Reconciled:
-    """What the stream of the launch would make of the state, or refuse."""
+    """Continue the state with the stream of the launch. Raises what the launch would be refused with."""
 
     def samples_of(steps: Range) -> Range:
         if launch.schedule is None:
@@ -256,7 +256,7 @@ class Gain:
 
 
 def gain(launch: PlannedLaunch, data: PlannedData) -> Gain | None:
-    """Plan the next steps, and deal them both ways. None if something for it is not known, as a note tells."""
+    """Plan the next steps with and without balanced ranks. None, and a note, if something needed is not known."""
     now, balance = launch.now, launch.findings.attempt(lambda: launch.flags.balanced)
     if balance is None:
         return None
@@ -274,7 +274,7 @@ def gain(launch: PlannedLaunch, data: PlannedData) -> Gain | None:
 def _expected(
     stream: Stream, schedule: BatchSchedule, balance: Balance, *, sample: int, micro: int, dp: int
 ) -> Gain | None:
-    """The gain of the steps from a sample on; None if there is no such step, which other findings tell."""
+    """The gain of the steps from a sample on; None if there are none, which other findings report."""
     from megaresume.stream.dealing import costs, dealt_order
 
     waited, means, steps, first = [0, 0], 0.0, 0, sample
@@ -375,13 +375,13 @@ class Component:
 
     @property
     def is_reshuffled(self) -> bool:
-        """Whether every sample of it would be another one."""
+        """Whether its samples would come in another order."""
         return self.before != self.now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guarded:
-    """What becomes of Megatron's own datasets."""
+    """What happens to Megatron's own datasets."""
 
     #: training samples asked for, when they were recorded and now; None: one epoch.
     recorded_samples: int | None
@@ -420,7 +420,7 @@ def train_size(flags: Flags) -> int | None:
 
 
 def compare_with_record(record: OrderRecord, flags: Flags, findings: Findings) -> Guarded | None:
-    """Hold the flags to the record; None if nothing is recorded."""
+    """Compare the flags with the record; None if nothing is recorded."""
     if not record.builders:
         return None
     size = train_size(flags)

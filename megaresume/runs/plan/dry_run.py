@@ -1,4 +1,4 @@
-"""`dry_run`: all of it together; and what lies ahead: last step and sample, epochs left, the end of the stream."""
+"""`dry_run`: the whole plan of a resume, and what lies ahead: last step and sample, epochs left, end of the stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHUNK, _PATIENCE = 2048, 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """In optimizer steps and samples since the start of the run."""
+    """Where a run ends, in optimizer steps and samples since its start."""
 
     step: int
     sample: int
@@ -97,7 +97,7 @@ def _megatron_iterations(planned: BatchSchedule, flags: Flags) -> int:
 
 
 def guarded_ending(step: int, flags: Flags, findings: Findings) -> Ending | None:
-    """The end of a run under guard; its steps are known, its samples are inside the checkpoint."""
+    """The end of a guarded run: its steps are known, its samples only to the checkpoint."""
     size = flags.global_batch_size
     if (flags.train_iters is None and flags.train_samples is None) or size is None:
         return None
@@ -236,7 +236,7 @@ def _may_end(config: StreamConfig) -> bool:
 
 
 def _search(plan: object, first: int, goal: int | None, findings: Findings) -> int | None:
-    """Plan up to the goal; the number of samples that there are, if the stream ends before."""
+    """Plan samples up to a goal. Returns how many there are if the stream ends before it."""
     began, position = time.monotonic(), first
 
     def reaches(stop: int) -> bool:
@@ -326,7 +326,7 @@ class DryRun(Answer):
 
     @told
     def headline(self) -> str:
-        """The verdict in a sentence."""
+        """The verdict as a sentence."""
         tag = "the checkpoint" if self.found.choice is None else self.found.choice.tag
         match self.verdict:
             case "refused":
@@ -346,7 +346,7 @@ class DryRun(Answer):
 
     @told
     def checkpoint(self) -> dict[str, Any] | None:
-        """What would be loaded."""
+        """The checkpoint that would be loaded."""
         choice = self.found.choice
         if choice is None:
             return None
@@ -357,7 +357,7 @@ class DryRun(Answer):
 
     @told
     def layout(self) -> dict[str, Topology | None]:
-        """Of the run, then and now."""
+        """The layout of the run, then and now."""
         return {"before": self.before, "now": self.now}
 
     @told
@@ -373,7 +373,7 @@ class DryRun(Answer):
 
     @told
     def end_with_the_batch_size_before(self) -> dict[str, int] | None:
-        """None if it is the same."""
+        """Where the run would end with its former batch size; None if that is the same."""
         if self.ending is None or self.ending.before is None:
             return None
         return dict(zip(("step", "samples"), self.ending.before, strict=True))

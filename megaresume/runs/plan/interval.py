@@ -59,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostTime:
-    """A day at one interval: hours that are not training, and the rest."""
+    """How the hours of a day are spent if checkpoints are saved at one interval."""
 
     #: steps between saves.
     steps: int
@@ -72,7 +72,7 @@ class LostTime:
 
     @told
     def total(self) -> float:
-        """Hours a day that are lost."""
+        """Hours of a day that are lost."""
         return self.saving + self.recomputing + self.restarting
 
 
@@ -318,7 +318,7 @@ def duration(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of this part of ``plan``."""
+    """Flags of ``plan`` that ask for an interval."""
     how = parser.add_argument_group("how often to save (instead of a dry run)")
     how.add_argument(
         "--mtbf", type=duration, metavar="TIME", help="mean time between failures of the whole job: 90m, 6h, 2d"
@@ -334,12 +334,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether this is wanted, and not a dry run."""
+    """Whether the flags ask for an interval rather than a dry run."""
     return any(value is not None for value in (args.mtbf, args.save_time, args.step_time, args.restart_time))
 
 
 def run(args: argparse.Namespace, flags: Flags) -> int:
-    """Recommend an interval; always 0.
+    """Recommend an interval. Returns 0.
 
     Args:
         args: of this part.

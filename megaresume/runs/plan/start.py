@@ -1,4 +1,4 @@
-"""`Finding`: something that whoever launches the run should know; `Findings`: all of them; and what the launch says.
+"""`Finding`, something to know before a launch; `Findings`, all of them; and the checkpoint a launch starts from.
 
 `PlannedLaunch`: where the launch would continue: which checkpoint it loads, on which ranks, with which batches.
 
@@ -66,13 +66,13 @@ class Flags:
 
     @property
     def config(self) -> dict[str, int]:
-        """What they say of the data config."""
+        """What the flags say about the data config."""
         given = {"seq_length": self.seq_length, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def balanced(self) -> Balance | None:
-        """How ranks are to be balanced. Raises UsageError for a bad cost of a token."""
+        """How ranks are balanced. Raises UsageError for a bad cost of a token."""
         return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
 
 
@@ -86,7 +86,7 @@ _WORDS = ("found", "expected", "cause", "action")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Fields as in `MegaresumeError`."""
+    """Something to know before a launch. Its fields are those of `MegaresumeError`."""
 
     kind: FindingKind
     headline: str
@@ -103,23 +103,23 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """What the launch would be told."""
+    """Everything that was found before a launch."""
 
     def warn(self, headline: str, **words: str | None) -> None:
-        """It would run, and probably not as it is meant; ``words`` are fields of `Finding`."""
+        """Add a warning: it would run, but probably not as intended. ``words`` are fields of `Finding`."""
         self.append(Finding(kind="warning", headline=headline, **words))
 
     def note(self, headline: str, **words: str | None) -> None:
-        """Just so."""
+        """Add a note."""
         self.append(Finding(kind="note", headline=headline, **words))
 
     def refuse(self, error: MegaresumeError, kind: FindingKind = "refused") -> None:
-        """What an error says."""
+        """Add a refusal, in the words of an error."""
         words: dict[str, Any] = {name: None if (v := getattr(error, name)) is None else str(v) for name in _WORDS}
         self.append(Finding(kind=kind, headline=error.headline, **words))
 
     def attempt(self, rule: Callable[[], T]) -> T | None:
-        """Ask a rule of the real resume; what it refuses becomes a finding."""
+        """Apply a rule of the real resume; a refusal becomes a finding."""
         try:
             return rule()
         except MegaresumeError as error:
@@ -208,7 +208,7 @@ def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
 
 
 def _streamed(choice: Choice, findings: Findings) -> Kind | None:
-    """Reports what cannot be planned."""
+    """``stream`` if the launch continues a stream; None, and a finding, if it cannot."""
     state = choice.state
     return "stream" if state is not None and findings.attempt(lambda: bool(stream_of(state))) else None
 
@@ -275,7 +275,7 @@ def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None
 
 
 def topology(before: Topology, flags: Flags) -> Topology:
-    """How the launch is laid out.
+    """The layout of the launch.
 
     Raises:
         UsageError: nodes are given, and how many ranks they have is not known; or they do not divide.
@@ -330,7 +330,7 @@ def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool, start: int 
 
 
 def check_layout(launch: PlannedLaunch) -> None:
-    """Batches over ranks, and ZeRO's partitions."""
+    """Check that batches divide over ranks, and that ZeRO's partitions fit."""
     now, schedule = launch.now, launch.schedule
     micro = now.micro_batch_size
     if schedule is not None and micro is not None:

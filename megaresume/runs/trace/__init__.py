@@ -1,4 +1,4 @@
-"""The stream of a run planned again, from its records and its corpora: what it trained on, will train on, and proof.
+"""The stream of a run planned again from its records and corpora: what it trained on, what comes next, and proof.
 
 replan.py          the stream of the past and of the future, from the nearest state; its corpora, wherever they are now;
                    every recorded point of the run compared with it

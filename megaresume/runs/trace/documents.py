@@ -1,4 +1,4 @@
-"""Documents as the model is shown them, for people: text, with images in their places, and the images, as files.
+"""Documents as the model sees them, for people: text with images in their places, and the images as files.
 
     tokens   12 7 9 I I I I 88 41   -->   a cat <image 384x256, 4 tokens> on a mat
 
@@ -71,7 +71,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shown:
-    """A document as it is shown to the model."""
+    """A document as the model sees it."""
 
     key: Key
     encoded: EncodedDocument
@@ -95,7 +95,7 @@ class Shown:
         return "".join([*words, decode(at, None)])
 
     def fault(self) -> dict[str, str] | None:
-        """What its policy did, as plain JSON; None if nothing was the matter."""
+        """What the policy for faulty documents did, as plain JSON; None if the document is sound."""
         fault = self.encoded.fault
         return None if fault is None else {"policy": fault.policy, "reason": fault.reason}
 
@@ -135,7 +135,7 @@ def marked_ids(tokens: list[int], trained: Sequence[Sequence[int]], offset: int)
 
 
 def of_stage(source: T, name: str, config: StreamConfig) -> T:
-    """The source with the augmentation of a stage, which may not be that of today."""
+    """The source with the augmentation of a stage, which may differ from the present one."""
     augmented: Any = getattr(source, "augmented", None)
     steps = next((list(s.augment) for s in config.sources if s.name == name), None)
     found: T = source if augmented is None else augmented(steps)
@@ -290,7 +290,7 @@ def _runs(trained: npt.NDArray[np.bool_], offset: int) -> list[list[int]]:
 
 
 def _record(source: object) -> Mapping[str, Any] | None:
-    """What the sidecar of a corpus says of its tokenizer."""
+    """What the file beside a corpus says about its tokenizer."""
     inner = getattr(source, "source", source)  # a part of a split corpus is a view of it
     found: Mapping[str, Any] | None = getattr(inner, "tokenizer", None)
     return found if isinstance(found, Mapping) else None
@@ -345,7 +345,7 @@ def check_directory(directory: Path) -> None:
 
 
 def _written(directory: Path) -> set[str]:
-    """Files that the list of a directory names."""
+    """The files that a directory's own list names."""
     try:
         head, *lines = [json.loads(line) for line in (directory / LIST).read_bytes().splitlines()]
         if head["format"] != FORMAT:
@@ -419,7 +419,7 @@ def write_images(
 
 
 def _replace(new: Path, directory: Path) -> None:
-    """Give a complete directory its name."""
+    """Rename a directory, now that it is complete."""
     check_directory(directory)  # it may have been filled since
     old = new.with_suffix(".old")
     if directory.exists():
@@ -499,7 +499,7 @@ class _Writer:
         return images
 
     def _stem(self, line: Mapping[str, Any], number: int, place: int | None) -> str:
-        """A path without a suffix, of words of our own alone."""
+        """A path without a suffix, made of our own words alone."""
         if line["sample"] is None:
             folder, sample = "left_out", f"absolute_{line['absolute']:08d}"
         else:
@@ -511,7 +511,7 @@ class _Writer:
 
 
 def _suffix(member: str) -> str:
-    """Of the name of an image, safe letters alone: ``jpg`` of ``cats/1.jpg``, of ``1.jpg`` and of ``jpg``."""
+    """The suffix of an image's name in safe letters: ``jpg`` of ``cats/1.jpg``, of ``1.jpg`` and of ``jpg``."""
     found = re.search(r"(?:\A|[./])([0-9A-Za-z]{1,8})\Z", member)
     return "image" if found is None else found[1]
 
@@ -527,7 +527,7 @@ def _file_words(names: list[str]) -> dict[str, str]:
 
 
 def _article(line: Mapping[str, Any]) -> str:
-    """A document of the page; whatever a corpus holds is text."""
+    """A document on the page; whatever the corpus holds is escaped as text."""
     where = [("step", line["step"]), ("sample", line["sample"]), ("absolute", line.get("absolute"))]
     where += [("rank", line["rank"]), ("micro-batch", line["micro_batch"]), ("place", line["place"])]
     words = [f"{name} {value}" for name, value in where if value is not None]

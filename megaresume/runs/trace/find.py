@@ -38,7 +38,7 @@ Status = Literal["trained", "partly trained", "waiting", "left out", "to come", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A segment of the document; None if no record tells."""
+    """When a segment of the document was or will be trained; None where no record tells."""
 
     step: int | None
     sample: int
@@ -84,7 +84,7 @@ class Sought(Answer):
 
 @dataclass(kw_only=True, slots=True)
 class _Target:
-    """What is looked for: a piece that was drawn, or what of a document is still to come in an epoch."""
+    """What is searched for: a piece that was drawn, or the part of a document that is still to come in an epoch."""
 
     found: Sought
     occurrence: Occurrence
@@ -208,7 +208,7 @@ def _checked(trace: Trace, name: str, document: int) -> int:
 def _positions(
     trace: Trace, order: SourceOrder, source: int, document: int, drawn: int, epochs: int | None
 ) -> Iterator[tuple[int, list[int]]]:
-    """(epoch, positions) of a document: all that were drawn; of those to come as many as are wanted."""
+    """(epoch, positions) of a document: all that were drawn, and as many of those to come as are wanted."""
     entry = trace.replan.last_config.sources[source]
     last = entry.max_epochs if entry.max_epochs is not None and entry.on_exhausted != "repeat" else None
     for epoch in count():
@@ -234,7 +234,7 @@ def _pieces(order: SourceOrder, found: Sought, occurrence: Occurrence, source: i
 
 
 def _skipped(trace: Trace, name: str, document: int, epoch: int) -> list[DocumentSkip]:
-    """The lists of documents to skip, of now and of earlier, that this one is on."""
+    """The present and former lists of documents to skip that name this document."""
     return [
         skip
         for skip in trace.replan.skips.documents
@@ -334,7 +334,7 @@ def _seen(trace: Trace, sample: int, place: int, offset: int, length: int) -> Se
 
 
 def _check_ends(trace: Trace, targets: list[_Target]) -> None:
-    """Planning ahead ends only where the source is drawn in the last stage."""
+    """Refuse to plan ahead for a source that the last stage never draws: the search would not end."""
     state, config = trace.history.state, trace.replan.last_config
     for target in targets:
         name = target.found.source
@@ -349,7 +349,7 @@ def _check_ends(trace: Trace, targets: list[_Target]) -> None:
 
 
 def _estimate(trace: Trace, occurrence: Occurrence, name: str, pieces_ahead: int) -> None:
-    """About when an occurrence comes, or what is left of it, without planning."""
+    """Estimate without planning when an occurrence, or the rest of it, comes."""
     state = trace.history.state
     occurrence.pieces_ahead = pieces_ahead
     for row in outlook(state, trace.replan.config_now):
@@ -461,7 +461,7 @@ def _as_losses(sample: int, sums: np.ndarray[Any, Any]) -> SegmentLosses:
 
 
 def with_texts(found: ByLoss, trace: Trace, decoder: Decoder) -> ByLoss:
-    """The same with the text of the documents."""
+    """Add the text of the documents."""
     wanted = {sample for document in found.documents for sample in document.samples}
     texts: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for piece in trace.pieces(min(wanted), max(wanted) + 1) if wanted else ():
@@ -489,7 +489,7 @@ def _of_samples(piece: TracePiece, wanted: set[int]) -> Iterator[TracePiece]:
 
 
 def losses_as_text(found: ByLoss) -> str:
-    """For people."""
+    """The ranking as text."""
     head = f"samples {found.first:,} to {found.stop - 1:,}, losses of {found.found:,} of them"
     sources = [["source", "loss", "tokens"]]
     sources += [[name, f"{of['loss']:.4f}", f"{of['tokens']:,}"] for name, of in found.sources.items()]

@@ -1,4 +1,4 @@
-"""Pieces of a trace as bytes: text for people, JSON lines, CSV; and as a Parquet file, which needs `pyarrow`.
+"""Writes pieces of a trace as text, JSON lines or CSV, or as a Parquet file, which needs `pyarrow`.
 
 A compiled loop writes rows as text from a template: a million samples in a second.
 
@@ -82,7 +82,7 @@ def _put(out, at, program, literals, bounds, sample, identity, segment):  # type
 
 @compiled
 def write_rows(out, head, row, between, tail, literals, bounds, samples, hashes, segments, starts):  # type: ignore[no-untyped-def]
-    """Write samples: the head of each, a row for each of its segments with ``between`` between them, the tail.
+    """Write samples: for each its head, a row for each segment, joined by ``between``, and its tail.
 
     Args:
         out: uint8[enough], written.
@@ -129,7 +129,7 @@ def _numbers(columns: Sequence[str]) -> list[Word]:
 
 
 def _if_known(words: Sequence[Word], wanted: bool) -> list[Word]:
-    """Words of a record in a tar shard, which documents of other sources do not have."""
+    """The words for a record of a tar shard; none for documents of other sources."""
     return [f"+{len(words)}", *words] if wanted else []
 
 
@@ -247,7 +247,7 @@ class TraceWriter:
 
 
 def csv_rows(row: dict[str, object], more: Sequence[str] = ()) -> list[list[object]]:
-    """A sample of `TracePiece.rows` as rows of the CSV; a column more where segments have their text or tokens.
+    """A sample of `TracePiece.rows` as rows of CSV, with one more column for text or tokens if segments have them.
 
     Args:
         row: the sample.
@@ -291,7 +291,7 @@ def heading(piece: TracePiece) -> str:
 
 
 def require_pyarrow() -> Any:
-    """The library.
+    """Import ``pyarrow``, or raise an error that says how to install it.
 
     Raises:
         SetupError: it is not installed.
@@ -303,7 +303,7 @@ def require_pyarrow() -> Any:
 
 
 def write_parquet(path: Path, pieces: Iterable[TracePiece]) -> int:
-    """Write a file; it takes its name when it is complete.
+    """Write a Parquet file; it gets its name when it is complete.
 
     Returns:
         Rows written.

@@ -1,4 +1,4 @@
-"""What the ranks wrote down against the stream, planned again, and against what the corpora hold.
+"""Compares what the ranks recorded with the stream planned again, and with the contents of the corpora.
 
 Hashes of what samples and documents hold, read from the corpora: not of what their indexes say.
 
@@ -55,7 +55,7 @@ class DocumentDigest:
     _hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
     def add(self, value: int, *, begins: bool) -> None:
-        """One more segment; whether it is the first of its document."""
+        """Add a segment. Returns whether it is the first one of its document."""
         self.documents += begins
         self._hasher.update(value.to_bytes(8, "little"))
 
@@ -162,7 +162,7 @@ def _hash(source: Source, name: str, document: int, offset: int, length: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDifference:
-    """What one rank wrote down and planning does not give."""
+    """Something that a rank recorded and planning does not give."""
 
     step: int
     #: in words.
@@ -174,7 +174,7 @@ class RankDifference:
 
 @dataclass(kw_only=True, slots=True)
 class RankCheck:
-    """The log of a run, checked."""
+    """The result of checking what the ranks of a run recorded."""
 
     #: steps and lines that agree with the plan; lines whose content was read and compared.
     steps: int = 0
@@ -198,13 +198,13 @@ class RankCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether all that was written down is what planning gives, and nothing lacks."""
+        """Whether everything recorded is what planning gives, and nothing is missing."""
         return self.steps > 0 and not self.differences and not self.missing and self.error is None
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Lines about one step."""
+    """The recorded lines of one step."""
 
     step: int
     lines: tuple[RankStep, ...]
@@ -272,7 +272,7 @@ def check_ranks(
 
 
 def _kept(entries: Sequence[LedgerEntry]) -> list[range]:
-    """The steps of each launch that are in a checkpoint on the path to the present. Their lines were written before."""
+    """The steps of each launch that a later checkpoint holds, so that their lines must be there."""
     kept: list[range] = []
     for entry in entries:
         after = entry.iteration + 1

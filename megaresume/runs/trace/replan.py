@@ -151,7 +151,7 @@ class Replan:
 
     @property
     def config_now(self) -> StreamConfig:
-        """Of the stage at the newest state."""
+        """The config of the stage at the newest state."""
         return self._stages[len(self.history.state.stages) - 1].config
 
     @property
@@ -161,12 +161,12 @@ class Replan:
 
     @property
     def last_config(self) -> StreamConfig:
-        """Of the last stage that is known, begun or declared."""
+        """The config of the last stage that is known, begun or declared."""
         return self._stages[-1].config
 
     @cached_property
     def orders(self) -> Orders:
-        """Of the sources: as the newest state knows them, or as they will begin."""
+        """The orders of the sources: as the newest state has them, or as they will begin."""
         piece = self.last_config.seq_length
         return Orders(
             order if order.eras else order.revised(0, documents=len(source), piece=piece if may_be_cut(source) else 0)
@@ -184,7 +184,7 @@ class Replan:
         progress: Callable[[int], object] = lambda samples: None,
         left_out: bool = False,
     ) -> Iterator[Planned]:
-        """What samples ``first .. stop`` hold, in order, a block of one stage at a time.
+        """Plan samples ``first .. stop`` in order, in blocks of one stage.
 
         Args:
             first: first sample.
@@ -219,7 +219,7 @@ class Replan:
                 raise _ended(planner.position, stop, self.history)
 
     def _check(self, plan: Plan) -> None:
-        """Compare the digests with those recorded."""
+        """Compare the digests of a point with the recorded ones."""
         # Beyond `plan.first`, up to `plan.stop`.
         low, high = (bisect_right(self._points, end, key=lambda p: p.samples) for end in (plan.first, plan.stop))
         for point in self._points[low:high]:
@@ -235,7 +235,7 @@ class Replan:
 
 
 class Past:
-    """Plans forward; what was asked for is not kept, and is planned again if it is asked for again.
+    """Plans a run forward, without keeping what it planned: asked again, it plans again.
 
     Args:
         replan: the run.
@@ -295,7 +295,7 @@ STRIDE = 1 << 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A point of the past: what a checkpoint, a ledger line or a log says about it."""
+    """A point in the past of a run, as a checkpoint, a ledger line or a log records it."""
 
     #: where it was recorded, for people.
     origin: str
@@ -312,7 +312,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A recorded point, and what planning it again gave."""
+    """A recorded point, and what planning gave for it."""
 
     recorded: Recorded
     #: None if the stream could not be planned up to here.
@@ -362,7 +362,7 @@ def replay_all(
     sources: Mapping[str, LengthSource],
     progress: Callable[[int], object],
 ) -> tuple[list[Replayed], list[str]]:
-    """Every recorded point, in a stream planned from sample 0; and the branches that were given up, in words.
+    """Check every recorded point in a stream planned from sample 0. Branches that were given up are reported in words.
 
     What was given up and is the same proves as much as the rest; what is not is no longer part of the run.
 
@@ -386,7 +386,7 @@ def replay_all(
 def replay_between(
     recorded: Iterable[Recorded], replan: Replan, first: int, stop: int, progress: Callable[[int], object]
 ) -> Iterator[Replayed]:
-    """The recorded points from sample ``first`` to ``stop``, planned from the nearest state at or before ``first``.
+    """Check the recorded points from sample ``first`` to ``stop``, planned from the nearest state before them.
 
     Args:
         recorded: points of the run.
@@ -414,7 +414,7 @@ def replay_between(
 
 
 def _begun(source: SourceCursor) -> SourceCursor:
-    """A source with the eras that have begun: what was to come may have changed since."""
+    """A source with only the eras that have begun, since later ones may have been changed."""
     eras = tuple(era for era in source.eras if era.first < max(source.position, 1))
     return dataclasses.replace(source, eras=eras)
 
@@ -456,13 +456,13 @@ class Points:
 
     @property
     def newest(self) -> StreamState:
-        """The state that is furthest on the path to the present."""
+        """The newest state on the path to the present."""
         present = [s for s, point in zip(self.states, self.recorded, strict=False) if point.branch is None]
         return max((step.stream for step in present or self.states), key=lambda state: state.samples)
 
 
 def read_points(run: Run) -> Points:
-    """Every point that the records of a run tell.
+    """Read every point from the records of a run.
 
     Raises:
         CheckpointError: there is nothing to verify.
@@ -505,7 +505,7 @@ def read_points(run: Run) -> Points:
 
 
 def _lost(root: Path, step: StepFile) -> list[str]:
-    """What is wrong with the random states, and the loaders' states, of one checkpoint."""
+    """What is missing or damaged in the random states and loader states of one checkpoint."""
     if not (root / step.tag).is_dir():
         return []
     try:

@@ -1,4 +1,4 @@
-"""What the samples of a run hold, where they were trained, and which records of tar shards their documents are.
+"""What the samples of a run hold, which rank trained them, and which records of tar shards they come from.
 
 `ShardRecords`: which record of which tar shard an image-text document is.
 
@@ -46,7 +46,7 @@ def shard_source(source: object) -> tuple[ShardSource, int] | None:
 
 
 class ShardRecords:
-    """The records of the documents of a run.
+    """The tar-shard records of a run's documents.
 
     Args:
         sources: of the run, in its order.
@@ -86,7 +86,7 @@ class ShardRecords:
             out[rows] = np.stack(columns, axis=1)
 
     def place(self, source: int, document: int) -> dict[str, Any]:
-        """As `fill`, of one document, as plain JSON; nothing for a document of another source."""
+        """As `fill`, for one document and as plain JSON; empty for a document of another source."""
         if source not in self._sources:
             return {}
         out = np.empty((1, 4), np.int64)
@@ -176,7 +176,7 @@ class TracePiece:
     shards: Sequence[str] = ()
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each sample as plain JSON."""
+        """The samples as plain JSON."""
         table = self.segments.tolist()
         starts = self.starts.tolist()
         for k, (values, identity) in enumerate(zip(self.samples.tolist(), self.hashes.tolist(), strict=True)):
@@ -197,7 +197,7 @@ class TracePiece:
 
 
 class Dealt:
-    """Where in its global batch each sample of a run was dealt out, also with balanced ranks.
+    """The place of each sample in its global batch, also with balanced ranks.
 
     Those are dealt by the lengths of all samples of the global batch, which are planned again for it.
 
@@ -270,7 +270,7 @@ class Trace:
 
     @property
     def names(self) -> list[str]:
-        """Of the sources."""
+        """The names of the sources."""
         return self.replan.names
 
     @property
@@ -290,7 +290,7 @@ class Trace:
         return self.steps.step_of(sample), known[0], known[1]
 
     def work(self, first: int, stop: int) -> int:
-        """Samples to be planned for a range, those before it included."""
+        """How many samples must be planned for a range, including those before it."""
         state = self.history.before(first)
         return stop - (0 if state is None else state.samples)
 
