@@ -148,8 +148,9 @@ T = TypeVar("T")
 #: pruned: the weights were deleted, records are left.
 #: unsynced: complete, but not durable when a machine that wrote it went down, and without checksums: anything may be
 #: in its files.
+#: part: complete, and the files of one node alone: those of the others are on their disks, or in a store.
 #: newer: a record was written by a newer megaresume (only `survey` says so; `examine` raises).
-Status = Literal["complete", "unmanaged", "incomplete", "damaged", "unsynced", "pruned", "newer"]
+Status = Literal["complete", "part", "unmanaged", "incomplete", "damaged", "unsynced", "pruned", "newer"]
 
 #: why nothing more is known about an unmanaged one.
 UNMANAGED = "it was written without megaresume: no data state, and whether it is complete cannot be known"
@@ -199,6 +200,11 @@ class Examined:
     reasons: tuple[str, ...] = ()
     step: StepFile | None = None
     manifest: Manifest | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything is there that its save has left here."""
+        return self.status in ("complete", "part")
 
     @property
     def reason(self) -> str:
@@ -350,6 +356,9 @@ def examine(
         return verdict("damaged", *map(str, problems))
     if in_doubt and not manifest.has_checksums:
         return verdict("unsynced", UNSYNCED)
+    if manifest.part is not None:
+        node, nodes = manifest.part
+        return verdict("part", f"these are the files of node {node} alone, of {nodes}")
     return verdict("complete")
 
 

@@ -180,13 +180,18 @@ def _why(other: Choice, best: Choice, given_up: frozenset[tuple[int, str]]) -> s
 def _check_same_run(local: Path, shared: Path) -> None:
     runs = run_of(local), run_of(shared)
     if None not in runs and runs[0] != runs[1]:
-        raise CheckpointError(
-            "the local checkpoints and the copies are of two runs",
-            found=f"run {runs[0]} in {local}, run {runs[1]} in {shared}",
-            expected="one run",
-            cause="the local directory is left over from another job, or two jobs copy to one place",
-            action="give every run a --save and a --megaresume-stage-to of its own; or empty the one that is left over",
-        )
+        raise of_two_runs(local, runs[0], shared, runs[1])
+
+
+def of_two_runs(local: Path, run: str | None, shared: Path | str, other: str | None) -> CheckpointError:
+    """The error of a local root and copies that do not belong together."""
+    return CheckpointError(
+        "the local checkpoints and the copies are of two runs",
+        found=f"run {run} in {local}, run {other} in {shared}",
+        expected="one run",
+        cause="the local directory is left over from another job, or two jobs copy to one place",
+        action="give every run a --save and a --megaresume-stage-to of its own; or empty the one that is left over",
+    )
 
 
 def _check_nothing_lost(local: Path, shared: Path) -> None:
@@ -306,16 +311,25 @@ def record_start(
         StateError: it was written by a newer megaresume.
     """
     root = Path(os.path.abspath(save_dir))
-    make_dir(records_dir(root))
-    remove_leftovers(root)
-    remove_leftovers(records_dir(root))
-    _settle(root, choice)
+    tidy(root, choice)
     kept: dict[str, Any] = dict(details or {})
     if (seconds := process_age()) is not None:
         kept["startup_seconds"] = round(seconds, 1)
     if choice is not None and not same_place(choice.load_dir, root):
         kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.step is None else choice.step.run}
     return _append(root, "start", iteration, None if choice is None else choice.tag, state, topology, kept)
+
+
+def tidy(root: Path, choice: Choice | None = None) -> None:
+    """Clear away what killed writers left, and settle the commits that a kill cut off: see `record_start`.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    make_dir(records_dir(root))
+    remove_leftovers(root)
+    remove_leftovers(records_dir(root))
+    _settle(root, choice)
 
 
 def record_end(
@@ -399,7 +413,7 @@ def _settle(root: Path, choice: Choice | None) -> None:
         if "saving" not in candidate.records or candidate.iteration is None:
             continue
         found = examine(root, candidate)
-        if found.status != "complete" or found.step is None or found.manifest is None:
+        if not found.is_settled or found.step is None or found.manifest is None:
             continue
         path = marker_path(root, candidate.iteration, candidate.tag)
         marker = read_marker(path)
@@ -547,11 +561,12 @@ def _lived(starts: list[LedgerEntry]) -> str | None:
     return f"{longest / 60:.0f} minutes" if longest >= 120 else f"{longest:.0f} s"
 
 
-def restore_older(root: Path) -> None:
-    """On rank 0, as the owner of the root."""
+def restore_older(root: Path, *, holds_parts: bool = False) -> None:
+    """On rank 0, as the owner of the root; and on others that own one which ``holds_parts``: no start takes what its
+    pointers name."""
     for tag in put_back(root):
         log.warning("megaresume: the second save of %s did not end: the first one is restored", tag)
-    if (named := distrust_tracker(root)) is not None:
+    if not holds_parts and (named := distrust_tracker(root)) is not None:
         log.warning(
             "megaresume: %s, which Megatron's tracker named, is not trusted: its save was not committed, and a machine "
             "that wrote it has gone down since, or belongs to another job",
@@ -559,10 +574,10 @@ def restore_older(root: Path) -> None:
         )
 
 
-def give_up(root: Path, iteration: int, tag: str) -> None:
+def give_up(root: Path, iteration: int, tag: str, *, holds_parts: bool = False) -> None:
     """On rank 0, after a save that failed: an older save of the step counts again, or the space is free."""
     take(root)  # waiting to try again, this job may have lost it
-    restore_older(root)
+    restore_older(root, holds_parts=holds_parts)
     abandon_save(root, iteration=iteration, tag=tag)
 
 

@@ -160,6 +160,7 @@ def commit_save(
     beside: Iterable[FileEntry] = (),
     origin: Mapping[str, Any] | None = None,
     sum_bytes: int = 0,
+    part: tuple[int, int] | None = None,
 ) -> Commit:
     """Commit a save. On rank 0, after the barrier that follows the last model file (or in the finalizer).
 
@@ -171,6 +172,7 @@ def commit_save(
         beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
         origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
         sum_bytes: checksum this many bytes now, the smallest files first; the rest later.
+        part: which node's files these are, if every node has a directory of its own: see `Manifest.part`.
 
     Raises:
         CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
@@ -179,6 +181,8 @@ def commit_save(
     root, step = pending.save_dir, pending.step
     check_owned(root)
     _check_not_overtaken(pending)
+    if part is not None and expected_files is None:
+        expected_files = ()  # a node may have nothing to save
     files = _with_checksums(pending.tag_dir, _collect(pending.tag_dir, expected_files), sum_bytes)
     others = tuple(beside)
     _check_beside(root, others)
@@ -192,6 +196,7 @@ def commit_save(
         beside=others,
         durable=False,
         boots=pending.marker.boots,
+        part=part,
     )
     # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
     write_step_file(step_path(root, step.iteration, step.tag), step)
@@ -201,6 +206,27 @@ def commit_save(
         write_data_config(root, origin)
     publish(root, step, manifest, pending.marker, seconds=seconds, notes=notes)
     return Commit(step=step, manifest=manifest, notes=notes)
+
+
+def join_save(pending: PendingCheckpoint, root: Path, *, boots: Iterable[str]) -> PendingCheckpoint:
+    """The same save in the directory of another node than rank 0's, which it is announced in. By the rank that leads
+    the node.
+
+    Args:
+        pending: what `begin_save` gave on rank 0.
+        root: the directory.
+        boots: of the machine that will write there.
+
+    Raises:
+        CheckpointError: it cannot be written, or has another owner by now.
+    """
+    check_owned(root)
+    step = pending.step
+    pending = replace(pending, save_dir=root, marker=replace(pending.marker, boots=tuple(boots)))
+    make_dir(records_dir(root))
+    write_marker(marker_path(root, step.iteration, step.tag), pending.marker)
+    make_dir(pending.tag_dir)
+    return pending
 
 
 def abandon_save(root: Path, *, iteration: int, tag: str) -> None:
@@ -255,7 +281,8 @@ def publish(
         details["save_seconds"] = round(max(seconds, 0.0), 3)
     if notes:
         details["notes"] = list(notes)
-    append_ledger(ledger_path(root), step.ledger_entry("checkpoint", with_attempt(details)))
+    if manifest.is_of_rank_0:
+        append_ledger(ledger_path(root), step.ledger_entry("checkpoint", with_attempt(details)))
     remove_marker(marker_path(root, step.iteration, step.tag))
 
 

@@ -49,6 +49,7 @@ from megaresume.checkpoint.candidates import examine, list_candidates
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import Manifest, checksum_file, read_manifest, remove_orphans
+from megaresume.checkpoint.nodes import Nodes
 from megaresume.checkpoint.places import write_copy
 from megaresume.checkpoint.ranks import gather, rank
 from megaresume.checkpoint.records import (
@@ -250,7 +251,8 @@ def finish(
     step = _replace(root, manifest, checksums, durable=True, boots=())
     if step is None:
         return ()
-    append_ledger(ledger_path(root), step.ledger_entry("durable", {"save_id": step.save_id}))
+    if manifest.is_of_rank_0:
+        append_ledger(ledger_path(root), step.ledger_entry("durable", {"save_id": step.save_id}))
     remove_older(root, step.iteration, step.tag)
     shutil.rmtree(part_path(root, step.iteration, step.tag, 0).parent, ignore_errors=True)
     pruned = prune(root, retention, step)
@@ -283,7 +285,7 @@ def not_durable(root: Path) -> tuple[Manifest, ...]:
     found: list[Manifest] = []
     for candidate in list_candidates(root):
         examined = examine(root, candidate) if candidate.has_dir and candidate.is_committed else None
-        if examined is None or examined.status != "complete" or examined.manifest is None:
+        if examined is None or not examined.is_settled or examined.manifest is None:
             continue
         if examined.manifest.durable:
             break
@@ -300,10 +302,15 @@ PATIENCE, PATIENCE_IN_ERROR, PATIENCE_FOR_COMMIT = 600.0, 20.0, 30.0
 
 
 class Machines:
-    """The machines of a job, by their boots. Collective to make."""
+    """The machines of a job, by their boots; or one, if each has a directory of its own. Collective to make."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes | None = None) -> None:
         boots = gather(system.boot_id())
+        system.note_boots(boots)
+        if nodes is not None:
+            self.boots, self.of_rank = (system.boot_id(),), (0,) * len(boots)
+            self.mine = 0 if nodes.leads else None
+            return
         #: of every machine, that of rank 0 first.
         self.boots = tuple(dict.fromkeys(boots))
         #: of every rank, the number of its machine.
@@ -311,7 +318,6 @@ class Machines:
         #: this machine's number; None if another rank works for it.
         first = self.of_rank.index(self.of_rank[rank()]) == rank()
         self.mine = self.of_rank[rank()] if first else None
-        system.note_boots(boots)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -368,6 +374,10 @@ class Durability:
             # Before anything that commits at the end of the program is registered: this waits for it.
             atexit.register(self._at_exit)
         return self._machines
+
+    def separate(self, nodes: Nodes) -> None:
+        """From now on every node makes its own directory durable. Collective."""
+        self._machines = Machines(nodes)
 
     def submit(
         self,

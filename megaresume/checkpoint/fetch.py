@@ -1,6 +1,7 @@
 """A checkpoint of an object store, brought to the local root: what a start on an empty machine begins with.
 
     files and records   into megaresume/fetched/<save>/, each checked; a kill leaves what is there to the next try
+                        what is here of the same save, a part of it, is not read again
     the ledger          its lines that the local one lacks
     an older save of the step that is there goes aside (`retention`)
     marker -> the tag directory, the files of each rank, in one rename each -> data state -> manifest -> pointers
@@ -11,6 +12,7 @@ A kill at any moment leaves the local root as it was, or with this checkpoint. O
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -24,8 +26,9 @@ from megaresume.checkpoint.places import StorePlace, share_ledger
 from megaresume.checkpoint.records import data_path, manifest_path, marker_path, rank_dirs, records_dir, step_path
 from megaresume.checkpoint.retention import make_room, remove_older
 from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import Marker, remove_marker, write_marker, write_step_file
+from megaresume.checkpoint.step_file import Marker, read_step_file, remove_marker, write_marker, write_step_file
 from megaresume.files import fsync_dir, make_dir, write_atomic, write_error
+from megaresume.stream.errors import StateError
 
 
 def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], object]) -> None:
@@ -49,6 +52,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
     files, records = aside / "files", aside / "records"
     make_dir(files)
     make_dir(records)
+    _reuse(local, choice, files)
     place.store.download_all(
         [
             *((file_name(tag, step.save_id, e.path), files / e.path, e) for e in manifest.files),
@@ -82,3 +86,18 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
     remove_marker(marker_path(local, iteration, tag))
     remove_older(local, iteration, tag)
     shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def _reuse(local: Path, choice: Choice, files: Path) -> None:
+    """Let what is here of this very save, of a node whose part it is, be compared in place of being downloaded."""
+    step, manifest = choice.step, choice.manifest
+    assert step is not None and manifest is not None
+    try:
+        here = read_step_file(step_path(local, step.iteration, step.tag)).save_id
+    except StateError:
+        return
+    for entry in manifest.files if here == step.save_id else ():
+        target = files / entry.path
+        make_dir(target.parent)
+        with contextlib.suppress(OSError):
+            os.link(local / step.tag / entry.path, target)

@@ -18,7 +18,7 @@ from megaresume.checkpoint.step_file import DataState, Envelope, StepFile
 from megaresume.checkpoint.system import Topology
 from megaresume.render import text_table
 from megaresume.stream.changes import outlook
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.state import StreamState
 
 if TYPE_CHECKING:
@@ -269,6 +269,8 @@ class Save:
         self.is_deferred = False
         self.rank_files: tuple[FileEntry, ...] = ()
         self.expected: tuple[str, ...] | None = None
+        #: which node's files these are, if every node has a directory of its own: see `Manifest.part`.
+        self.part: tuple[int, int] | None = None
         self._session, self._began = session, began
 
     @property
@@ -291,12 +293,28 @@ class Save:
         """Of this save."""
         return self.pending.step.save_id
 
-    def defer(self) -> None:
-        """The files are written in the background: whoever waits for them commits."""
+    def defer(self, *, is_alone: bool = False) -> None:
+        """The files are written in the background: whoever waits for them commits.
+
+        Args:
+            is_alone: rank 0 does, without the others.
+
+        Raises:
+            UsageError: then, if every node has a directory of its own.
+        """
+        if is_alone and self.part is not None:
+            raise UsageError(
+                "this writer in the background needs a directory that all nodes see",
+                found=f"{self.part[1]} nodes that save to disks of their own",
+                expected="one directory, or a writer of the training process",
+                cause="rank 0 commits what it writes, and does not see the files of the other nodes",
+                action="switch it off: remove checkpoint.writer from the DeepSpeed config",
+            )
         self.is_deferred = True
 
     def commit(self) -> bool:
-        """Commit it. On rank 0. Returns True.
+        """Commit it. On rank 0; and on the others that lead a node with a directory of its own, before it. Returns
+        True.
 
         Raises:
             CheckpointError: files are missing or empty, another job writes there, or the disk refuses.
@@ -309,6 +327,7 @@ class Save:
             beside=self.rank_files,
             origin=origin,
             sum_bytes=SUMMED_AT_ONCE if session.checksums else 0,
+            part=self.part,
         )
         step = self.pending.step
         session.committed = step.iteration, step.state, step.topology

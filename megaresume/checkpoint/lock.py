@@ -66,7 +66,7 @@ from megaresume.checkpoint.ranks import (
     world_size,
 )
 from megaresume.checkpoint.records import ledger_path, records_dir
-from megaresume.checkpoint.system import mount_of
+from megaresume.checkpoint.system import is_shared, mount_of
 from megaresume.files import leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, SetupError
 
@@ -393,6 +393,32 @@ def _look(directory: Path, name: str) -> bool:
         if time.monotonic() >= deadline:
             break
     return False
+
+
+def seen_within(directory: Path, names: list[str | None]) -> set[int]:
+    """Which ranks' files are seen in a directory: at once if no other machine can see it, else within the time that
+    `check_shared` allows.
+
+    Args:
+        directory: on this machine.
+        names: of a file that each rank has made in the directory of this name that it sees; None: it has made none.
+    """
+    wanted = {number: name for number, name in enumerate(names) if name is not None}
+    kind = _kind(directory)
+    deadline = time.monotonic() + (SEEN_WITHIN_SECONDS if kind == "unknown" or is_shared(kind) else 0.0)
+    for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
+        there = set(_names(directory))
+        seen = {number for number, name in wanted.items() if name in there}
+        if len(seen) == len(wanted) or time.monotonic() >= deadline:
+            break
+    return seen
+
+
+def _kind(directory: Path) -> str:
+    try:
+        return mount_of(directory, Path("/proc/self/mountinfo").read_text(errors="replace")).kind
+    except OSError:
+        return "unknown"
 
 
 def _names(directory: Path) -> list[str]:

@@ -51,7 +51,9 @@ FORMAT = "megaresume.manifest"
 #: Every megaresume refuses a manifest of a later version than its own. A member that it does not know is passed over.
 #: So a field that older programs may ignore is added without raising this; it is raised when an older program would
 #: resume wrongly by ignoring it. The same holds for the step file, the marker, the ledger and the lock.
-VERSION = 1
+VERSION = 2
+#: what is written of a whole checkpoint, which every megaresume reads.
+_VERSION_OF_A_WHOLE = 1
 ALGORITHM = "xxh3_128"
 
 #: bytes read at once; large enough that hashing, not the calls, is what costs.
@@ -197,6 +199,14 @@ class Manifest:
     durable: bool = True
     #: of the machines that wrote it, while it is not durable.
     boots: tuple[str, ...] = ()
+    #: (number, of how many): these are the files of one node, and the others are on the disks of other nodes; None:
+    #: these are all.
+    part: tuple[int, int] | None = None
+
+    @property
+    def is_of_rank_0(self) -> bool:
+        """Whether they are those of the node that keeps the ledger."""
+        return self.part is None or self.part[0] == 0
 
     @property
     def is_safe(self) -> bool:
@@ -217,13 +227,14 @@ class Manifest:
         """The content of the file."""
         fields: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": _VERSION_OF_A_WHOLE if self.part is None else VERSION,
             "iteration": self.iteration,
             "tag": self.tag,
             "save_id": self.save_id,
             "digest": self.digest,
             "durable": self.durable,
             "boots": list(self.boots),
+            **({} if self.part is None else {"part": list(self.part)}),
             "algorithm": ALGORITHM,
             "files": [[entry.path, entry.size, entry.checksum] for entry in self.files],
             "beside": [[entry.path, entry.size, entry.checksum] for entry in self.beside],
@@ -349,7 +360,16 @@ def _manifest(fields: Mapping[str, Any]) -> Manifest:
     if fields["algorithm"] != ALGORITHM:
         raise ValueError(f"checksums by {fields['algorithm']!r}, not {ALGORITHM}")
     readers = {"tag": recorded_tag, "files": file_entries, "beside": file_entries, "durable": flag, "boots": texts}
-    return from_members(Manifest, fields, **readers)
+    return from_members(Manifest, {"part": None, **fields}, **readers, part=_part)
+
+
+def _part(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    node, nodes = map(count, rows(value))
+    if node >= nodes:
+        raise ValueError(f"{value!r} is not a part")
+    return node, nodes
 
 
 def file_entries(value: object) -> tuple[FileEntry, ...]:

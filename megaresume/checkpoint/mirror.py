@@ -6,6 +6,8 @@
     megaresume/ledger/0000003.jsonl   of each writer      megaresume/ledger.jsonl
     megaresume/<save>/step_0000010.json, .manifest.json   megaresume/step_0000010.json, ...   if a head names the save
     megaresume/<save>/step_0000010.saving.json            likewise, if none names one of this step
+    megaresume/<save>/node_00001.json                     nothing: of machines without a directory in common, what
+                                                          each has put there, until a head names the save
     megaresume/pruned/step_0000010.json, ...              likewise, if nothing else is there of this step
     global_step10/<save>/mp_rank_00_model_states.pt       global_step10/mp_rank_00_model_states.pt, a **stand-in**: a
                                                           file of the same size that takes no room and holds zeros
@@ -40,6 +42,7 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 LEDGERS, PRUNED = f"{RECORDS_DIR}/ledger/", f"{RECORDS_DIR}/pruned/"
 _SAVE = re.compile(r"(.+)/([0-9a-f]{16})/(.+)")
+_PART = "node_"
 #: a file in every mirror.
 _SIGN = ".megaresume-mirror"
 #: looks at a store in which a writer is at work.
@@ -54,6 +57,16 @@ def record_name(save_id: str, path: str) -> str:
 def file_name(tag: str, save_id: str, path: str) -> str:
     """Name of an object with a file of a tag directory."""
     return f"{tag}/{save_id}/{path}"
+
+
+def part_name(save_id: str, node: int) -> str:
+    """Name of the object by which a node says that its files of a save are there: the manifest of its part."""
+    return record_name(save_id, f"{_PART}{node:05d}.json")
+
+
+def is_part(name: str) -> bool:
+    """Whether `part_name` has given this name."""
+    return name.startswith(f"{RECORDS_DIR}/") and name.rpartition("/")[2].startswith(_PART)
 
 
 def is_mirror(root: Path) -> bool:
@@ -146,7 +159,8 @@ class Mirror:
             match = _SAVE.fullmatch(name)
             if match is not None and match[1] == RECORDS_DIR and match[2] in shown:
                 record = parse_record_name(match[3])
-                if record is None or record.kind != "saving":  # which a kill has left beside what counts
+                is_left = is_part(name) or (record is not None and record.kind == "saving")
+                if not is_left:  # by a kill, beside what counts
                     yield name, match[3]
             elif match is not None and match[1] == RECORDS_DIR and match[2] not in gone:
                 others.append((name, match[3]))

@@ -12,6 +12,11 @@
 `DirectoryPlace` writes into a directory, as the owner of its lock alone can. `StorePlace` puts objects under the id of
 their save, and commits by a new head (`lease`). What a place holds is read from `root`, a directory: in the case of a
 store its mirror.
+
+Machines that share no directory put the parts of a checkpoint there, each its own:
+
+    node k     its files -> the manifest of its part                        `NodePlace`
+    rank 0     its files; waits for all parts -> commit, of all of them     `StorePlace`
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +39,16 @@ from megaresume.checkpoint.candidates import list_candidates, write_latest, writ
 from megaresume.checkpoint.lease import Head, Lease, Saved
 from megaresume.checkpoint.ledger import append_lines, read_ledger
 from megaresume.checkpoint.lock import check_owned, release, say, take, write_fenced
-from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, remove_orphans
-from megaresume.checkpoint.mirror import LEDGERS, PRUNED, Mirror, file_name, record_name
+from megaresume.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    checksum_file,
+    list_files,
+    read_manifest,
+    remove_orphans,
+)
+from megaresume.checkpoint.mirror import LEDGERS, PRUNED, Mirror, file_name, is_part, part_name, record_name
+from megaresume.checkpoint.ranks import pauses
 from megaresume.checkpoint.records import (
     RECORDS_DIR,
     data_path,
@@ -56,7 +70,7 @@ from megaresume.checkpoint.step_file import (
     write_marker,
     write_step_file,
 )
-from megaresume.checkpoint.store import Store, check_source, is_store
+from megaresume.checkpoint.store import GaveWayError, Store, check_source, is_store
 from megaresume.files import (
     fsync_dir,
     fsync_file,
@@ -71,6 +85,14 @@ from megaresume.files import (
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 
 log = logging.getLogger(__name__)
+
+
+#: seconds between looks for the parts of other nodes, at most; and how long nothing may come of them.
+PART_POLL, PART_PATIENCE = 2.0, 3600.0
+
+
+class PartMissingError(Exception):
+    """A checkpoint will not become whole: another node does not bring its part."""
 
 
 class Place(Protocol):
@@ -223,6 +245,7 @@ class StorePlace:
         self._unfinished: list[Saved] = []
         #: older saves of steps that this writer has copied again.
         self._replaced: set[Saved] = set()
+        self._begun = False
 
     def hold(self, local: Path, beat: Callable[[], object]) -> None:
         self.lease.take(run_of(local), beat)
@@ -239,6 +262,9 @@ class StorePlace:
         self.store.reopen()  # with the credentials that are there by now
 
     def begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
         self.store.abort_uploads()
         self._delete(saved for saved in self.lease.head.removed if self.mirror.has_objects(saved))
 
@@ -280,7 +306,45 @@ class StorePlace:
                 uploaded[name] = entry.checksum or checksum_file(path)
         sums = [replace(entry, checksum=uploaded[name]) for _, name, entry in names]
         count = len(manifest.files)
-        return replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:]))
+        return self._whole(step, replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:])), gives_way)
+
+    def _whole(self, step: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
+        """The manifest of the checkpoint, when all nodes have put their parts there."""
+        if mine.part is None:
+            return mine
+        parts, there, since = {mine.part[0]: mine}, dict[str, int](), time.monotonic()
+        for _ in pauses(PART_POLL, min(PART_POLL, 0.05)):
+            before, there = there, self.mirror.objects_of(step.tag, step.save_id)
+            for node in set(range(mine.part[1])) - set(parts):
+                if part_name(step.save_id, node) in there:
+                    parts[node] = self._read_part(step, mine, node)
+            missing = sorted(set(range(mine.part[1])) - set(parts))
+            if not missing:
+                break
+            if gives_way():
+                raise GaveWayError
+            if there != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > PART_PATIENCE:
+                raise PartMissingError(
+                    f"of {step.tag} the parts of nodes {', '.join(map(str, missing))} have not come: nothing of it has "
+                    f"reached {self.name} for {PART_PATIENCE:.0f} s"
+                )
+        return join_parts(parts.values())
+
+    def _read_part(self, step: StepFile, mine: Manifest, node: int) -> Manifest:
+        name = part_name(step.save_id, node)
+        copy = self.root / f".{Path(name).name}"
+        copy.write_bytes(self.store.read(name) or b"")
+        part = read_manifest(copy, iteration=step.iteration, tag=step.tag)
+        if (part.save_id, part.digest, part.part) != (mine.save_id, mine.digest, (node, mine.part and mine.part[1])):
+            raise CheckpointError(
+                f"node {node} has copied the part of another save",
+                found=f"{self.name}/{name}: save {part.save_id}, digest {part.digest}, part {part.part}",
+                expected=f"save {mine.save_id}, digest {mine.digest}",
+                cause="somebody has written there",
+            )
+        return part
 
     def put_data(self, data: bytes) -> None:
         self.store.write(f"{RECORDS_DIR}/{data_path(Path()).name}", data)
@@ -297,7 +361,8 @@ class StorePlace:
         same = [s for s in self.lease.head.saves if (s.iteration, s.tag) == (step.iteration, step.tag) and s != saved]
         head = self.lease.commit(lambda head: head.with_save(saved, latest=latest, tracker=tracker))
         self._replaced |= set(same)
-        self._show(step, manifest, head)
+        self._show(step, manifest)
+        self.mirror.point(head)
 
     def _check_there(self, step: StepFile, manifest: Manifest) -> None:
         there = self.mirror.objects_of(step.tag, step.save_id)
@@ -312,7 +377,7 @@ class StorePlace:
                 action="it is copied again; look at the rules of the bucket",
             )
 
-    def _show(self, step: StepFile, manifest: Manifest, head: Head) -> None:
+    def _show(self, step: StepFile, manifest: Manifest) -> None:
         """Have the mirror show a checkpoint that was committed."""
         shutil.rmtree(self.root / step.tag, ignore_errors=True)
         for entry in manifest.files:
@@ -324,10 +389,10 @@ class StorePlace:
         write_atomic(step_path(self.root, step.iteration, step.tag), step.to_bytes())
         write_atomic(manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
         remove_marker(marker_path(self.root, step.iteration, step.tag))  # of an earlier try, which a kill cut off
-        self.mirror.point(head)
 
     def conclude(self, step: StepFile) -> None:
-        self.store.delete([self._record(step, marker_path)])
+        parts = [name for name in self.store.sizes(record_name(step.save_id, "")) if is_part(name)]
+        self.store.delete([self._record(step, marker_path), *parts])
 
     def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
         try:
@@ -376,6 +441,72 @@ class StorePlace:
         committed = {saved.save_id for saved in self.lease.head.saves}
         self._unfinished = [saved for saved in self._unfinished if saved not in older]
         return [saved for saved in older if saved.save_id not in ours | committed]
+
+
+class NodePlace(StorePlace):
+    """The same root, to which a node that is not rank 0's brings its parts. It holds no lease and moves no pointer:
+    what it puts there counts only in what rank 0 commits."""
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        self.head = self.mirror.refresh() or Head()
+
+    def release(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass  # rank 0 clears away; here others are at work already
+
+    def check_owned(self) -> None:
+        pass  # rank 0 does
+
+    def share_ledger(self, local: Path) -> None:
+        pass
+
+    def refusal(self, step: StepFile) -> str | None:
+        is_removed = self.head.is_removed(step.save_id)
+        return f"it was removed from {self.name}" if is_removed else None
+
+    def _whole(self, step: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
+        return mine
+
+    def put_data(self, data: bytes) -> None:
+        pass
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        self._check_there(step, manifest)
+        assert manifest.part is not None
+        self.store.write(part_name(step.save_id, manifest.part[0]), manifest.to_bytes())
+        self._show(step, manifest)
+
+    def conclude(self, step: StepFile) -> None:
+        pass
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
+        pass
+
+
+def join_parts(parts: Iterable[Manifest]) -> Manifest:
+    """The manifest of a checkpoint, of those of all its parts.
+
+    Raises:
+        CheckpointError: two nodes have written different files of one name.
+    """
+    files: dict[str, FileEntry] = {}
+    beside: dict[str, FileEntry] = {}
+    manifests = list(parts)
+    for manifest in manifests:
+        for all_of_them, some in ((files, manifest.files), (beside, manifest.beside)):
+            for entry in some:
+                if all_of_them.setdefault(entry.path, entry) != entry:
+                    raise CheckpointError(
+                        f"two nodes have written different files {entry.path} of {manifest.tag}",
+                        found=f"{entry} and {all_of_them[entry.path]}",
+                        expected="one writer for each file",
+                        cause="the trainer saves some files on every node, and their contents differ",
+                        action="save to storage that all nodes see",
+                    )
+    ordered = [tuple(some[path] for path in sorted(some)) for some in (files, beside)]
+    return replace(manifests[0], files=ordered[0], beside=ordered[1], part=None)
 
 
 def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object] = say) -> Place:

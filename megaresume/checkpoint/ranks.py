@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -387,9 +387,14 @@ def on_all_ranks(function: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def written_by_all(write: Callable[[], Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
-    """Every rank writes files of its own beside a checkpoint; what all of them wrote, by path, on every rank."""
-    entries = {entry.path: entry for mine in gather(on_all_ranks(write)) for entry in mine}
+def written_by_all(
+    write: Callable[[], Sequence[FileEntry]], ranks: Container[int] | None = None
+) -> tuple[FileEntry, ...]:
+    """Every rank writes files of its own beside a checkpoint; what all of them wrote, or these, by path, on every
+    rank."""
+    written = gather(on_all_ranks(write))
+    some = [mine for number, mine in enumerate(written) if ranks is None or number in ranks]
+    entries = {entry.path: entry for mine in some for entry in mine}
     return tuple(entries[path] for path in sorted(entries))
 
 

@@ -142,7 +142,7 @@ def put_back(root: Path) -> tuple[str, ...]:
         found = None if candidate is None else examine(root, candidate)
         if not any(files for _, _, files in os.walk(aside)):
             _discard([aside])
-        elif found is not None and found.manifest is not None and found.status == "complete":
+        elif found is not None and found.manifest is not None and found.is_settled:
             if found.manifest.durable:
                 _discard([aside])
         else:
@@ -313,7 +313,7 @@ def superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterat
         if (every or candidate in named or os.path.islink(root / tag)) and is_enough:
             continue
         examined = examine(root, candidate, run=committed.run)
-        if examined.status != "complete" or examined.manifest is None:
+        if not examined.is_settled or examined.manifest is None:
             continue
         durable += examined.manifest.durable and (iteration, tag) not in given_up
         if is_enough:

@@ -41,6 +41,7 @@ from megaresume.checkpoint.choose import (
     record_start,
     restore_if_unlocked,
     restore_older,
+    tidy,
 )
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.durability import Durability, not_durable
@@ -63,6 +64,7 @@ from megaresume.checkpoint.lock import claim_directory, release, take
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.checkpoint.meter.meter import Watched
+from megaresume.checkpoint.parts import Parts
 from megaresume.checkpoint.random_state import RandomState, Snapshot
 from megaresume.checkpoint.ranks import (
     gather,
@@ -162,6 +164,7 @@ class Session:
         self._home = _working_directory()
         self._stage_to = stage_to
         self._copies: Staged | None = None
+        self._parts: Parts | None = None
         #: optimizer steps and samples at which this process began; None if it has not.
         self._first: tuple[int, int] | None = None
         self._begun = False
@@ -199,9 +202,12 @@ class Session:
         if self.save_dir is None:
             return
         if self._stage_to is not None:
-            self._copies = Staged(os.fspath(self.save_dir), self._stage_to, self.retention)
+            self._copies = copies = Staged(os.fspath(self.save_dir), self._stage_to, self.retention)
             self._claimed.add(self.save_dir.resolve())
-            on_rank_0(functools.partial(restore_older, self.save_dir))
+            if are_many := copies.nodes.are_many:
+                self._parts = Parts(copies)
+                self.durability.separate(copies.nodes)
+            self._on_nodes(self.save_dir, functools.partial(restore_older, self.save_dir, holds_parts=are_many))
         else:
             self._claim(self.save_dir)
 
@@ -240,6 +246,15 @@ class Session:
                 action=f"save to {str(self.save_dir)!r}; for copies elsewhere: stage_to",
             )
         return root
+
+    def _on_nodes(self, root: Path, function: Callable[[], T]) -> T:
+        """As `on_rank_0`, for what is done to a directory: see `Parts.on_nodes`."""
+        parts = self._parts_of(root)
+        return on_rank_0(function) if parts is None else parts.on_nodes(function)
+
+    def _parts_of(self, root: Path) -> Parts | None:
+        """What each node does with its own directory; None if all ranks see the same one."""
+        return self._parts if self.copies_of(root) is not None else None
 
     def copies_of(self, root: Path) -> Staged | None:
         """Where a directory is copied to; None if it is not copied."""
@@ -316,7 +331,7 @@ class Session:
         if replay is not None:
             load_dir, pick = replay.source, lambda _, damaged: choose(replay.source, tag=replay.tag, damaged=damaged)
         root = on_all_ranks(lambda: self._root(load_dir))
-        copies = self.copies_of(root)
+        copies, parts = self.copies_of(root), self._parts_of(root)
         roots = [root] if copies is None else [root, copies.shared]
 
         def newest(shared: Path | None, damaged: Mapping[Path, str]) -> Choice | None:
@@ -339,6 +354,8 @@ class Session:
         while True:
             if copies is None or not copies.is_remote:
                 found, number = on_rank_0(decide)
+            elif parts is not None:
+                found, number = parts.bring(lambda: (pick or newest)(copies.shared, passed), passed), 0
             else:
                 found, number = on_rank_0_for_long(decide, "brought a checkpoint from the store")
             if isinstance(found, ForeignCheckpoint):
@@ -346,7 +363,8 @@ class Session:
             # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
             choice = None if found is None else replace(found, load_dir=roots[number])
             beside = on_all_ranks(lambda: confirm_choice(roots[number], choice))  # noqa: B023  runs here
-            words = None if choice is None or not self.checksums else find_damage(choice)
+            is_compared = parts is not None  # when it was brought
+            words = None if choice is None or not self.checksums or is_compared else find_damage(choice)
             if choice is None or words is None:
                 break
             passed[choice.tag_dir] = words
@@ -570,11 +588,21 @@ class Session:
                 copies.start()
             elif not trains:
                 release(root)  # nothing more is written
-            left = not_durable(root) if trains else ()
             starts = sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
-            return starts, [(manifest.iteration, manifest.tag, manifest.save_id) for manifest in left]
+            return starts, _left(root) if trains else []
 
-        self.attempt, left = on_rank_0(record)
+        def record_on_node() -> list[tuple[int, str, str]]:
+            if parts is None or copies is None or not parts.leads_other:
+                return left
+            if places:
+                check_fresh_start(root, cause=self.host.forgotten, load=self.host.load.format(directory=str(root)))
+            tidy(root)
+            copies.start()
+            return _left(root) if trains else []
+
+        parts, (self.attempt, left) = self._parts_of(root), on_rank_0(record)
+        if parts is not None:
+            left = on_all_ranks(record_on_node)
         for old_iteration, tag, save_id in left:  # of a process that was killed meanwhile
             self.durability.submit(root, iteration=old_iteration, tag=tag, save_id=save_id)
         self._own.add(place)
@@ -719,16 +747,17 @@ class Session:
             CheckpointError: see `Save.commit`.
         """
         step = save.pending.step
-        return self._with_retries(lambda: on_rank_0(save.commit), save.save_dir, step.iteration, step.tag) is not None
+        root = save.save_dir
+        return self._with_retries(lambda: self._on_nodes(root, save.commit), root, step.iteration, step.tag) is not None
 
     def _with_retries(self, attempt: Callable[[], T], root: Path, iteration: int, tag: str) -> T | None:
-        stopper = self.stopper
+        stopper, holds_parts = self.stopper, self._parts_of(root) is not None
         return self._retries.run(
             attempt,
             tag=tag,
             is_last=stopper is not None and stopper.stopping,
             seconds_left=lambda: None if stopper is None else stopper.seconds_left(),
-            give_up=lambda: give_up(root, iteration, tag),
+            give_up=lambda: give_up(root, iteration, tag, holds_parts=holds_parts),
         )
 
     def _write(
@@ -746,10 +775,12 @@ class Session:
         self._claim(root)
         self._record_start(root)
 
-        def announce() -> PendingCheckpoint:
+        def prepare() -> None:
             take(root)  # held since the start, unless the session was closed meanwhile
             self.durability.wait_for(root, tag)
             make_room(root, state.iteration, tag)
+
+        def announce() -> PendingCheckpoint:
             return _begin_save(root, state, tag, topology, boots=self.durability.machines.boots, **pointers)
 
         def write_rank_files() -> tuple[FileEntry, ...]:
@@ -759,11 +790,19 @@ class Session:
             return (*files, self.random.write(random, root, state.iteration, tag))
 
         topology, _ = self.host.topology(), self.durability.machines
-        save = Save(self, state, on_rank_0(announce), began)
-        save.rank_files = written_by_all(write_rank_files)
+        parts = self._parts_of(root)
+        nodes = None if parts is None else parts.nodes
+        self._on_nodes(root, prepare)
+        pending = on_rank_0(announce)
+        if parts is not None:
+            pending = parts.join(pending, root, boots=self.durability.machines.boots)
+        save = Save(self, state, pending, began)
+        save.part = None if nodes is None else nodes.part
+        save.rank_files = written_by_all(write_rank_files, None if nodes is None else nodes.ranks)
         expected = gather(self.host.expected_files(root, tag))
-        if None not in expected:
-            save.expected = tuple(sorted({name for names in expected for name in names}))
+        here = [names for number, names in enumerate(expected) if nodes is None or number in nodes.ranks]
+        if None not in here:
+            save.expected = tuple(sorted({name for names in here for name in names}))
         with writing(root / tag):
             return save, expected, write(save)
 
@@ -867,6 +906,11 @@ def _begin_save(root: Path, envelope: Envelope, tag: str, topology: Topology | N
         topology=topology,
         **more,
     )
+
+
+def _left(root: Path) -> list[tuple[int, str, str]]:
+    """Iteration, tag and save of what earlier processes have left complete and not durable."""
+    return [(manifest.iteration, manifest.tag, manifest.save_id) for manifest in not_durable(root)]
 
 
 def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:

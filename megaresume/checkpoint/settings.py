@@ -148,8 +148,8 @@ class Checkpoints:
     stage_to: str | os.PathLike[str] | None = setting(
         None,
         "an existing directory on slower shared storage, or a URL of an object store (s3://bucket/run), to which "
-        "checkpoints are copied in the background. A load takes the newer of the two. save_dir must be seen by all "
-        "ranks too",
+        "checkpoints are copied in the background. A load takes the newer of the two. For copies to a directory, all "
+        "ranks must see save_dir too",
         hosts="trainer training",
         metavar="PLACE",
     )

@@ -18,7 +18,13 @@ refused. Which of the two storages a start takes is decided by `choose.choose_of
     commit     rank 0 hands it to the copying thread
     close      rank 0 waits for the copies, for a while; the end of the program does, too
 
-For a local directory that all ranks see: one node, or a fast filesystem of all nodes.
+The local directory is one that all ranks see: one node, or a fast filesystem of all nodes. If the copies go to an
+object store, every node may have one of its own (`nodes`): the lowest rank of each does its part of the work.
+
+    start      every directory is this job's alone
+    load       what all nodes hold together, and the store lacks, goes there first; then one of the store is chosen,
+               and every node brings of it what it lacks
+    commit     every node hands its part to a copying thread of its own; rank 0's commits when all parts are there
 """
 
 from __future__ import annotations
@@ -40,15 +46,30 @@ from megaresume.checkpoint.candidates import Candidate, examine, find, list_cand
 from megaresume.checkpoint.choose import choose_of_two
 from megaresume.checkpoint.fetch import fetch
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.lock import claim_directory, say
-from megaresume.checkpoint.manifest import remove_orphans
+from megaresume.checkpoint.lock import claim_directory, hold_directory, release, say
+from megaresume.checkpoint.manifest import read_manifest, remove_orphans
 from megaresume.checkpoint.mirror import by_name
-from megaresume.checkpoint.places import DirectoryPlace, Place, StorePlace, place_of, share_ledger
-from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0_for_long
+from megaresume.checkpoint.nodes import Nodes, find_nodes, take_of_each
+from megaresume.checkpoint.places import (
+    DirectoryPlace,
+    NodePlace,
+    PartMissingError,
+    Place,
+    StorePlace,
+    place_of,
+    share_ledger,
+)
+from megaresume.checkpoint.ranks import (
+    is_rank_0,
+    on_all_ranks,
+    on_rank_0_for_long,
+    world_size,
+)
 from megaresume.checkpoint.records import (
     check_tag,
     data_path,
     ledger_path,
+    manifest_path,
     marker_path,
     read_record,
     records_dir,
@@ -99,7 +120,7 @@ def read_staging(root: Path) -> Staging | None:
         to, copied = read_record(path, _note, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
         done = {
             c.tag: is_copied(root, Path(to), iteration, c.tag) if copied is None else c.tag in copied
-            for iteration, c in reversed(_committed(root))
+            for iteration, c in reversed(committed_in(root))
         }
     except MegaresumeError:
         return None
@@ -114,7 +135,7 @@ def _note(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None]:
     return text(fields["to"]), texts(fields["copied"]) if "copied" in fields else None
 
 
-def _committed(root: Path) -> list[tuple[int, Candidate]]:
+def committed_in(root: Path) -> list[tuple[int, Candidate]]:
     """Checkpoints that are there, with their iterations, the oldest first."""
     found = [c for c in reversed(list_candidates(root)) if c.has_dir and {"manifest", "state"} <= c.records]
     return [(c.iteration, c) for c in found if c.iteration is not None]
@@ -141,6 +162,8 @@ class Stager:
         self._thread: threading.Thread | None = None
         #: of the checkpoint that was copied last; None if none was.
         self._last: StepFile | None = None
+        #: saves whose parts all nodes hold together. Of others that are in parts nothing can be made.
+        self.together: frozenset[str] = frozenset()
 
     def start(self) -> None:
         """Begin, with what an earlier process left uncopied.
@@ -150,15 +173,25 @@ class Stager:
         """
         make_dir(records_dir(self.local))
         self._write_note()
-        self._queue.extend((iteration, candidate.tag) for iteration, candidate in _committed(self.local))
+        self._queue.extend(
+            (iteration, candidate.tag)
+            for iteration, candidate in committed_in(self.local)
+            if self._is_worth_it(iteration, candidate.tag)
+        )
         self._thread = threading.Thread(target=self._run, name="megaresume-staging", daemon=True)
         self._thread.start()
+
+    def _is_worth_it(self, iteration: int, tag: str) -> bool:
+        with contextlib.suppress(MegaresumeError):
+            manifest = read_manifest(manifest_path(self.local, iteration, tag))
+            return manifest.part is None or manifest.save_id in self.together
+        return True  # the copy says what is wrong with it
 
     def _write_note(self) -> None:
         """For people, who cannot ask a store at any time."""
         note: dict[str, Any] = {"format": FORMAT, "version": VERSION, "to": self.place.name}
         if is_store(self.place.name):
-            committed = _committed(self.local)
+            committed = committed_in(self.local)
             note["copied"] = [c.tag for i, c in committed if is_copied(self.local, self.place.root, i, c.tag)]
         write_atomic(staging_path(self.local), seal(note, depth=1))
 
@@ -229,6 +262,8 @@ class Stager:
                 self._copy(iteration, tag)
             except GaveWayError:
                 continue
+            except PartMissingError as error:
+                log.error("megaresume: %s is not copied to %s: %s", tag, self.place.name, error)
             except (MegaresumeError, OSError) as error:
                 log.error("megaresume: %s is not copied to %s yet: %s", tag, self.place.name, error)
                 self.place.reopen()
@@ -260,7 +295,7 @@ class Stager:
     def _gives_way(self, iteration: int) -> bool:
         """Whether another checkpoint is to be copied first."""
         with self._changed:
-            return self._is_ending and max(self._queue)[0] > iteration
+            return self._closing.is_set() or (self._is_ending and max(self._queue)[0] > iteration)
 
     def _prune(self, copied: StepFile) -> None:
         # Local ones first: without its copy one would stay forever. A copy may be durable before what it is a copy of.
@@ -293,18 +328,27 @@ class Staged:
         self.shared = self.local if self.is_remote else DirectoryPlace(stage_to).root
         if not self.is_remote:
             on_all_ranks(self._check_shared)
-        # Storage of one node each would hold parts of a checkpoint.
-        claim_directory(
-            self.local,
-            action="save to storage that all nodes see"
-            if self.is_remote
-            else "save to the shared storage itself: remove stage_to (--megaresume-stage-to)",
-        )
-        #: on rank 0.
+        #: which ranks share the local directory. Only a store puts the parts of several nodes together.
+        self.nodes = Nodes(of_rank=(0,) * world_size(), mine=0)
+        if self.is_remote:
+            hold_directory(self.local)
+            try:
+                self.nodes = find_nodes(self.local)
+                take_of_each(self.nodes, self.local)
+            except MegaresumeError:
+                release(self.local)
+                raise
+        else:
+            shared = "save to the shared storage itself: remove stage_to (--megaresume-stage-to)"
+            claim_directory(self.local, action=f"{shared}; or stage_to the URL of an object store")
+        self.retention = retention
+        #: on rank 0, and if every node has a directory of its own on the rank that leads it.
         self.place: Place | None = None
-        self._stager: Stager | None = None
-        self._started = False
+        self.stager: Stager | None = None
+        self.is_started = False
         on_rank_0_for_long(lambda beat: self._hold(stage_to, retention, beat), "looked at the copies")
+        if self.nodes.are_many:
+            on_all_ranks(lambda: self._join(stage_to))
 
     def _check_shared(self) -> None:
         local, shared = self.local.resolve(), self.shared.resolve()
@@ -327,9 +371,17 @@ class Staged:
         self.place = place_of(stage_to, say)
         self.place.hold(self.local, beat)
         self.shared = self.place.root
-        self._stager = Stager(self.local, self.place, retention)
+        self.stager = Stager(self.local, self.place, retention)
         if self.is_remote and run_of(self.local) is not None and run_of(self.local) == run_of(self.shared):
             share_ledger(self.shared, self.local)  # what another machine has done since
+
+    def _join(self, stage_to: str | os.PathLike[str]) -> None:
+        if is_rank_0():
+            say(f"{self.nodes.number} nodes save to disks of their own: each copies its part to {stage_to}")
+        elif self.nodes.leads:
+            self.place = NodePlace(os.fspath(stage_to), say)
+            self.place.hold(self.local, lambda: None)
+            self.stager = Stager(self.local, self.place)
 
     def bring(self, pick: Callable[[], T], passed: dict[Path, str], beat: Callable[[], None]) -> T:
         """What is chosen of the local storage and of a store; from the store, it is brought here. On rank 0.
@@ -391,16 +443,20 @@ class Staged:
                 print(f"megaresume: {self.named(words)}", flush=True)
 
     def start(self) -> None:
-        """Begin to copy, with what an earlier process left. On rank 0, once; again does nothing."""
-        if not self._started and self._stager is not None:
-            self._started = True
-            self._stager.start()
+        """Begin to copy, with what an earlier process left. On rank 0, once; again does nothing. If every node has a
+        directory of its own, then on the others, too."""
+        if not self.is_started and self.stager is not None:
+            self.is_started = True
+            if self.nodes.are_many and is_rank_0():
+                with contextlib.suppress(MegaresumeError):  # before the others upload, and not while they do
+                    self.stager.place.begin()
+            self.stager.start()
             atexit.register(self._at_exit)
 
     def submit(self, iteration: int, tag: str) -> None:
         """A checkpoint was committed. On rank 0."""
-        if self._stager is not None:
-            self._stager.submit(iteration, tag)
+        if self.stager is not None:
+            self.stager.submit(iteration, tag)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait a limited time for the copies; log what is not copied."""
@@ -408,8 +464,8 @@ class Staged:
         self._close(PATIENCE if timeout is None else max(timeout, 0.0))
 
     def _close(self, timeout: float) -> None:
-        if self._stager is not None and self._started:
-            self._stager.close(timeout)
+        if self.stager is not None and self.is_started:
+            self.stager.close(timeout)
         if self.place is not None:
             self.place.release()
 
@@ -438,7 +494,7 @@ def stage(
     place = place_of(shared)
     candidate = find(local, iteration, tag)
     found = None if candidate is None else examine(local, candidate)
-    if found is None or found.step is None or found.manifest is None or found.status != "complete":
+    if found is None or found.step is None or found.manifest is None or not found.is_settled:
         log.warning("megaresume: %s is not copied: %s", tag, "it is gone" if found is None else found.reason)
         return None
     step, manifest = found.step, found.manifest

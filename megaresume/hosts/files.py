@@ -330,6 +330,8 @@ class Background:
         if self._flight is None or self._is_committed or not is_rank_0():
             return
         future, save = self._flight
+        if save.part is not None:
+            return  # of every node one rank commits: when all of them `settle`
         if future.done() and future.exception() is None:
             with contextlib.suppress(MegaresumeError):  # `settle` tries again, and says it on every rank
                 self._is_committed = save.commit()

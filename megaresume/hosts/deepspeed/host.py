@@ -172,7 +172,7 @@ class EngineHost:
                 result = write(tag=save.tag, client_state=state, save_latest=False)
             on_all_ranks(lambda: _check_written(errors, save))
             if facts.is_decoupled(self.engine):
-                save.defer()
+                save.defer(is_alone=True)
                 decoupled.defer(self.engine, save.pending, save.commit)
             return result
 

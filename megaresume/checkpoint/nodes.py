@@ -1,0 +1,98 @@
+"""Machines without a directory in common: which ranks see which one, and what each machine does with its own.
+
+    rank 0     its directory, the ledger, the store's lease; its machine is node 0
+    node k     the lowest rank that sees that directory works for it: it *leads* the node
+
+A save leaves a **part** on the disk of every node: the files of its own ranks, with a manifest that says so. In the
+store the parts become one checkpoint (`places.StorePlace`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaresume.checkpoint import system
+from megaresume.checkpoint.lock import seen_within, take
+from megaresume.checkpoint.ranks import gather, on_all_ranks, rank, world_size
+from megaresume.checkpoint.records import records_dir
+from megaresume.files import leftover_name, make_dir
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """The directories of one name that the ranks of a job see."""
+
+    #: the node of every rank; that of rank 0 is 0.
+    of_rank: tuple[int, ...]
+    #: the node of this rank.
+    mine: int
+
+    @property
+    def number(self) -> int:
+        """How many there are; 1: all ranks see the same directory."""
+        return max(self.of_rank) + 1
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there is more than one."""
+        return self.number > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank works for its node."""
+        return self.of_rank.index(self.mine) == rank()
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """Which part of a checkpoint this node holds: (number, of how many); None: all of it."""
+        return (self.mine, self.number) if self.are_many else None
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Those of this node."""
+        return frozenset(number for number, node in enumerate(self.of_rank) if node == self.mine)
+
+
+def find_nodes(directory: str | os.PathLike[str]) -> Nodes:
+    """See which ranks share a directory. Collective; after rank 0 has taken its lock.
+
+    Raises, on every rank:
+        CheckpointError: a rank cannot write there.
+    """
+    if world_size() == 1:
+        return Nodes(of_rank=(0,), mine=0)
+    root = Path(os.path.abspath(directory))
+
+    def where() -> tuple[str, int, int]:
+        make_dir(records_dir(root))
+        stat = os.stat(records_dir(root))
+        return system.boot_id(), stat.st_dev, stat.st_ino
+
+    places = gather(on_all_ranks(where))
+    first = places.index(places[rank()])
+    name = leftover_name(f"seen-{rank()}")
+
+    def make() -> None:
+        if first == rank():
+            (records_dir(root) / name).touch()
+
+    on_all_ranks(make)
+    names = gather(name if first == rank() else None)
+    try:
+        seen = {first} | seen_within(records_dir(root), names)
+        lowest = gather(min(seen))
+    finally:
+        (records_dir(root) / name).unlink(missing_ok=True)
+    numbers = {leader: number for number, leader in enumerate(sorted(set(lowest)))}
+    return Nodes(of_rank=tuple(numbers[leader] for leader in lowest), mine=numbers[lowest[rank()]])
+
+
+def take_of_each(nodes: Nodes, root: Path) -> None:
+    """Take the lock of the directory of every node. Collective.
+
+    Raises, on every rank:
+        CheckpointError: another job writes there, named.
+    """
+    on_all_ranks(lambda: take(root) if nodes.leads else None)

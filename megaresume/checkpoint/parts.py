@@ -1,0 +1,213 @@
+"""Checkpoints in parts: every node saves to a directory of its own, and an object store is all that they share.
+
+    save     rank 0 announces it, and the rank that leads each other node does so there; each commits its part, rank 0
+             last: from then on all parts are whole
+    copy     every node's thread uploads its part, with its manifest after it; rank 0's commits the checkpoint of all
+             parts in the store: from then on it counts (`places`)
+    load     what the nodes hold together, and the store lacks, is copied first. Then one of the store is chosen, and
+             every node brings what it lacks of it, once
+    old ones go where rank 0 no longer has them
+
+A node that dies in between leaves a checkpoint that does not count, and goes when a newer one does. Nothing here needs
+the ranks to meet in a thread: the parts themselves say in the store that they are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from megaresume.checkpoint.candidates import examine
+from megaresume.checkpoint.choose import of_two_runs
+from megaresume.checkpoint.commit import PendingCheckpoint, join_save
+from megaresume.checkpoint.fetch import fetch
+from megaresume.checkpoint.lease import Head, Saved
+from megaresume.checkpoint.manifest import read_manifest, remove_orphans
+from megaresume.checkpoint.places import StorePlace
+from megaresume.checkpoint.ranks import (
+    gather,
+    is_rank_0,
+    on_all_ranks,
+    on_all_ranks_for_long,
+    on_rank_0,
+    on_rank_0_for_long,
+)
+from megaresume.checkpoint.records import manifest_path
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.staging import Staged, committed_in, stage
+from megaresume.checkpoint.step_file import run_of
+from megaresume.checkpoint.store import NotAsSavedError
+from megaresume.files import delete_soon, leftover_name
+from megaresume.stream.errors import MegaresumeError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Parts:
+    """See above. On all ranks; the ranks that lead a node do the work.
+
+    Args:
+        copies: of a job whose nodes have directories of their own.
+    """
+
+    def __init__(self, copies: Staged) -> None:
+        self.copies, self.nodes, self.local = copies, copies.nodes, copies.local
+
+    def on_nodes(self, function: Callable[[], T]) -> T:
+        """Run where a node is led, on rank 0 last; every rank gets the result of rank 0, or raises the error."""
+        on_all_ranks(lambda: function() if self.leads_other else None)
+        return on_rank_0(function)
+
+    def bring(self, pick: Callable[[], T], passed: dict[Path, str]) -> T:
+        """As `Staged.bring`, to every node. Collective.
+
+        Raises, on every rank:
+            CheckpointError: of ``pick``; or a disk refuses.
+            SetupError: the store does not answer, or refuses.
+        """
+        if not on_rank_0(lambda: self.copies.is_started):
+            self._complete_newest()
+        while True:
+            found = on_rank_0_for_long(lambda _: self._picked(pick), "looked at the copies")
+            if not isinstance(found, Choice):
+                return found
+            doing = "brought a checkpoint from the store"
+            words = gather(on_all_ranks_for_long(lambda beat: self._bring_here(found, beat), doing))  # noqa: B023
+            wrong = next((number for number, one in enumerate(words) if one), None)
+            if wrong is None:
+                return replace(found, load_dir=self.local)
+            passed[found.tag_dir] = f"rank {wrong}: {words[wrong]}"
+
+    def _picked(self, pick: Callable[[], T]) -> T:
+        with self.copies.by_name():
+            found = pick()
+        if not isinstance(found, Choice):
+            return found
+        # Of the local directory, which holds parts, nothing is taken.
+        rejected = [
+            replace(r, reason=self.copies.named(r.reason)) for r in found.rejected if r.iteration != found.iteration
+        ]
+        notes = tuple(self.copies.named(note) for note in found.notes if str(self.local) not in note)
+        return replace(found, rejected=tuple(rejected), notes=notes)
+
+    def _bring_here(self, found: Choice, beat: Callable[[], None]) -> str:
+        """Why a checkpoint cannot be brought to the directory of this node; "": it is there."""
+        if not self.nodes.leads or found.step is None:
+            return ""
+        place = self.copies.place
+        assert isinstance(place, StorePlace)
+        step, path = found.step, manifest_path(place.root, found.step.iteration, found.tag)
+        place.mirror.refresh()
+        if not path.is_file() or (manifest := read_manifest(path)).save_id != step.save_id:
+            return f"{place.name} does not hold it as a whole"
+        if run_of(self.local) not in (None, step.run):
+            raise of_two_runs(self.local, run_of(self.local), place.name, step.run)
+        try:
+            fetch(place, self.local, replace(found, load_dir=place.root, manifest=manifest), beat)
+        except NotAsSavedError as error:
+            return error.headline
+        if is_rank_0():
+            print(f"megaresume: {found.tag} is brought from {place.name} to {self.nodes.number} nodes", flush=True)
+        return ""
+
+    def _complete_newest(self) -> None:
+        """Copy the newest checkpoint whose parts the nodes hold together, if the store has none that is newer.
+        Collective."""
+        parts = gather(_parts(self.local) if self.nodes.leads else {})
+        together = {save for some in parts for save, (_, nodes) in some.items() if _is_whole(save, nodes, parts)}
+        head = on_rank_0(self._head)
+        done = {saved.save_id for saved in (*head.saves, *head.removed)}
+        if self.copies.stager is not None:
+            self.copies.stager.together = frozenset(save.save_id for save in together)
+        newest = max(together, key=lambda save: save.iteration, default=None)
+        if newest is None or newest.save_id in done or any(s.iteration > newest.iteration for s in head.saves):
+            return
+
+        def copy(beat: Callable[[], None], *, is_mine: bool) -> str:
+            place = self.copies.place
+            if place is None or not is_mine:
+                return ""
+            try:
+                stage(self.local, place, newest.iteration, newest.tag, gives_way=lambda: _never(beat))
+            except (MegaresumeError, OSError) as error:
+                return str(error)
+            return ""
+
+        others = on_all_ranks_for_long(lambda beat: copy(beat, is_mine=not is_rank_0()), "copied its part")
+        wrong = [words for words in gather(others) if words]
+        wrong = wrong or [on_rank_0_for_long(lambda beat: copy(beat, is_mine=True), "copied a checkpoint")]
+        if any(wrong) and is_rank_0():
+            log.warning("megaresume: %s could not be copied: %s", newest.tag, wrong[0])
+
+    def _head(self) -> Head:
+        assert isinstance(self.copies.place, StorePlace)
+        return self.copies.place.lease.head
+
+    @property
+    def leads_other(self) -> bool:
+        """Whether this rank leads a node that is not rank 0's."""
+        return self.nodes.leads and not is_rank_0()
+
+    def join(self, pending: PendingCheckpoint, root: Path, *, boots: Iterable[str]) -> PendingCheckpoint:
+        """Announce a save on the other nodes, where what rank 0 no longer keeps goes. Collective.
+
+        Args:
+            pending: of rank 0.
+            root: the local directory.
+            boots: of the machine of this node.
+
+        Returns:
+            the same, as this node has it.
+
+        Raises, on every rank:
+            CheckpointError: a directory cannot be written, or has another owner by now.
+        """
+        kept = on_rank_0(lambda: [(iteration, candidate.tag) for iteration, candidate in committed_in(root)])
+
+        def announce() -> None:
+            if self.leads_other:
+                self._follow(kept, pending.step.iteration)
+                join_save(pending, root, boots=boots)
+
+        on_all_ranks(announce)
+        return replace(pending, save_dir=root, marker=replace(pending.marker, boots=tuple(boots)))
+
+    def _follow(self, kept: Iterable[tuple[int, str]], before: int) -> None:
+        """Delete here what rank 0 no longer keeps, of the checkpoints before a step."""
+        if not self.copies.retention:
+            return
+        known, doomed = set(kept), list[Path]()
+        for iteration, candidate in committed_in(self.local):
+            if iteration < before and (iteration, candidate.tag) not in known:
+                away = self.local / leftover_name(candidate.tag)
+                with contextlib.suppress(OSError):
+                    os.rename(self.local / candidate.tag, away)
+                    doomed.append(away)
+        delete_soon(doomed)
+        remove_orphans(self.local)
+
+
+def _never(beat: Callable[[], None]) -> bool:
+    beat()
+    return False
+
+
+def _parts(root: Path) -> dict[Saved, tuple[int, int]]:
+    """The parts of checkpoints that this node holds."""
+    found: dict[Saved, tuple[int, int]] = {}
+    for _, candidate in committed_in(root):
+        one = examine(root, candidate)
+        if one.status == "part" and one.step is not None and one.manifest is not None and one.manifest.part is not None:
+            found[Saved(iteration=one.step.iteration, tag=one.step.tag, save_id=one.step.save_id)] = one.manifest.part
+    return found
+
+
+def _is_whole(save: Saved, nodes: int, parts: Iterable[Mapping[Saved, tuple[int, int]]]) -> bool:
+    return {some[save][0] for some in parts if save in some} == set(range(nodes))
