@@ -28,9 +28,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
+import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,16 +57,100 @@ _TRACKERS = {
 }
 
 
+#: what the memory of a generator holds, to compare; None: that cannot be told.
+_Content = tuple[object, ...] | None
+
+
+class _Remembered:
+    """The state of a generator, taken apart again only if its memory has changed.
+
+    Taking apart those of Python and numpy costs 40 µs, and 120 µs in a step whose work has filled the caches; most
+    programs never draw from them while they train. No layout is assumed: bytes are compared with those before, and
+    `follows` has tried whether every draw changes them.
+
+    Args:
+        get: the state.
+        content: of the memory; None: it cannot be relied on.
+    """
+
+    def __init__(self, get: Callable[[], Any], content: Callable[[], _Content] | None) -> None:
+        self._get, self._content = get, content
+        self._last: tuple[_Content, Any] = None, None
+
+    def take(self) -> Any:
+        """The state: the same object as the last time if nothing was drawn."""
+        # Before the state: what another thread draws in between is seen the next time.
+        content = None if self._content is None else self._content()
+        if content is None:
+            return self._get()
+        if self._last[0] != content:
+            self._last = content, self._get()
+        return self._last[1]
+
+
+def follows(content: Callable[[], _Content], *draws: Callable[[], object]) -> bool:
+    """Whether the content changes with every one of these draws, and only then."""
+    for draw in draws:
+        before = content()
+        if before is None or content() != before:
+            return False
+        draw()
+        if content() == before:
+            return False
+    return True
+
+
+def content_of_python(generator: Any) -> Callable[[], _Content]:
+    """The content of a generator of Python's."""
+    memory = _memory(generator, random.Random.__base__)
+    return lambda: (memory.raw, generator.gauss_next)
+
+
+def content_of_numpy(generator: Any) -> Callable[[], _Content]:
+    """The content of a generator of numpy's old kind. None once its bits are not those of now, or if they are no
+    Mersenne Twister's: others keep them elsewhere."""
+    bits = generator._bit_generator
+    own, of_bits = _memory(generator, np.random.RandomState), _memory(bits, np.random.MT19937)
+    is_known = type(bits) is np.random.MT19937
+    return lambda: (own.raw, of_bits.raw) if is_known and generator._bit_generator is bits else None
+
+
+def _memory(thing: object, kind: Any) -> Any:
+    """What a C object of this type holds, after the reference count and the type. Only while it exists."""
+    head = object.__basicsize__
+    return (ctypes.c_char * (kind.__basicsize__ - head)).from_address(id(thing) + head)
+
+
+@functools.cache
+def _of_process() -> Mapping[str, _Remembered]:
+    """The global generators of Python and numpy."""
+    python, numpy = random.Random(0), np.random.RandomState(0)
+    # A second value of a normal distribution is kept beside the bits, which stay when it is drawn.
+    draws_of_python = python.random, *[lambda: python.gauss(0, 1)] * 3
+    draws_of_numpy = numpy.random_sample, *[numpy.standard_normal] * 3
+    return {
+        "python": _remembered(random.getstate, content_of_python, python, draws_of_python),
+        "numpy": _remembered(np.random.get_state, content_of_numpy, numpy, draws_of_numpy, legacy=False),
+    }
+
+
+def _remembered(
+    get: Any, content_of: Callable[[Any], Callable[[], _Content]], trial: object, draws: Sequence[Any], **options: Any
+) -> _Remembered:
+    own = get.__self__  # a method of the generator
+    is_followed = type(own) is type(trial) and follows(content_of(trial), *draws)
+    return _Remembered(functools.partial(get, **options), content_of(own) if is_followed else None)
+
+
 def take(device: torch.device) -> Snapshot:
-    """The state of every generator of this process. Draws nothing; about 40 µs.
+    """The state of every generator of this process. Draws nothing; about 10 µs, 45 if all have drawn.
 
     Args:
         device: that the engine uses.
     """
     snapshot: Snapshot = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
+        **{name: generator.take() for name, generator in _of_process().items()},
+        "torch": torch.default_generator.get_state(),
     }
     if device.type != "cpu":
         snapshot[device.type] = torch.get_device_module(device).get_rng_state(device)

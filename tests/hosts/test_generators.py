@@ -70,6 +70,64 @@ def test_taking_is_cheap_enough_for_every_step(tracker: Any) -> None:
     assert min(times) < 1e-3  # some 30 us
 
 
+def plain_states() -> dict[str, Any]:
+    """Of Python's and numpy's generators, by themselves."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    return random_state.to_plain(states)
+
+
+def taken() -> dict[str, Any]:
+    states = random_state.take(CPU)
+    return random_state.to_plain({name: states[name] for name in ("python", "numpy")})
+
+
+def test_what_nobody_drew_from_is_not_taken_apart_again(tracker: Any) -> None:
+    first, again = random_state.take(CPU), random_state.take(CPU)
+    assert first["python"] is again["python"] and first["numpy"] is again["numpy"]
+
+
+DRAWS = {
+    "random": random.random,
+    "gauss": random.gauss,
+    "getrandbits": lambda: random.getrandbits(8),
+    "seed": lambda: random.seed(3),
+    "setstate": lambda: random.setstate(random.Random(4).getstate()),
+    "rand": np.random.rand,
+    "randn": np.random.randn,
+    "bytes": lambda: np.random.bytes(1),
+    "numpy seed": lambda: np.random.seed(3),
+    "set_state": lambda: np.random.set_state(np.random.RandomState(4).get_state(legacy=False)),
+    "bits": lambda: np.random.get_bit_generator().random_raw(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=list(DRAWS))
+def test_every_draw_is_seen(draw: Any) -> None:
+    """Three times: a second normal number comes of the first one's bits."""
+    for _ in range(3):
+        draw()
+        assert taken() == plain_states()
+
+
+def test_bits_of_another_kind() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        for _ in range(3):
+            np.random.randn()
+            assert taken() == plain_states()
+    finally:
+        np.random.set_bit_generator(before)
+    assert taken() == plain_states()
+
+
+def test_a_generator_whose_memory_says_nothing_is_taken_apart_every_time() -> None:
+    generator = random.Random(1)
+    contents = {"nothing": lambda: None, "constant": lambda: (1,), "restless": lambda: (object(),)}
+    assert not any(random_state.follows(content, generator.random) for content in contents.values())
+    assert random_state.follows(random_state.content_of_python(generator), generator.random, generator.gauss)
+
+
 def test_seeds_are_those_of_the_name_and_of_nothing_else(tracker: Any) -> None:
     now = random_state.take(CPU)
     first = random_state.seeded(now, CPU, lambda name: f"a {name}")
