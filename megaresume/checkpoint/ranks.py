@@ -281,24 +281,32 @@ def pauses(longest: float, first: float = 0.005) -> Iterator[None]:
 PATIENCE = 300.0
 
 
-def all_come(doing: str, *, poll_seconds: float = 0.1) -> None:
-    """Before the first collective of what a program calls: wait for all ranks, without one.
+def meeting_group() -> Any:
+    """A process group on the CPU for `all_come` alone: its ranks notice when one of them is gone. Collective."""
+    return None if world_size() == 1 else _dist().new_group(backend="gloo")
+
+
+def all_come(doing: str, group: Any, *, poll_seconds: float = 0.1) -> None:
+    """Before the first collective of what a program calls: wait for all ranks, without one of the training's groups.
 
     Args:
         doing: what they do, for the error: "loop.save()".
+        group: of `meeting_group`.
 
     Raises:
         UsageError: some ranks do not come; they are in the next collective of the training, and meet nobody there.
+        StateError: a rank has ended, as if its node was lost.
     """
     if world_size() == 1:
         return
     store, key = shared_store(), f"megaresume/come/{next(_meetings)}"
     ranks = range(world_size())
     store.set(f"{key}/{rank()}", "")
+    work = _dist().barrier(group=group, async_op=True)
     deadline = time.monotonic() + PATIENCE
     for _ in pauses(poll_seconds, 0.001):
-        if store.check([f"{key}/{number}" for number in ranks]):
-            return
+        if work.is_completed():
+            break
         if time.monotonic() > deadline:
             there = [number for number in ranks if store.check([f"{key}/{number}"])]
             raise UsageError(
@@ -308,6 +316,16 @@ def all_come(doing: str, *, poll_seconds: float = 0.1) -> None:
                 cause=f"`if rank == 0:` before {doing}",
                 action=f"call {doing} on every rank",
             )
+    try:
+        finished(work)
+    except RuntimeError as error:
+        raise StateError(
+            f"a rank has ended while others waited for it in {doing}",
+            found=str(error).splitlines()[0],
+            expected=f"all {len(ranks)} ranks",
+            cause=f"it was killed, or its node was lost; or `if rank == 0:` before {doing}",
+            action="see the output of the other ranks; the run continues from its newest checkpoint",
+        ) from error
 
 
 #: calls so far: every rank counts the same ones.

@@ -34,7 +34,7 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Resume, Save
-from megaresume.checkpoint.ranks import all_come, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import all_come, meeting_group, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records import hugging_face_tag, parse_record_name, records_dir
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
@@ -202,7 +202,7 @@ class AcceleratorHost(TrainerHost):
 
     def begin(self) -> None:
         """See `TrainerHost`."""
-        self.loop = AcceleratedLoop(self)
+        self.loop, self.meeting = AcceleratedLoop(self), meeting_group()
         self.trainer.register_for_checkpointing(self.record)
         # Those within: a step that is made by them directly is not counted.
         self.watch(optimizer.optimizer for optimizer in self.trainer._optimizers)
@@ -349,7 +349,7 @@ class AcceleratedLoop(StepLoop):
             self._check_prepared()
             return self._place(output_dir)
 
-        all_come("accelerator.save_state()")
+        all_come("accelerator.save_state()", self.host.meeting)
         if self.session.passes_over_saves():
             return None
         directory = on_all_ranks(check)

@@ -25,7 +25,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Resume, Save
 from megaresume.checkpoint.meter.meter import Meter
-from megaresume.checkpoint.ranks import all_come, is_rank_0, on_all_ranks
+from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, on_all_ranks
 from megaresume.checkpoint.records import deepspeed_tag
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
@@ -81,7 +81,7 @@ class LoopHost(TrainerHost):
 
     def begin(self) -> None:
         """See `TrainerHost`."""
-        self._group = files.own_group()
+        self._group, self.meeting = files.own_group(), meeting_group()
         self.watch(optimizer for optimizer, _ in self.objects.optimizers.values())
 
     def save_now(self) -> None:
@@ -158,7 +158,7 @@ class Loop(StepLoop):
             UsageError: some ranks alone call it; or the directory holds checkpoints that this run did not resume from.
             CheckpointError: files are missing, another job writes there, or the disk refuses.
         """
-        all_come("loop.save()")
+        all_come("loop.save()", self.host.meeting)
         self.host.save_now()
 
     def load(self, directory: str | os.PathLike[str] | None = None, *, tag: str | None = None) -> Resume | None:

@@ -115,7 +115,7 @@ def run(
     **options: Any,
 ) -> Any:
     """Train to the end; the record lies beside the directory. ``kill``: at (``step`` or ``save``, N);
-    ``alone``: rank 0 saves there alone."""
+    ``alone``: rank 0 saves there alone; ``gone``: it is killed on the others before it saves."""
     model = wrapped(parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -153,7 +153,9 @@ def run(
             if loop.step % save_every == 0:
                 if kill == ("save", loop.step):
                     die_in_the_next_save()
-                if dist.is_initialized() and dist.get_rank() and kill == ("alone", loop.step):
+                if rank and kill == ("gone", loop.step):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if rank and kill == ("alone", loop.step):
                     continue  # to a step that rank 0 does not come to
                 loop.save()
             if loop.step == steps:

@@ -5,7 +5,11 @@ What a loop trained it writes down itself: `program.py`.
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,11 @@ import pytest
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
+from megaresume.cluster.local import free_port
 from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.program import run
-from tests.hosts.torch.record import copied, items, launch, launch_forked, lines, losses, trained
+from tests.hosts.torch.record import ENVIRONMENT, copied, items, launch, launch_forked, lines, losses, trained
 from tests.release import release
 
 pytestmark = pytest.mark.process
@@ -87,6 +92,21 @@ def test_a_save_on_rank_0_alone(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "loop.save() was called on some ranks only" in done.stderr, done.stderr[-3000:]
     assert "ranks 0 of 2" in done.stderr and choose(tmp_path / "run") is None
+
+
+def test_a_rank_is_gone_while_another_waits_to_save(tmp_path: Path) -> None:
+    """As if its node was lost, whose launcher does not end the others: they notice, and need not wait until they give
+    up."""
+    words = [sys.executable, str(PROGRAM), str(tmp_path / "run")]
+    words.append(json.dumps({"batch": 2, "save_every": 3, "kill": ("gone", 3), "patience": 600}))
+    env = os.environ | ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    first, second = (
+        subprocess.Popen(words, env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(2)
+    )
+    _, said = first.communicate(timeout=120)
+    second.communicate()
+    assert (first.returncode, second.returncode) == (1, -signal.SIGKILL)
+    assert "a rank has ended while others waited for it in loop.save()" in said and choose(tmp_path / "run") is None
 
 
 class Interrupted(Exception):
