@@ -19,7 +19,9 @@ One file a trainer:
     lightning.py       Lightning's Trainer; lightning_trainer.py: its settings, its callback, the paths that it saves to
     torchtitan.py      torchtitan's Trainer
     torchft.py         replicas of torchft, which leave and join while the run goes on; torchft_steps.py: a step, from
-                       its quorum to its commit; torchft_dealing.py: who trains what of it, and whether it counts
+                       its quorum to its commit; torchft_dealing.py: who trains what of it, and whether it counts;
+                       torchft_dealt.py: what one replica reads of it and writes down; torchft_local_sgd.py: LocalSGD
+                       and DiLoCo; torchft_lanes.py: an outer step of theirs
     verl.py            VeRL's supervised trainer
     verl_prompts.py    VeRL's reinforcement learning: its prompts
     megatron_bridge.py Megatron-Bridge's pretrain and finetune; megatron_bridge_manager.py: by its own protocols

@@ -119,6 +119,12 @@ TRAINERS = (
         classes=(("torchft", "Manager"),),
         module="megaresume.hosts.torchft",
     ),
+    KnownTrainer(
+        name="torchft's LocalSGD or DiLoCo",
+        call="attach(outer, loader",
+        classes=(("torchft", "LocalSGD"), ("torchft", "DiLoCo")),
+        module="megaresume.hosts.torchft_local_sgd",
+    ),
 )
 #: A loop of the user's own has no class: a mapping of what it saves goes to it. The only one outside of `TRAINERS`.
 OWN_LOOP = KnownTrainer(

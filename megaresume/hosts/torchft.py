@@ -54,7 +54,8 @@ from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.steps import words_of
-from megaresume.hosts.torchft_dealing import OF_MANAGER, Share, reduce_device
+from megaresume.hosts.torchft_dealing import OF_MANAGER, Share
+from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.hosts.torchft_steps import ReplicaSteps
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
 from megaresume.stream.batches import BatchSchedule
@@ -94,6 +95,11 @@ class TorchftHost(TrainerHost):
         self._ledger_membership = 0
         self._saves = False
         self._is_fresh = True
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of what torchft counts as a step, of all replicas together."""
+        return self.global_batch_size
 
     # What a trainer declares
 
@@ -137,7 +143,7 @@ class TorchftHost(TrainerHost):
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""
-        loader, size = self.data, self.global_batch_size
+        loader, size = self.data, self.step_samples
         feed = feed_of(loader, whole_steps=True)
         if isinstance(loader, DataLoader):
             words = "leave it out: global_batch_size says how many micro-batches make a step"
@@ -176,9 +182,7 @@ class TorchftHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         manager = self.trainer
-        self.shared = ReplicaSteps(
-            manager, self.steps, global_batch_size=self.global_batch_size, quorum_is_there=self.quorum_is_there
-        )
+        self.shared = self.make_steps(step_begins=self.session.step_begins, quorum_is_there=self.quorum_is_there)
         manager.register_state_dict_fn(KEY, self.joined, self.given)
         if self._log_samples is not None:
             replica = manager._replica_id or manager._store.get("replica_id").decode()
@@ -186,9 +190,17 @@ class TorchftHost(TrainerHost):
             number = xxhash.xxh32_intdigest(f"{replica}/{rank()}".encode())
             self.shared.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
 
+    def make_steps(self, **more: Any) -> DealtSteps:
+        """The steps of this replica; ``more``: arguments of `DealtSteps`."""
+        return ReplicaSteps(self.trainer, self.steps, samples=self.step_samples, **more)
+
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
-        functions = {"start_quorum": self.a_quorum, "allreduce": self.an_allreduce, "should_commit": self.a_commit}
+        functions: dict[str, Any] = {
+            "start_quorum": self.a_quorum,
+            "allreduce": self.an_allreduce,
+            "should_commit": self.a_commit,
+        }
         return [(self.trainer, name, function) for name, function in functions.items()]
 
     # A replica that joins
@@ -216,10 +228,10 @@ class TorchftHost(TrainerHost):
     # A step
 
     def a_quorum(self, start_quorum: Any, *args: Any, **more: Any) -> None:
-        """Between two steps."""
+        """Torchft asks who is there."""
         self.shared.ask()
-        self.session.step_begins()
         start_quorum(*args, **more)
+        self.shared.asked()
 
     def quorum_is_there(self) -> None:
         """Before a step is dealt."""
@@ -244,10 +256,10 @@ class TorchftHost(TrainerHost):
             check_fresh_start(self._root, cause=self.forgotten, load=self.load)
         self._is_fresh = False
 
-    def an_allreduce(self, allreduce: Any, *args: Any, **more: Any) -> Any:
-        """Of gradients, or of whatever else: after the vote on the step has begun, on every replica."""
-        self.shared.settle_early()
-        return allreduce(*args, **more)
+    def an_allreduce(self, allreduce: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+        """Of gradients, or of whatever else."""
+        self.shared.reduce(tensor, *args, **more)
+        return allreduce(tensor, *args, **more)
 
     def a_commit(self, should_commit: Any, *args: Any, **more: Any) -> bool:
         """The step is trained: does it count?"""
@@ -396,10 +408,7 @@ class ReplicaLoop(StepLoop):
             number: of this process, without micro-batches of weight 0; if a replica has several processes, the mean of
                 them.
         """
-        sum_of = torch.tensor([number], dtype=torch.float64, device=reduce_device(self.host.trainer))
-        self.host.trainer.allreduce(sum_of, reduce_op=torch.distributed.ReduceOp.SUM).wait()
-        self.host.shared.is_weighed = True
-        return float(sum_of)
+        return self.host.shared.total(number)
 
     def save(self) -> None:
         """Save a checkpoint of the step that was committed last. The first replica of the quorum does.

@@ -20,69 +20,30 @@ many of them as any other. The vote compares that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import numpy as np
+import torch
 
-from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.rank_log import RankLog
-from megaresume.hosts.steps import Steps
 from megaresume.hosts.torchft_dealing import Ballot, Contributors, Share, reduce_device, who_contributes
-from megaresume.stream.dealing import deal_evenly
+from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.stream.errors import StateError, UsageError
 
 
-class ReplicaSteps:
-    """See above.
+class ReplicaSteps(DealtSteps):
+    """See above, and `DealtSteps`."""
 
-    Args:
-        manager: torchft's.
-        steps: their count.
-        global_batch_size: samples of a step, of all replicas together.
-        quorum_is_there: is called before a step is dealt.
-    """
-
-    #: where this process writes down what it has trained; None: nowhere.
-    log: RankLog | None = None
-
-    def __init__(
-        self, manager: Any, steps: Steps, *, global_batch_size: int, quorum_is_there: Callable[[], None]
-    ) -> None:
-        self.manager, self.steps, self.global_batch_size = manager, steps, global_batch_size
-        self._quorum_is_there = quorum_is_there
-        loader = self.loader = steps.feed.loader
-        #: this process within its replica, and how many there are.
-        self.local, self.locals = loader.dp_rank, loader.dp_size
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
         #: whether a quorum was asked for, and its step is not decided.
         self.is_asked = False
-        #: who trains together, and the number of that membership: see `torchft_dealing`. Empty: nobody knows.
-        self.members: Sequence[Any] = ()
-        self.membership = 0
-        #: under which this process last began its log.
-        self._logged_membership = 0
-        #: of this step, once it is dealt; and of the last one that was.
-        self.share: Share | None = None
+        #: of the last step that was dealt.
         self._last_share: Share | None = None
-        self.contributors: Contributors | None = None
         self._ballot: Ballot | None = None
-        self._sizes: list[tuple[int, int]] = []
         #: whether others make this step than made the last one, as far as this replica knows.
         self._is_new = False
-        #: of the micro-batch that was handed out last; whether it was asked for, in this step.
-        self._weight, self.is_weighed = 1.0, False
         #: the micro-batch that was handed out before the quorum was there, and as whose.
         self._early: tuple[Share, Any] | None = None
-        #: samples of this process in the step, and their identities, once it has voted for it.
-        self._lines: tuple[Any, Any] | None = None
-        #: what reads, whose share, and the sample that it reads next.
-        self._reader: Iterator[Any] | None = None
-        self._reads: tuple[int, int, int] | None = None
-
-    def restart(self, membership: int) -> None:
-        """Weights and position were loaded, or given by another replica, which knows this ``membership``."""
-        self.stop_reading()
-        self.membership, self.members = membership, ()
 
     # The quorum
 
@@ -91,12 +52,13 @@ class ReplicaSteps:
         self.steps.check()
         self.steps.return_all()
         self.is_asked, self.share, self._ballot, self._early, self._lines = True, None, None, None, None
+        self._step_begins()
 
     def settle(self) -> None:
         """Wait for the quorum, deal its step, and begin the vote on it; once a step."""
         if self.share is not None or not self.is_asked:
             return
-        manager, size = self.manager, self.global_batch_size
+        manager, size = self.manager, self.samples
         early, self._early = self._early, None  # now: our own all-reduces come here, too
         manager.wait_quorum()
         self._quorum_is_there()
@@ -113,6 +75,10 @@ class ReplicaSteps:
         if early is not None:
             self._count_early(*early, self.share)
 
+    def reduce(self, tensor: Any, *args: Any, **more: Any) -> None:
+        """Gradients, or whatever else: after the vote on the step has begun, on every replica."""
+        self.settle_early()
+
     def settle_early(self) -> None:
         """The same, if a micro-batch is out that was handed out before the quorum was there."""
         if self._early is not None:
@@ -122,7 +88,7 @@ class ReplicaSteps:
         return Ballot(
             self.manager,
             samples=contributors.samples_here(self.loader.micro_batch_size),
-            needed=self.global_batch_size,
+            needed=self.samples,
             position=self.steps.samples,
             membership=self.membership if contributors.index == 0 else 0,
             begins_anew=self._hands_out_one_more,
@@ -167,7 +133,7 @@ class ReplicaSteps:
                 found="a `for` over the loop",
                 expected="optimizer.zero_grad() of torchft's Optimizer, or manager.start_quorum(), before it",
                 cause="the optimizer is not torchft's; this is a second `for` in one step; or the loop is LocalSGD's "
-                "or DiLoCo's, which ask who is there after the inner steps, and are not supported",
+                "or DiLoCo's, and the manager was attached in place of them",
                 action="while loop.step < STEPS: optimizer.zero_grad(); for batch in loop: ...; optimizer.step()",
             )
         self.settle_early()
@@ -208,64 +174,34 @@ class ReplicaSteps:
 
     def _hand_out(self, batch: Any) -> None:
         """The next micro-batch of the step is this one."""
-        steps, share, number = self.steps, self.share, len(self.steps.out)
+        share = self.share
         assert share is not None
-        first, (all_of_it, mine) = steps.end, self._sizes[number]
-        steps.feed.after(batch, first)
-        is_last = number + 1 == len(self._sizes)
-        steps.take(f"samples {first} to {first + all_of_it - 1}", first + all_of_it, is_last=is_last)
-        steps.use()
-        self._reads = share.size, share.rank or 0, steps.end
-        self._weight = share.averaged * mine / self.global_batch_size
-        if self.log is not None and is_last:
+        self._weight = share.averaged * self._take(batch, share) / self.samples
+        if self.log is not None and self.steps.is_whole:
             self._log_vote(share)
 
     @property
     def weight(self) -> float:
-        """Of the micro-batch that was handed out last."""
+        """See `DealtSteps`."""
         self.settle()
+        return super().weight
+
+    def total(self, number: float) -> float:
+        """See `DealtSteps`."""
+        sum_of = torch.tensor([number], dtype=torch.float64, device=reduce_device(self.manager))
+        self.manager.allreduce(sum_of, reduce_op=torch.distributed.ReduceOp.SUM).wait()
         self.is_weighed = True
-        return self._weight
+        return float(sum_of)
 
     @property
     def ends_step(self) -> bool:
         """Whether the micro-batch that was handed out last is the last one of its step."""
         if self._early is not None:
             guess, _ = self._early
-            if len(guess.sizes(self.global_batch_size, self.loader.micro_batch_size)) > 1:
+            if len(guess.sizes(self.samples, self.loader.micro_batch_size)) > 1:
                 return False  # whatever the quorum is
             self.settle()
         return self.steps.is_whole
-
-    def _next(self, share: Share) -> Any:
-        """The next micro-batch. Whoever reads ahead goes on as long as the share is the same."""
-        loader, feed, end = self.loader, self.steps.feed, self.steps.end
-        reads = share.size, share.rank or 0, end
-        if self._reader is None or self._reads != reads:
-            self.stop_reading()
-            loader.dp_size, loader.dp_rank = share.size, share.rank or 0
-            if isinstance(loader, DataLoader):
-                loader.rewind(end)
-            self._reader = feed.read(end)
-        try:
-            batch = next(self._reader)
-        except StopIteration:
-            if not feed.has(end):
-                raise StateError(
-                    "the data has ended",
-                    found=f"a step after sample {end}",
-                    expected="no more steps",
-                    action="while not loop.is_over and loop.step < STEPS: ...",
-                ) from None
-            self._reader = feed.read(end)  # the next epoch
-            batch = next(self._reader)
-        return batch
-
-    def stop_reading(self) -> None:
-        """End whoever reads ahead."""
-        reader, self._reader = self._reader, None
-        if isinstance(reader, Generator):
-            reader.close()
 
     # Whether the step counts
 
@@ -289,7 +225,7 @@ class ReplicaSteps:
                 cause="replicas train different numbers of samples, and torchft divides by the number of replicas",
                 action="multiply each loss by loop.weight; a loss that is a sum of tokens: see loop.total",
             )
-        size, members, membership = self.global_batch_size, self.members, ballot.decide()
+        size, members, membership = self.samples, self.members, ballot.decide()
         try:
             is_committed = bool(should_commit())
         finally:
@@ -304,37 +240,13 @@ class ReplicaSteps:
             steps.take("the step in which it joined", steps.samples + size)
             steps.use()
         steps.stepped()
-        if self._lines is not None:
-            self._write("step", steps.step)
+        self.log_step()
         if membership is not None:
             self.membership = membership
         return share, self.membership
 
-    # What each process writes down
-
     def _log_vote(self, share: Share) -> None:
-        """Before this replica's last gradients are added up: whoever commits the step may be the only one to tell.
-        Others wait for it only in the first step of a membership, whose number the first replica tells in its vote."""
-        assert self.log is not None and self._ballot is not None
-        self._lines = None
-        membership = self._ballot.decide() if self._is_new else self.membership
-        if share.rank is None or membership is None:
-            return
-        steps, loader, first = self.steps, self.loader, self.steps.samples
-        plan = loader.stream.plan(first, first + self.global_batch_size)
-        place = {"micro_batch_size": loader.micro_batch_size, "dp_rank": share.rank, "dp_size": share.size}
-        samples = np.concatenate(deal_evenly(plan, loader.balance, **place))
-        if not len(samples):
-            return
-        if membership != self._logged_membership:
-            self._logged_membership, digest = membership, steps.feed.snapshot(first).digest
-            layout = {"dp": share.size, "dp_rank": share.rank, "micro_batch_size": loader.micro_batch_size, "pad_id": 0}
-            self.log.start(
-                step=steps.step, samples=first, digest=digest, balance=loader.balance, launch=membership, **layout
-            )
-        self._lines = samples, plan.hashes[samples - first]
-        self._write("vote", steps.step + 1)
-
-    def _write(self, event: Literal["vote", "step"], step: int) -> None:
-        assert self.log is not None and self._lines is not None
-        self.log.note_planned(event, step, *self._lines)
+        """Others wait for it only in the first step of a membership, whose number the first replica tells in its
+        vote."""
+        assert self._ballot is not None
+        self.log_vote(share, self._ballot.decide() if self._is_new else self.membership)

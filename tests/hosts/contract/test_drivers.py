@@ -23,6 +23,7 @@ DRIVERS = {
     "verl_prompts": None,
     "megatron_bridge": "test_megatron_bridge.py",
     "torchft": None,
+    "torchft_local_sgd": None,
     "loop": "test_loop.py",
 }
 #: Megatron-LM is not attached to: its launcher installs hooks.

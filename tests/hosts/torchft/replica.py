@@ -61,6 +61,9 @@ class Job:
     locals: int = 1
     port: int = 0
     timeout: float = 5.0
+    #: ``local_sgd`` or ``diloco`` (`lanes.py`), with so many inner steps; `global_batch` is then of an outer step.
+    outer: str = ""
+    sync_every: int = 1
     quorum_timeout: float = 20.0
 
 
@@ -95,6 +98,7 @@ def loader_of(job: Job, batch_size: int, **options: Any) -> megaresume.DataLoade
         return megaresume.DataLoader(list(range(job.items)), batch_size=batch_size, seed=3, **options)
     data = [{"input_ids": [item] * length_of(item)} for item in range(job.items)]
     options |= {"seq_length": 64, "packing": "none", "collate_fn": items_of}
+    options |= {"lengths_dir": Path(job.directory) / "lengths"}  # for verify
     return megaresume.DataLoader(data, batch_size=batch_size, seed=3, **options)
 
 

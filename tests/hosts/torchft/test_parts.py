@@ -15,7 +15,7 @@ import torch
 import megaresume
 from megaresume.checkpoint.rank_log import RankLog
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.hosts import torchft, torchft_dealing, torchft_steps
+from megaresume.hosts import torchft, torchft_dealing, torchft_dealt, torchft_steps
 from megaresume.hosts.torchft import attach
 from megaresume.hosts.torchft_dealing import Ballot, Contributors, Share
 from megaresume.runs.rank_steps import read_rank_steps
@@ -167,7 +167,7 @@ def test_a_step_counts_if_one_replica_says_so(tmp_path: Path) -> None:
 def names_of_torchft() -> list[str]:
     """What the source reads of torchft's Manager, and what it hooks."""
     found = {"start_quorum", "allreduce", "should_commit"}
-    for module in (torchft, torchft_dealing, torchft_steps):
+    for module in (torchft, torchft_dealing, torchft_dealt, torchft_steps):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.Attribute):
                 owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")

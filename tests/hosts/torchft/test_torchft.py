@@ -56,6 +56,14 @@ def test_replicas_have_as_much_to_do(python: str, tmp_path: Path) -> None:
     assert total["wrong"] == 0 and run["uneven"] < 0.5 * run["uneven_in_order"]
 
 
+@release("torchft, which no extra installs; thirty kills", "`tests/hosts/torchft/test_lanes.py`")
+def test_lanes_are_lost_and_dealt_again(python: str, tmp_path: Path) -> None:
+    """LocalSGD and DiLoCo: every sample is once in what was committed, at every outer step."""
+    words = ["--outer", "--kills", "30", "--each", "15", "--steps", "25", "--seed", "21", "--directory", str(tmp_path)]
+    *_, total = harness(python, *words)
+    assert total["wrong"] == 0 and total["joins"] >= 10
+
+
 @release("torchft: six processes", "`tests/hosts/torchft/test_parts.py::test_all_of_a_step_is_dealt_whoever_is_there`")
 def test_replicas_of_two_processes(python: str, tmp_path: Path) -> None:
     """As with FSDP in each replica; one of them is killed, and joins again."""

@@ -1,0 +1,374 @@
+"""`LaneSteps`: the outer steps of one replica under torchft's LocalSGD or DiLoCo, from their samples to their commit.
+
+A replica makes ``sync_every`` inner steps by itself before torchft asks who is there. So an outer step is dealt when
+the one before it ends, to the replicas of that quorum, each of which trains its *lane*:
+
+    quorum of step N       vote      weights are averaged   step N committed   lanes of step N + 1
+    |-- who is there? -----|-- all lanes of step N are there? -----------------|-- inner steps ... --| quorum of N + 1
+
+    a replica has left     its lane is missing: the step is not committed, all go back to the weights before it, and its
+                           samples are dealt to those who are there
+    a replica has joined   it has no lane: it weighs nothing, and is given the weights that come of the others' lanes
+    nobody has a lane      a run begins: nothing is committed, and lanes are dealt
+
+A replica without a lane makes no inner steps: it comes to the quorum at once, and waits there for the others.
+
+Every replica decides by the same sums, so that all decide alike: `LaneVote`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from megaresume.hosts.torchft_dealing import Share, reduce_device, who_contributes
+from megaresume.hosts.torchft_dealt import DealtSteps
+from megaresume.stream.errors import StateError, UsageError
+
+#: numbers that stand for larger ones in a vote: squares of so many of them add up below 2 ** 53.
+_BUCKETS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LaneVote:
+    """The sums of what all replicas say at the end of an outer step.
+
+    Args:
+        samples: that were trained in lanes.
+        lanes: replicas that have trained one.
+        memberships, squares: sums over the lanes of the membership in which each was dealt, and of its square.
+        membership: the same membership, as the first lane says it.
+        next_membership: of those who are there now.
+        position: sum of the positions of all replicas.
+        weights, weight_squares: sums over all replicas of a hash of their weights, and of its square.
+    """
+
+    samples: int = 0
+    lanes: int = 0
+    memberships: int = 0
+    squares: int = 0
+    membership: int = 0
+    next_membership: int = 0
+    position: int = 0
+    weights: int = 0
+    weight_squares: int = 0
+
+    def numbers(self) -> list[int]:
+        """All of them, in order."""
+        return [getattr(self, name) for name in self.__slots__]
+
+    def is_whole(self, samples: int) -> bool:
+        """Whether these lanes are those of one step, all of them."""
+        return self.samples == samples and self.lanes * self.squares == self.memberships**2
+
+
+class Boundary:
+    """Weights and state of the inner optimizer as they were when the outer step began: what is trained in a step that
+    is not committed leaves no trace.
+
+    Args:
+        parameters: to be kept; none of DiLoCo, which keeps them itself.
+        optimizer: the inner one.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        #: what is kept. Never changed in place: another thread may be sending it.
+        self.kept: dict[str, Any] = {}
+
+    def take(self) -> None:
+        """Keep what is there now."""
+        self.kept = _copied({"weights": list(self._parameters), "inner": self._optimizer.state_dict()["state"]})
+
+    def restore(self) -> None:
+        """Go back to what was kept. Learning rates stay: a scheduler goes on."""
+        kept = _copied(self.kept)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, kept["weights"], strict=True):
+                parameter.copy_(value)
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": kept["inner"], "param_groups": groups})
+
+
+def _copied(value: Any) -> Any:
+    """A copy with tensors of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
+
+
+class LaneSteps(DealtSteps):
+    """See above, and `DealtSteps`; ``samples`` are those of an outer step.
+
+    Args:
+        outer: torchft's LocalSGD or DiLoCo.
+        boundary: see there.
+        inner_samples: of an inner step, of all replicas together.
+    """
+
+    def __init__(self, outer: Any, boundary: Boundary, *args: Any, inner_samples: int, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._outer, self.boundary, self._inner_samples = outer, boundary, inner_samples
+        #: as the loader was made.
+        self._micro_batch_size = self.loader.micro_batch_size
+        #: the membership in which the lane was dealt.
+        self._dealt_in = 0
+        #: micro-batches after which each inner step ends; inner steps made; samples of this replica in the one now.
+        self._ends: list[int] = []
+        self._made = self._mine = 0
+        #: whether the outer step is being synchronised without inner steps.
+        self._is_joining = False
+        #: the lane of the next outer step, and its membership, if the vote was heard.
+        self._dealt: tuple[Share, int] | None = None
+        #: the factor of this replica's weights while they are averaged; None: they are not.
+        self._factor: float | None = None
+        self._voted: LaneVote | None = None
+        self._outer._local_optimizer.register_step_pre_hook(self._inner_step)
+
+    def restart(self, membership: int) -> None:
+        """See `DealtSteps`. The lane is lost."""
+        super().restart(membership)
+        self.share = None
+
+    # Micro-batches
+
+    def batches(self) -> Iterator[Any]:
+        """The micro-batches of this replica in the next outer step, of all its inner steps. None if it has no lane: it
+        then waits for the others, and for the step that they commit."""
+        self.steps.check_idle("a new `for` begins")
+        if not self._outer._hooks:
+            name = type(self._outer).__name__
+            raise UsageError(
+                f"{name} is not entered",
+                found="a `for` over the loop",
+                expected=f"within `with {name}(...) as outer:`",
+                cause="it synchronises the replicas only there",
+                action="put the loop into the `with`",
+            )
+        self._step_begins()
+        self.boundary.take()
+        if self.share is None or self.share.rank is None:
+            self._join()
+            return
+        self._open(self.share)
+        for _ in range(len(self._sizes)):
+            batch = self._next(self.share)
+            mine, number = self._take(batch, self.share), len(self.steps.out)
+            if number - 1 in (0, *self._ends):
+                ends = next(end for end in self._ends if end >= number)
+                self._mine = sum(one for _, one in self._sizes[number - 1 : ends])
+            self._weight = mine / max(self._mine, 1)
+            yield batch
+
+    def _open(self, share: Share) -> None:
+        """Begin the inner steps of a lane. As many as `sync_every`, in which its micro-batches are spread evenly."""
+        self.loader.micro_batch_size = min(self._micro_batch_size, max(self._inner_samples // share.size, 1))
+        self._sizes = share.sizes(self.samples, self.loader.micro_batch_size)
+        count, inner = len(self._sizes), self._outer._sync_every
+        self._ends = [count * number // inner for number in range(1, inner + 1)]
+        self._made, self.is_weighed = 0, False
+        self.steps.begin(self.samples)
+
+    def _join(self) -> None:
+        """Synchronise without inner steps: torchft does so after its last one."""
+        outer = self._outer
+        outer._local_step, self._is_joining = outer._sync_every - 1, True
+        try:
+            outer._step_post_hook(outer._local_optimizer, (), {})
+        finally:
+            self._is_joining = False
+
+    @property
+    def ends_step(self) -> bool:
+        """See `DealtSteps`."""
+        return len(self.steps.out) in self._ends
+
+    def total(self, number: float) -> float:
+        """Refused."""
+        raise self.steps.fail(
+            UsageError(
+                "loop.total() cannot be used with LocalSGD and DiLoCo",
+                found="a sum over all replicas within an inner step",
+                expected="inner steps that each replica makes by itself",
+                action="divide by what this replica has summed in its inner step, up to loop.ends_step",
+            )
+        )
+
+    def _inner_step(self, *_: Any) -> None:
+        """Before the inner optimizer makes a step."""
+        self.steps.check()
+        if self._made == len(self._ends) or len(self.steps.out) != self._ends[self._made]:
+            raise self.steps.fail(
+                StateError(
+                    "an inner step is made in the wrong place",
+                    found=f"optimizer.step() after {len(self.steps.out)} micro-batches of this outer step",
+                    expected=f"one each after {', '.join(map(str, self._ends)) or 'none'}",
+                    cause="it is called after every micro-batch, or after a `for` has ended",
+                    action="if loop.ends_step: optimizer.step(); optimizer.zero_grad()",
+                )
+            )
+        self._made += 1
+
+    # The quorum, and the vote
+
+    def ask(self) -> None:
+        """See `DealtSteps`."""
+        steps = self.steps
+        steps.check()
+        self._lines = self._dealt = self._factor = self._voted = None
+        if self._is_joining:
+            return
+        steps.check_step()
+        if not self.is_weighed:
+            raise steps.fail(
+                UsageError(
+                    "the loss was not weighed",
+                    found="an outer step in which loop.weight was not read",
+                    expected="(loss * loop.weight).backward(), where loss is the mean over a micro-batch's samples",
+                    cause="the micro-batches of an inner step have different numbers of samples",
+                    action="multiply each loss by loop.weight",
+                )
+            )
+
+    def asked(self) -> None:
+        """The quorum is there: vote on the outer step, and deal the next one to those who are there."""
+        self._quorum_is_there()
+        manager, steps = self.manager, self.steps
+        contributors = who_contributes(manager, processes=self.locals, samples=self._inner_samples)
+        self.contributors = contributors
+        members = (manager._quorum_id, contributors.participants, *contributors.replicas)
+        membership = self.membership
+        if members != self.members and contributors.index == 0:
+            membership = max(membership + 1, time.time_ns() // 1000)
+        vote = self._vote(None if contributors.index is None else membership * (contributors.index == 0))
+        if vote is None:
+            self.members = ()
+            return
+        self._check_weights(vote, len(contributors.replicas))
+        if vote.position != steps.samples * len(contributors.replicas):
+            self.members = ()
+            found, expected = (
+                f"positions with the sum {vote.position}",
+                f"{len(contributors.replicas)} at {steps.samples}",
+            )
+            cause = "torchft's process group is not that of its quorum, or replicas are in different steps"
+        else:
+            self.members = members
+            self._dealt = contributors.share(self.local), vote.next_membership
+            if vote.is_whole(self.samples):
+                self._voted = vote
+                self._factor = contributors.participants * self._trained / self.samples
+                if self.share is not None:
+                    self.log_vote(self.share, self._dealt_in)
+                return
+            found, expected = f"{vote.samples} samples in {vote.lanes} lanes", f"{self.samples}"
+            cause = "replicas have left or joined, or the run begins"
+        action = "none: the outer step is not committed; its samples are dealt to those who are there, and trained"
+        manager.report_error(
+            StateError(
+                "the lanes do not make up an outer step", found=found, expected=expected, cause=cause, action=action
+            )
+        )
+
+    @property
+    def _trained(self) -> int:
+        """Samples of the lane of this replica, which it has trained; 0 if it has none."""
+        return sum(mine for _, mine in self._sizes) if self.share is not None and self.share.rank is not None else 0
+
+    def _vote(self, membership: int | None) -> LaneVote | None:
+        """Tell all replicas about this one's lane, and hear of theirs; None: nothing was heard.
+
+        Args:
+            membership: of those who are there now, from the first of them; 0 from others; None: does not count.
+        """
+        manager, steps, lane = self.manager, self.steps, self.share
+        mine = LaneVote()
+        if membership is not None:
+            has_lane = lane is not None and lane.rank is not None
+            bucket, weights = self._dealt_in % _BUCKETS, 0 if steps.step else self._hash_weights()
+            mine = LaneVote(
+                samples=self._trained,
+                lanes=int(has_lane),
+                memberships=bucket * has_lane,
+                squares=bucket**2 * has_lane,
+                membership=self._dealt_in if lane is not None and lane.rank == 0 else 0,
+                next_membership=membership,
+                position=steps.samples,
+                weights=weights,
+                weight_squares=weights**2,
+            )
+        # Whole numbers below 2 ** 53.
+        sums = torch.tensor(mine.numbers(), dtype=torch.float64, device=reduce_device(manager))
+        manager.allreduce(sums, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+        return None if manager.errored() else LaneVote(*(int(number) for number in sums.tolist()))
+
+    def _hash_weights(self) -> int:
+        tensors = itertools.chain(self.boundary.kept["weights"], *self._backups())
+        hasher = xxhash.xxh3_64()
+        for tensor in tensors:
+            hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return hasher.intdigest() % _BUCKETS
+
+    def _backups(self) -> list[Any]:
+        """The weights that DiLoCo keeps."""
+        return [fragment.original_parameters.values() for fragment in getattr(self._outer, "_fragments", ())]
+
+    def _check_weights(self, vote: LaneVote, replicas: int) -> None:
+        """Before the first outer step: nobody gives weights to anybody."""
+        if replicas * vote.weight_squares == vote.weights**2:
+            return
+        raise self.steps.fail(
+            StateError(
+                "the replicas begin with different weights",
+                found=f"other weights on some of the {replicas} replicas",
+                expected="the same, as Manager(init_sync=False) gives no replica those of another one at the start",
+                action="torch.manual_seed(SEED) before the model is made, on every replica",
+            )
+        )
+
+    def reduce(self, tensor: Any, *args: Any, **more: Any) -> None:
+        """Weights, or what they have moved by: torchft takes the mean over the replicas that are there, and the lanes
+        of some may be larger, or of none."""
+        average = torch.distributed.ReduceOp.AVG
+        if self._factor is None or more.get("reduce_op", args[1] if len(args) > 1 else average) != average:
+            return
+        with torch.no_grad():
+            if not self._factor:
+                tensor.zero_()
+            elif self._factor != 1:
+                tensor.mul_(self._factor)
+
+    def commit(self, should_commit: Callable[[], Any]) -> tuple[Share, int] | None:
+        """See `DealtSteps`."""
+        steps, lane, vote = self.steps, self.share, self._voted
+        try:
+            is_committed = bool(should_commit())
+        finally:
+            self._factor = None
+        self.share, dealt_in = None, self._dealt_in
+        if is_committed and vote is None:
+            raise steps.fail(steps.untrained("torchft has committed an outer step that the replicas do not make up"))
+        if vote is not None and not is_committed:
+            self.members = ()  # some may not have heard what the others have
+        elif self._dealt is not None:
+            self.share, self._dealt_in = self._dealt
+            self.membership = self._dealt_in
+        if vote is None or not is_committed:
+            steps.return_all()
+            self.boundary.restore()
+            return None
+        if steps.is_idle:  # it has joined, or has no lane
+            steps.begin(self.samples)
+            steps.take("the outer step in which it joined", steps.samples + self.samples)
+            steps.use()
+        steps.stepped()
+        self.log_step()
+        return lane or Share(vote.lanes, None, vote.lanes), dealt_in if lane is not None else vote.membership
