@@ -38,7 +38,7 @@ from megaresume.checkpoint.records import (
     text,
     unseal,
 )
-from megaresume.checkpoint.store import Store
+from megaresume.checkpoint.store import NotAsSavedError, Store
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from megaresume.stream.state import is_version
 
@@ -300,7 +300,7 @@ class Lease:
             CheckpointError: it is alive.
         """
         holder = Holder(owner=head.owner, status="held", reason=None if head.owner is None else gone(head.owner, me))
-        began, first, told = time.monotonic(), self.store.read(head.alive), False
+        began, first, told = time.monotonic(), self._sign_of_life(head), False
         if first == RELEASED.encode() or head.owner is None:
             return True
         if holder.reason is not None:
@@ -315,7 +315,7 @@ class Lease:
                 )
             beat()
             time.sleep(min(_POLL_SECONDS, max(PATIENCE_SECONDS - waited, 0.0)))
-            now = self.store.read(head.alive)
+            now = self._sign_of_life(head)
             if now == RELEASED.encode():
                 return True
             if now != first:
@@ -324,6 +324,13 @@ class Lease:
             return False
         self._say(f"{self.store} was held by {holder}: no sign of life for {PATIENCE_SECONDS:g} s; taken over")
         return True
+
+    def _sign_of_life(self, head: Head) -> bytes | None:
+        """The counter of a writer; None also if it is damaged: one that lives writes it anew."""
+        try:
+            return self.store.read(head.alive)
+        except NotAsSavedError:
+            return None
 
     def _refused(self, holder: Holder) -> CheckpointError:
         return CheckpointError(

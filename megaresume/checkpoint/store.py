@@ -133,7 +133,7 @@ class Store:
                     yield name, int(info["size"])
 
     def read(self, name: str) -> bytes | None:
-        """A small object; None if there is none. Raises SetupError."""
+        """A small object; None if there is none. Raises SetupError, and NotAsSavedError if it is damaged."""
 
         def get() -> bytes | None:
             try:
@@ -142,7 +142,17 @@ class Store:
                 self._check_bucket(error)
                 return None
 
-        return self._tried(name, "read", get)
+        try:
+            return self._tried(name, "read", get)
+        except SetupError as error:
+            if type(error.__cause__).__name__ != "FlexibleChecksumError":  # botocore's, which not every store needs
+                raise
+            raise NotAsSavedError(
+                f"{self._url(name)} is not what was saved",
+                found=str(error.__cause__),
+                expected="an object as it was written",
+                cause="the store or the network damages data",
+            ) from error
 
     def write(self, name: str, data: bytes) -> None:
         """Put a small object in place, whatever was there. Raises SetupError."""
@@ -151,7 +161,10 @@ class Store:
     def try_write(self, name: str, data: bytes) -> None:
         """The same once, for a program that ends: nobody waits for a store that does not answer."""
         with contextlib.suppress(Exception):
-            self._put(name, data, seconds=AT_THE_END)
+            try:
+                self._put(name, data, seconds=AT_THE_END)
+            except _OtherBytesError:  # or these would stay there
+                self._put(name, data, seconds=AT_THE_END)
 
     def create(self, name: str, data: bytes) -> bool:
         """Put a small object in place, if there is none.

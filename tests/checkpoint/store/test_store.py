@@ -200,6 +200,31 @@ def _watched(place: object, directory: Path) -> None:
         place.hold(directory, lambda: None)
 
 
+def test_a_counter_that_is_damaged(
+    local: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A writer that ends writes it once more; of one that was killed it tells as little as one that stands still."""
+    proxy = Proxied(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    first = place_of(url)
+    assert isinstance(first, StorePlace)
+    first.hold(local, lambda: None)
+    first.lease._ending.set()
+    with first.lease._renewing:
+        proxy.plan(fault="flipped body", at=1)
+        first.store.try_write(first.lease.head.alive, b"released")
+        assert first.store.read(first.lease.head.alive) == b"released"
+        proxy.plan(fault="flipped body", at=1)
+        with pytest.raises(OSError, match="the store has received other bytes"):
+            first.store._put(first.lease.head.alive, b"7")
+    second = place_of(url)
+    _watched(second, tmp_path)
+    assert isinstance(second, StorePlace) and second.lease.head.epoch == 2
+    second.release()
+    proxy.close()
+
+
 def test_a_store_without_conditional_writes_is_named(
     local: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
