@@ -213,6 +213,7 @@ class Lease:
             head = replace(before, number=before.number + 1, epoch=before.epoch + 1, owner=me)
             if self._make(head):
                 break
+            time.sleep(_POLL_SECONDS)  # somebody was faster, or the list that the store gave is older than its objects
         self.head, self._process = head, os.getpid()
         if self.store.creates(head.name, head.to_bytes()):  # the same once more, which must be refused
             self.is_fenced = False
@@ -350,5 +351,7 @@ class Lease:
 
     def _run(self) -> None:
         while not self._ending.wait(RENEW_SECONDS):
-            with contextlib.suppress(MegaresumeError):  # the next copy says so, and the next time may be better
+            try:
                 self._renew()
+            except MegaresumeError:  # the next copy says so, and the next time may be better
+                self.store.reopen()  # with the credentials that are there by now

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import xxhash
 
 from megaresume.checkpoint.manifest import FileEntry, checksum_file
-from megaresume.data.remote import PATIENCE, RemoteStore
+from megaresume.data.remote import PATIENCE, RemoteStore, s3_code
 from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_file, write_error
 from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
 
@@ -201,6 +201,10 @@ class Store:
                 if is_new:  # or nobody could ever put it in place
                     self._s3("delete_object", Key=self._key(name))
                 raise
+            except OSError as error:
+                if is_new and s3_code(error) == "PreconditionFailed":
+                    raise FileExistsError(self._url(name)) from error
+                raise
             return
         files, url = self._remote.opened(), self._url(name)
         # Not in every filesystem of fsspec.
@@ -246,14 +250,21 @@ class Store:
         """
         if not self._is_s3:
             return 0
+        prefix, count, more = f"{self._prefix}/" if self._prefix else "", 0, dict[str, Any]()
         with contextlib.suppress(SetupError, CorpusError):
-            prefix = f"{self._prefix}/" if self._prefix else ""
-            found = self._tried("", "listed", lambda: self._s3("list_multipart_uploads", Prefix=prefix))
-            uploads = found.get("Uploads", ())
-            for one in uploads:
-                self._abort(one["Key"], one["UploadId"])
-            return len(uploads)
-        return 0
+            while True:
+                page = self._tried(
+                    "",
+                    "listed",
+                    lambda: self._s3("list_multipart_uploads", Prefix=prefix, **more),  # noqa: B023
+                )
+                for one in page.get("Uploads", ()):
+                    self._abort(one["Key"], one["UploadId"])
+                    count += 1
+                if not page.get("IsTruncated"):
+                    break
+                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        return count
 
     def _abort(self, key: str, upload: str) -> None:
         with contextlib.suppress(Exception):  # the next start tries again, and a rule of the bucket can

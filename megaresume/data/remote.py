@@ -67,6 +67,16 @@ _DENIED = (401, 403, 407)
 #: and those that mean: not now.
 _BUSY = (408, 425, 429)
 
+_CHECK = "Check the store (endpoint, credentials) with its own tool"
+#: errors of S3 that s3fs calls a lack of permission, as it does wrong credentials: cause, what to do.
+_NO_PERMISSION = {
+    "RequestTimeTooSkewed": (
+        "this machine's clock differs from the store's by more than 15 minutes",
+        "Set it (timedatectl, chronyc tracking)",
+    ),
+    "ExpiredToken": ("the credentials have expired", "Renew them"),
+}
+
 #: fsspec's event loop at the last fork, if it runs one.
 _forked: list[Any] = []
 
@@ -104,6 +114,13 @@ def _status(error: BaseException) -> int | None:
             return status
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def s3_code(error: BaseException) -> str | None:
+    """What S3 calls an error: s3fs has names of its own, and knows some conditions only as Amazon words them."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    code: str | None = answer.get("Error", {}).get("Code")
+    return code
 
 
 def _is_final(error: BaseException) -> bool:
@@ -287,18 +304,18 @@ class RemoteStore:
             if _status(error) in _DENIED:
                 raise _forbidden(url, error) from error
             final = _is_final(error)
-            cause = "the store or the network is down, or too busy"
-            if final:
-                denied = isinstance(error, PermissionError)
-                cause = "missing or wrong credentials" if denied else "a wrong address or wrong settings"
+            cause, remedy = "the store or the network is down, or too busy", _CHECK
+            if isinstance(error, PermissionError):
+                cause, remedy = _NO_PERMISSION.get(s3_code(error) or "", ("missing or wrong credentials", _CHECK))
+            elif final:
+                cause = "a wrong address or wrong settings"
             raise SetupError(
                 f"{url} cannot be {verb}",
                 found=f"{type(error).__name__}: {error}",
                 expected="an answer of the store",
                 cause=cause,
                 action=(
-                    f"{'Once' if final else f'{ATTEMPTS} times'} {what}. Check the store (endpoint, credentials) "
-                    "with its own tool, then run the same command again"
+                    f"{'Once' if final else f'{ATTEMPTS} times'} {what}. {remedy}, then run the same command again"
                 ),
             ) from error
 

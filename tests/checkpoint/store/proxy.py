@@ -1,4 +1,5 @@
-"""A proxy in front of an S3 server that does harm at one request: ``python proxy.py UPSTREAM`` prints its URL.
+"""A proxy in front of an S3 server that does harm at one request: ``python proxy.py UPSTREAM PORT``
+prints its URL.
 
 ``PUT /__plan__`` with JSON sets what is to happen, and begins to count anew; ``GET /__log__`` gives the requests since.
 
@@ -11,6 +12,11 @@
     flipped answer, flipped body one byte of the body of the answer, or of the request, is another one
     quota                        507, from this request on
     unconditional                If-None-Match is dropped, of every request
+    terse                        what a condition refuses is not said to be refused by which
+    skewed                       403 RequestTimeTooSkewed, of every request
+    rotated                      ExpiredToken, unless the request is signed by the plan's ``key``
+    pages                        lists come in pages of two names
+    late                         lists leave out what was written in the last half of a second
 """
 
 from __future__ import annotations
@@ -18,10 +24,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
+import time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>as planned</Message></Error>"
@@ -64,6 +72,8 @@ class Proxy:
         self.host, self.port = parts.hostname, parts.port
         self.plan: dict[str, Any] = {}
         self.log: list[str] = []
+        #: when an object was written, by its key.
+        self.written: dict[str, float] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -89,7 +99,13 @@ class Proxy:
         fault = self.plan.get("fault", "") if len(self.log) == self.plan.get("at") else ""
         if self.plan.get("fault") == "quota" and len(self.log) >= self.plan["at"] and method in ("PUT", "POST"):
             fault = "quota"
-        for status, name, code in ((503, "503", b"SlowDown"), (403, "403", b"ExpiredToken"), (507, "quota", b"Quota")):
+        fault = self._always(headers) or fault
+        for status, name, code in (
+            (503, "503", b"SlowDown"),
+            (403, "403", b"ExpiredToken"),
+            (403, "skewed", b"RequestTimeTooSkewed"),
+            (507, "quota", b"Quota"),
+        ):
             if fault == name:
                 data = ERROR % code
                 writer.write(b"HTTP/1.1 %d No\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
@@ -103,7 +119,18 @@ class Proxy:
             body = _flipped(body)
         if self.plan.get("fault") == "unconditional":
             headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
+        is_list = method == "GET" and "list-type=2" in path
+        if is_list and self.plan.get("fault") == "pages":
+            first = first.replace(b"list-type=2", b"list-type=2&max-keys=2")
         answer, after, content = await self._forward(first, headers, body)
+        if method == "PUT" or "uploadId" in path:
+            self.written[unquote(urlsplit(path).path).split("/", 2)[-1]] = time.monotonic()
+        if is_list and self.plan.get("fault") == "late":
+            content = re.sub(rb"<Contents>.*?</Contents>", self._unless_late, content, flags=re.DOTALL)
+            after = {name: value for name, value in after.items() if name.lower() != "content-length"}
+            after["Content-Length"] = str(len(content))
+        if self.plan.get("fault") == "terse":
+            content = re.sub(rb"<Condition>.*?</Condition>", lambda found: b" " * len(found[0]), content)
         if fault.endswith(" after"):
             if (number := SIGNALS.get(fault.split()[0])) is not None:
                 os.kill(self.plan["pid"], number)
@@ -121,6 +148,19 @@ class Proxy:
         await writer.drain()
         return True
 
+    def _always(self, headers: dict[str, str]) -> str:
+        """What happens to every request."""
+        fault = self.plan.get("fault", "")
+        signed = headers.get("Authorization", headers.get("authorization", ""))
+        if fault == "rotated" and f"Credential={self.plan['key']}/" not in signed:
+            return "403"
+        return fault if fault == "skewed" else ""
+
+    def _unless_late(self, found: re.Match[bytes]) -> bytes:
+        name = re.search(rb"<Key>(.*?)</Key>", found[0])
+        assert name is not None
+        return b"" if time.monotonic() - self.written.get(unquote(name[1].decode()), 0.0) < 0.5 else found[0]
+
     async def _forward(self, first: bytes, headers: dict[str, str], body: bytes) -> tuple[bytes, dict[str, str], bytes]:
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
         headers = {n: v for n, v in headers.items() if n.lower() not in ("expect", "connection")}
@@ -137,8 +177,8 @@ class Proxy:
         return answer, {n: v for n, v in after.items() if n.lower() != "connection"}, content
 
 
-async def main(upstream: str) -> None:
-    server = await asyncio.start_server(Proxy(upstream).serve, "127.0.0.1", 0, limit=1 << 24)
+async def main(upstream: str, port: int) -> None:
+    server = await asyncio.start_server(Proxy(upstream).serve, "127.0.0.1", port, limit=1 << 24)
     print("http://{}:{}".format(*server.sockets[0].getsockname()), flush=True)
     parent = os.getppid()
     while os.getppid() == parent:
@@ -146,4 +186,4 @@ async def main(upstream: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

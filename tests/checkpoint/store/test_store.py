@@ -335,6 +335,117 @@ def test_a_network_that_is_away(
         assert stager.close(60.0) == ()
 
 
+def test_a_network_that_is_away_for_an_hour(
+    local: Path, url: str, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """The training goes on saving, is told at once and again at intervals; all that waited is copied, in its order."""
+    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(staging, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    proxy = Proxied(server)
+    port = int(proxy.url.rpartition(":")[2])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    place = place_of(url)
+    place.hold(local, lambda: None)
+    stager = Stager(local, place)
+    proxy.close()
+    stager.start()
+    told = [record for record in caplog.records if record.levelname == "ERROR"]
+    for iteration in (40, 50):
+        save_checkpoint(local, iteration, checksums=True)
+        stager.submit(iteration, f"global_step{iteration}")
+        before = len(told)
+        while len(told) < before + 2:
+            told = [record for record in caplog.records if record.levelname == "ERROR"]
+            time.sleep(0.02)
+    assert {record.getMessage().split(" yet: ")[0] for record in told} == {
+        f"megaresume: global_step10 is not copied to {url}"
+    }
+    assert stager.waiting() == tuple(f"global_step{n}0" for n in range(1, 6))
+    proxy = Proxied(server, port)
+    while stager.waiting():
+        time.sleep(0.02)
+    stager.close()
+    place.release()
+    head = bucket.whole(content)
+    assert head is not None and [saved["iteration"] for saved in head["saves"]] == [10, 20, 30, 40, 50]
+    proxy.close()
+
+
+def test_credentials_that_are_replaced(
+    local: Path, url: str, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
+) -> None:
+    """What has expired is said; the copies, and the sign of life, go on with those that are in the file by then."""
+    file = tmp_path / "credentials"
+
+    def write(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = test\n")
+
+    proxy = Proxied(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    write("FIRST")
+    proxy.plan(fault="rotated", key="FIRST")
+    place = place_of(url)
+    assert isinstance(place, StorePlace)
+    place.hold(local, lambda: None)
+    proxy.plan(fault="rotated", key="SECOND")
+    stager = Stager(local, place)
+    stager.start()
+    while "the credentials have expired" not in caplog.text:
+        time.sleep(0.02)
+    write("SECOND")
+    assert stager.close(60.0) == ()
+    proxy.plan(fault="rotated", key="THIRD")
+    while len(proxy.requests()) < 3:  # of the counter alone
+        time.sleep(0.02)
+    write("THIRD")
+    counted = bucket.get(place.lease.head.alive)
+    while bucket.get(place.lease.head.alive) == counted:
+        time.sleep(0.02)
+    place.release()
+    assert bucket.whole(content) is not None
+    proxy.close()
+
+
+def test_a_clock_that_is_wrong(url: str, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    proxy = Proxied(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    proxy.plan(fault="skewed")
+    with pytest.raises(SetupError, match="clock differs from the store's by more than 15 minutes") as caught:
+        Staged(str(tmp_path / "local"), url, KEEP_ALL)
+    assert "timedatectl" in str(caught.value) and "credentials" not in str(caught.value)
+    proxy.close()
+
+
+@pytest.mark.parametrize("fault", ["pages", "late", "terse"])
+def test_stores_that_answer_otherwise(
+    fault: str, local: Path, url: str, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Lists in pages, lists that lag behind, a refusal in other words than Amazon's: two machines in turn."""
+    proxy = Proxied(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    proxy.plan(fault=fault)
+    _copied(local, url, Retention(keep_last=2))
+    empty = tmp_path / "empty"
+    staged = Staged(str(empty), url, Retention(keep_last=2))
+    choice = _brought(staged, empty)
+    assert choice is not None and choice.tag == "global_step30"
+    staged.adopt(is_fresh=False)
+    record_start(empty, iteration=30, state=make_state(240), choice=choice)
+    staged.start()
+    save_checkpoint(empty, 40, checksums=True)
+    staged.submit(40, "global_step40")
+    staged.close()
+    head = bucket.whole(content)
+    assert head is not None and (head["epoch"], head["latest"]) == (2, "global_step40")
+    assert [saved["iteration"] for saved in head["saves"]] == [30, 40]
+    proxy.close()
+
+
 def test_the_newest_one_first_when_time_is_short(
     local: Path, url: str, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Runs that copy to a real S3 server, killed, stopped and lied to at any request: ``python -m
-tests.checkpoint.store.tries --count 2000``; with ``--local``, on files that fsspec serves as a store.
+tests.checkpoint.store.tries --count 2000``; ``--server seaweedfs`` names another one, ``--local`` files that fsspec
+serves as a store.
 
 A **life** is one run: start, look at both storages, bring what is newest, save, copy, end. A start of it is killed at a
 request (before the server has it, or when it has done it), or a request goes wrong; then its disk stays or is lost, and
@@ -47,11 +48,13 @@ from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
 from tests.checkpoint.store.recorder import Bucket, Folder, Lost
-from tests.checkpoint.store.server import Proxied, Server
+from tests.checkpoint.store.server import SERVERS, Proxied
 
 KILLS = ("kill before", "kill after")
 STOPS = ("stop before", "stop after")
 WRONG = ("503", "403", "reset before", "reset after", "torn", "flipped answer", "flipped body")
+#: bytes; of a file of 1024 there are three.
+PART = 400
 #: the exit status of a start that was refused.
 REFUSED = 3
 
@@ -62,13 +65,17 @@ def content(digest: str) -> dict[str, bytes]:
 
 
 class World:
-    """A server, a proxy in front of it that does harm, and a disk."""
+    """A server, a proxy in front of it that does harm, and a disk.
 
-    def __init__(self) -> None:
+    Args:
+        server: its name.
+    """
+
+    def __init__(self, server: str) -> None:
         # A client reads its own description from files, megabytes of it, which costs more than all it does here.
         loader = botocore.loaders.JSONFileLoader
         loader.load_file = functools.lru_cache(loader.load_file)  # type: ignore[method-assign]
-        self.server = Server()
+        self.server = SERVERS[server]()
         self.proxy = Proxied(self.server)
         os.environ.update(self.server.environment)
         os.environ["AWS_ENDPOINT_URL"] = self.proxy.url
@@ -86,6 +93,7 @@ class World:
 
     def harm(self) -> None:
         """In a process that begins: prepare for the plan."""
+        store.PART = max(PART, self.server.least_part)
 
     def fork(self, function: Callable[..., None], *args: Any, **plan: Any) -> int:
         """A process that runs a function, to which the plan happens; its number."""
@@ -148,6 +156,7 @@ class LocalWorld(World):
         return (self.disk / "requests").read_text().splitlines()
 
     def harm(self) -> None:
+        store.PART = PART
         fsspec.config.conf["local"] = {"auto_mkdir": True}
         plan = json.loads((self.disk / "plan").read_text())
         log = os.open(self.disk / "requests", os.O_WRONLY | os.O_APPEND)
@@ -200,7 +209,6 @@ def wait_until_stopped(pid: int) -> bool:
 
 def start(local: Path, url: str, *, salt: int = 0, saves: int = 1, patience: float = 60.0) -> None:
     """What a session does with its storages."""
-    store.PART, store.MOST_PARTS = 400, 10_000
     remote.FIRST_WAIT, staging.FIRST_PAUSE, staging.LONGEST_PAUSE = 0.005, 0.01, 0.05
     lease.RENEW_SECONDS, lease.PATIENCE_SECONDS, lease._POLL_SECONDS = 0.3, patience, 0.05
     staged = Staged(str(local), url, Retention(keep_last=2))
@@ -336,9 +344,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="starts that something happens to")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--duels", type=float, default=0.15, help="share of duels")
+    parser.add_argument("--server", choices=SERVERS, default="moto")
     parser.add_argument("--local", action="store_true", help="on a store of files, without the faults of a network")
     args = parser.parse_args()
-    world = LocalWorld() if args.local else World()
+    world = LocalWorld() if args.local else World(args.server)
     faults = (*KILLS, *KILLS, *(WRONG[:4] if args.local else WRONG))
     tries, began = Tries(world, args.seed), time.monotonic()
     try:
