@@ -23,6 +23,7 @@ NAMES = (
     "tokens",
     "items",
     "hosts",
+    "first_step",
     "prompts",
     "megatron",
     "guard",

@@ -1,0 +1,162 @@
+"""A training program as a user writes it, to the end of its first step: with megaresume, or without anything of it.
+
+python benchmarks/first_step_program.py TRAINER ours|alone DIRECTORY [LENGTHS]
+
+TRAINER is torch, transformers, deepspeed, or stream: a loop of torch's over packed samples of the documents of LENGTHS.
+It continues from the checkpoint in DIRECTORY. If there is none, it saves one after its first step.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+
+BATCH = 8
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Item i is a vector and its sum."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, i: int) -> Any:
+        inputs = torch.full((8,), i / len(self))
+        return {"inputs": inputs, "labels": inputs.sum().reshape(1)}
+
+
+class Net(torch.nn.Module):
+    """A small model that gives its loss, as transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.net(inputs), labels)}
+
+
+def torch_loop(is_ours: bool, directory: Path, *_: str) -> None:
+    """A loop of one's own; alone it saves with torch.save."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches: Any
+    if is_ours:
+        import megaresume
+
+        loader = megaresume.DataLoader(Rows(), batch_size=BATCH, max_epochs=1)
+        parts = {"model": model, "optimizer": optimizer}
+        batches = loop = megaresume.attach(parts, loader, checkpoints=megaresume.Checkpoints(save_dir=directory))
+        loop.load()
+    else:
+        batches = torch.utils.data.DataLoader(Rows(), batch_size=BATCH, shuffle=True)
+        for path in directory.glob("*.pt"):
+            parts = torch.load(path)
+            model.load_state_dict(parts["model"])
+            optimizer.load_state_dict(parts["optimizer"])
+    batch = next(iter(batches))
+    model(**batch)["loss"].backward()
+    optimizer.step()
+    if is_ours:
+        loop.stepped()
+        if loop.step == 1:
+            loop.save()
+            loop.close()
+    elif not any(directory.iterdir()):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, directory / "1.pt")
+
+
+def stream_loop(is_ours: bool, directory: Path, lengths: str) -> None:
+    """A loop over packed samples; alone, over tokens that are there."""
+    model = torch.nn.Embedding(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_ours:
+        import megaresume
+        from benchmarks.corpora import config
+        from benchmarks.lengths import open_lengths
+        from megaresume.stream.stream import Stream
+
+        stream = Stream(config("best_fit"), open_lengths(Path(lengths)))
+        loader = megaresume.StreamLoader(stream, megaresume.BatchSchedule.constant(BATCH), micro_batch_size=BATCH)
+        parts = {"model": model, "optimizer": optimizer}
+        loop = megaresume.attach(parts, loader, checkpoints=megaresume.Checkpoints(save_dir=directory))
+        loop.load()
+        tokens = next(iter(loop))["tokens"]
+    else:
+        tokens = torch.ones(BATCH, 4096, dtype=torch.int64)
+    model(tokens % 8).sum().backward()
+    optimizer.step()
+    if is_ours:
+        loop.stepped()
+        if loop.step == 1:
+            loop.save()
+            loop.close()
+
+
+def trainer(is_ours: bool, directory: Path, *_: str) -> None:
+    """Hugging Face's Trainer."""
+    import transformers
+
+    is_new = not any(directory.glob("checkpoint-*"))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(directory),
+        max_steps=1 if is_new else 2,
+        per_device_train_batch_size=BATCH,
+        save_strategy="steps" if is_new else "no",
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    made = transformers.Trainer(Net(), arguments, train_dataset=Rows())
+    if is_ours:
+        import megaresume
+
+        megaresume.attach(made)
+    made.train(resume_from_checkpoint=not is_new)
+
+
+def deepspeed_loop(is_ours: bool, directory: Path, *_: str) -> None:
+    """DeepSpeed's engine; alone with the loader that `deepspeed.initialize` makes."""
+    import deepspeed
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(rank, MASTER_PORT=str(found.getsockname()[1]))
+    model = Net()
+    config = {"train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    data = None if is_ours else Rows()
+    engine, _, batches, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, training_data=data
+    )
+    if is_ours:
+        import megaresume
+
+        loader = megaresume.DataLoader(Rows(), batch_size=BATCH)
+        batches = megaresume.attach(engine, loader, checkpoints=megaresume.Checkpoints(save_dir=directory))
+    engine.load_checkpoint(str(directory))
+    batch = next(iter(batches))
+    engine.backward(engine(**batch)["loss"])
+    engine.step()
+    if engine.global_steps == 1:
+        engine.save_checkpoint(str(directory))
+        if is_ours:
+            batches.close()
+
+
+#: by the package that each needs, or "stream".
+PROGRAMS = {"torch": torch_loop, "transformers": trainer, "deepspeed": deepspeed_loop, "stream": stream_loop}
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    name, side, where, *more = sys.argv[1:]
+    PROGRAMS[name](side == "ours", Path(where), *more)
+    sys.stdout.flush()
+    os._exit(0)  # what ending costs belongs to no first step
