@@ -100,7 +100,7 @@ class Settings:
             argv: the command line, without the program; None: this process's.
 
         Raises:
-            UsageError: an unknown mode, or flags that contradict each other.
+            UsageError: an unknown mode, flags that contradict each other, or Megatron's in-process restart.
         """
         source = args
         if all(getattr(args, f"megaresume_{word}", None) is None for word in _WORDS):
@@ -108,6 +108,14 @@ class Settings:
         said = {word: getattr(source, f"megaresume_{word}", None) for word in _WORDS}
         mode: Mode = said["mode"] or ("guard" if said["data"] is None else "stream")
         _refuse(said, mode)
+        if mode != "off" and getattr(args, "inprocess_restart", False):
+            raise UsageError(
+                "--inprocess-restart cannot be used with megaresume",
+                found="--inprocess-restart",
+                expected="processes that are started again after a fault",
+                cause="it calls pretrain() again in the same process, which was not tried under Megatron",
+                action="leave it out; torchrun --max-restarts restarts the ranks in place (docs/stopping.md)",
+            )
         checkpoints = _group(Checkpoints, said)
         if checkpoints.keep_last is not None and checkpoints.keep_every is None:
             # Megatron's own retention is one of ours as soon as there is another.

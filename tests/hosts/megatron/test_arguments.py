@@ -52,6 +52,15 @@ def test_balanced_ranks() -> None:
         parse(*data, "--megaresume-balance", "step", "--megaresume-balance-token-cost", "-1")
 
 
+def test_in_process_restart() -> None:
+    """Megatron calls pretrain() again in the same process then."""
+    with pytest.raises(UsageError, match="--inprocess-restart cannot be used"):
+        Settings.from_args(Namespace(inprocess_restart=True, megaresume_data="d.yaml"), argv=[])
+    off = Namespace(inprocess_restart=True, megaresume_mode="off")
+    assert Settings.from_args(off, argv=[]).mode == "off"
+    assert Settings.from_args(Namespace(inprocess_restart=False), argv=[]).mode == "guard"
+
+
 def test_contradiction() -> None:
     with pytest.raises(UsageError, match="contradict"):
         parse("--megaresume-mode", "guard", "--megaresume-data", "d.yaml")
