@@ -20,16 +20,17 @@ class Recorded(Agents):
 
     Args:
         directory: what the program is given, and where the agents' output goes.
+        program: that is trained.
         options: of the program.
     """
 
-    def __init__(self, directory: Path, **options: Any) -> None:
+    def __init__(self, directory: Path, program: Path = PROGRAM, **options: Any) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         port = free_port()
         words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=100", "--monitor-interval=0.1"]
         words += ["--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{port}"]
         words += ["--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=12,last_call_timeout=1"]
-        words += [str(PROGRAM), str(directory), json.dumps(options)]
+        words += [str(program), str(directory), json.dumps(options)]
         super().__init__(directory, words, ENVIRONMENT, port)
 
     def until(self, happened: Callable[[list[Any]], bool]) -> None:

@@ -31,11 +31,11 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Recorded]]:
 
 
 @pytest.fixture
-def undisturbed(tmp_path: Path) -> Callable[[int], Record]:
+def undisturbed(tmp_path: Path) -> Callable[[Path, int], Record]:
     """A run of one worker."""
 
-    def of(steps: int) -> Record:
-        done = launch(PROGRAM, tmp_path / "whole", 1, steps=steps, save_every=steps)
+    def of(program: Path, steps: int) -> Record:
+        done = launch(program, tmp_path / "whole", 1, steps=steps, save_every=steps)
         assert done.returncode == 0, done.stderr[-3000:]
         return judge(tmp_path / "whole")
 
@@ -52,13 +52,10 @@ def agree(found: Record, expected: Record, last: int | None = None) -> None:
         assert found.weights[step] == pytest.approx(expected.weights[step], rel=1e-5), step
 
 
-@release(
-    "five starts of two agents",
-    "`tests/cluster/training/test_restart_in_place.py::test_nodes_are_lost_and_won`",
-)
-def test_an_agent_is_lost_and_one_comes(make: Callable[..., Recorded], undisturbed: Callable[[int], Record]) -> None:
+def lost_and_won(make: Callable[..., Recorded], undisturbed: Callable[[Path, int], Record], program: Path) -> None:
+    """An agent is killed with its worker, the other one goes on alone, and another one comes."""
     steps = 4000  # never reached
-    job = make(steps=steps, seconds=0.02)
+    job = make(program=program, steps=steps, seconds=0.02)
     job.start("one")
     job.start("two")
     reached = job.until_trained(ranks=2, beyond=4)
@@ -68,8 +65,29 @@ def test_an_agent_is_lost_and_one_comes(make: Callable[..., Recorded], undisturb
     reached = job.until_trained(ranks=2, beyond=reached)
     job.close()
     found = judge(job.directory)
-    agree(found, undisturbed(reached), reached)
+    agree(found, undisturbed(program, reached), reached)
     # Of the groups of workers, one after the other; some of their steps may be made again by the next one.
     groups = sorted({(line["launch"], line["ranks"]) for line in job.lines()})
     changes = [ranks for k, (_, ranks) in enumerate(groups) if k == 0 or ranks != groups[k - 1][1]]
     assert changes[-3:] == [2, 1, 2] and BATCH * 2 < GLOBAL
+
+
+@release(
+    "five starts of two agents",
+    "`tests/cluster/training/test_restart_in_place.py::test_nodes_are_lost_and_won`",
+)
+def test_an_agent_is_lost_and_one_comes(
+    make: Callable[..., Recorded], undisturbed: Callable[[Path, int], Record]
+) -> None:
+    lost_and_won(make, undisturbed, PROGRAM)
+
+
+@release(
+    "five starts of two agents",
+    "`tests/cluster/training/test_restart_in_place.py::test_nodes_are_lost_and_won`",
+)
+def test_a_trainer_loses_an_agent_and_one_comes(
+    make: Callable[..., Recorded], undisturbed: Callable[[Path, int], Record]
+) -> None:
+    """Hugging Face's."""
+    lost_and_won(make, undisturbed, PROGRAM.with_name("trainer.py"))
