@@ -1,10 +1,13 @@
 """What megaresume costs a step of torchft's: two replicas under its lighthouse, with it and without, by turns.
 
-    python -m benchmarks.replicas [--steps 100] [--rounds 3]      # in an environment that has torchft
+    python -m benchmarks.replicas [--steps 100] [--rounds 5]      # in an environment that has torchft
 
 A step is a forward and a backward of so many seconds in all, asleep, and an all-reduce. Its time is taken by the first
 replica, between two decisions of `should_commit`. Then the other replica is killed: the time until the next committed
 step is the wait. Alone, torchft trains what its own sampler deals, which loses samples then.
+
+On a busy machine the time of a step is that of the machine. So the processor time is taken as well, of the thread that
+trains and of all threads: in each round one run with megaresume and one without, and the median of the differences.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -82,7 +85,7 @@ def replica(directory: Path, number: int, port: int, steps: int, seconds: float,
         log = directory / "log" if kind.ours == "log" else None
         checkpoints = megaresume.Checkpoints(save_dir=directory / "checkpoints", max_starts=0)
         loop = megaresume.attach(manager, loader, global_batch_size=SIZE, checkpoints=checkpoints, log_samples=log)
-    times: list[tuple[float, int]] = []
+    times: list[tuple[float, int, float, float]] = []
     step, is_alone = 0, False
     while step < steps or number:  # the other one ends by being killed
         optimizer.zero_grad()
@@ -96,7 +99,7 @@ def replica(directory: Path, number: int, port: int, steps: int, seconds: float,
             manager.allreduce(parameter.grad).wait()
         optimizer.step()
         if manager.current_step() > step:
-            times.append((time.perf_counter(), manager.num_participants()))
+            times.append((time.perf_counter(), manager.num_participants(), time.thread_time(), time.process_time()))
         step = manager.current_step()
         if number == 0 and step == steps - 10 and not is_alone:
             is_alone = True
@@ -106,8 +109,18 @@ def replica(directory: Path, number: int, port: int, steps: int, seconds: float,
     os._exit(0)
 
 
-def measure(kind: Kind, steps: int, seconds: float, directory: Path) -> tuple[list[float], float]:
-    """Seconds of steps of two replicas; and of the step after the kill."""
+@dataclass(frozen=True)
+class Took:
+    """Seconds of a run: steps of two replicas; the step after the kill; processor time of a step, medians."""
+
+    steps: list[float]
+    wait: float
+    thread: float
+    threads: float
+
+
+def measure(kind: Kind, steps: int, seconds: float, directory: Path) -> Took:
+    """One run."""
     port = free_port()
     tower = forked(lambda: lighthouse(port), directory / "lighthouse.log")
     replicas = [
@@ -122,22 +135,28 @@ def measure(kind: Kind, steps: int, seconds: float, directory: Path) -> tuple[li
     os.kill(tower, signal.SIGKILL)
     os.waitpid(tower, 0)
     times = json.loads((directory / "times.json").read_text())
-    steps_of = [(b - a, m) for (a, _), (b, m) in itertools.pairwise(times[5:])]
-    return [took for took, members in steps_of if members == 2], max(took for took, members in steps_of if members == 1)
+    # (seconds, members, of the thread, of all threads), of each step.
+    of_steps = [(b[0] - a[0], b[1], b[2] - a[2], b[3] - a[3]) for a, b in itertools.pairwise(times[5:])]
+    whole = [one for one in of_steps if one[1] == 2]
+    return Took(
+        steps=[one[0] for one in whole],
+        wait=max(one[0] for one in of_steps if one[1] == 1),
+        thread=statistics.median(one[2] for one in whole),
+        threads=statistics.median(one[3] for one in whole),
+    )
 
 
-def figures(steps: int, rounds: int) -> Iterator[Row]:
+def figures(steps: int, rounds: int, lengths: Sequence[float], quorums: Sequence[int]) -> Iterator[Row]:
     """By quorum and length of a step: median, 99 %, and the wait after a kill."""
-    for asynchronous, seconds in itertools.product((True, False), SECONDS):
-        kinds = [Kind(asynchronous, ours) for ours in ("alone", "attach", "log")]
-        took: dict[Kind, list[float]] = {kind: [] for kind in kinds}
-        waits: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+    for asynchronous, seconds in itertools.product(quorums, lengths):
+        kinds = [Kind(bool(asynchronous), ours) for ours in ("alone", "attach", "log")]
+        runs: dict[Kind, list[Took]] = {kind: [] for kind in kinds}
         for _ in range(rounds):
             for kind in kinds:
                 with tempfile.TemporaryDirectory() as directory:
-                    times, wait = measure(kind, steps, seconds, Path(directory))
-                took[kind] += times
-                waits[kind].append(wait)
+                    runs[kind].append(measure(kind, steps, seconds, Path(directory)))
+        took = {kind: [one for run in runs[kind] for one in run.steps] for kind in kinds}
+        waits = {kind: [run.wait for run in runs[kind]] for kind in kinds}
         alone, *ours = kinds
         for kind in ours:
             words = f"torchft, {'a' if asynchronous else ''}synchronous quorum, step of {1000 * seconds:.0f} ms"
@@ -158,16 +177,32 @@ def figures(steps: int, rounds: int) -> Iterator[Row]:
                     must="less than 1 % more" if name == "median" else "",
                     holds=mine < 1.01 * baseline if name == "median" else None,
                 )
+            for name in ("thread", "threads"):
+                pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(runs[alone], runs[kind], strict=True)]
+                more = statistics.median(mine - theirs for theirs, mine in pairs)
+                baseline = statistics.median(theirs for theirs, _ in pairs)
+                yield Row(
+                    what=f"{words}: processor time of the {'training thread' if name == 'thread' else 'process'}",
+                    ours=1000 * (baseline + more),
+                    unit="ms",
+                    baseline=1000 * baseline,
+                    against="torchft alone",
+                    ratio=baseline / (baseline + more),
+                    must=f"less than {10 * seconds:.1f} ms more, 1 % of the step",
+                    holds=more < 0.01 * seconds,
+                )
 
 
 def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, nargs="*", default=SECONDS, help="of a step")
+    parser.add_argument("--asynchronous", type=int, nargs="*", default=(1, 0))
     args = parser.parse_args()
     rows = []
-    for row in figures(args.steps, args.rounds):
+    for row in figures(args.steps, args.rounds, args.seconds, args.asynchronous):
         print(f"{row.what}: {row.ours:.2f} ms, torchft alone {row.baseline:.2f} ms", flush=True)
         rows.append(row)
     print(markdown(rows))
