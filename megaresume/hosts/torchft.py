@@ -61,7 +61,7 @@ from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError
 
-#: of ours in what torchft gives to a replica that joins.
+#: under which torchft sends our state, among its own, to a replica that joins; and under which a file has it.
 KEY = "megaresume"
 
 
@@ -93,8 +93,10 @@ class TorchftHost(TrainerHost):
         self.data, self.global_batch_size, self._log_samples = data, global_batch_size, log_samples
         #: the membership of the ledger's last line: it has one whenever others than before make a step.
         self._ledger_membership = 0
-        self._saves = False
-        self._is_fresh = True
+        #: whether this replica has the lock of the directory, as the one that saves.
+        self._owns_directory = False
+        #: whether nothing was loaded yet, nor sent by another replica.
+        self._has_no_state = True
 
     @property
     def step_samples(self) -> int:
@@ -182,13 +184,13 @@ class TorchftHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         manager = self.trainer
-        self.shared = self.make_steps(step_begins=self.session.step_begins, quorum_is_there=self.quorum_is_there)
-        manager.register_state_dict_fn(KEY, self.joined, self.given)
+        self.dealt = self.make_steps(step_begins=self.session.step_begins, quorum_is_there=self.quorum_is_there)
+        manager.register_state_dict_fn(KEY, self.take_state, self.state_to_send)
         if self._log_samples is not None:
             replica = manager._replica_id or manager._store.get("replica_id").decode()
             # A number of its own: torchft has none that lasts.
             number = xxhash.xxh32_intdigest(f"{replica}/{rank()}".encode())
-            self.shared.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
+            self.dealt.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
 
     def make_steps(self, **more: Any) -> DealtSteps:
         """The steps of this replica; ``more``: arguments of `DealtSteps`."""
@@ -197,52 +199,53 @@ class TorchftHost(TrainerHost):
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
         functions: dict[str, Any] = {
-            "start_quorum": self.a_quorum,
-            "allreduce": self.an_allreduce,
-            "should_commit": self.a_commit,
+            "start_quorum": self.around_start_quorum,
+            "allreduce": self.around_allreduce,
+            "should_commit": self.around_should_commit,
         }
         return [(self.trainer, name, function) for name, function in functions.items()]
 
     # A replica that joins
 
-    def given(self) -> dict[str, Any]:
-        """The state for a replica that joins, besides the weights. In a thread of torchft's, between two steps."""
+    def state_to_send(self) -> dict[str, Any]:
+        """What torchft sends to a replica that joins, besides the weights. It asks in a thread of its own, between two
+        steps."""
         steps = self.steps
         state = Envelope(state=steps.feed.snapshot(steps.samples), iteration=steps.step, framework=self.framework)
-        return {"data": state.to_text(), "step": steps.step, "launch": self.shared.membership}
+        return {"data": state.to_text(), "step": steps.step, "launch": self.dealt.membership}
 
-    def joined(self, given: Mapping[str, Any]) -> None:
-        """This replica was given the weights of another one.
+    def take_state(self, given: Mapping[str, Any]) -> None:
+        """This replica joins, or was behind: torchft has loaded the weights of another one, and this is its position.
 
         Raises:
             StateError: that one has other data.
         """
         envelope = Envelope.read(given["data"])
-        self.shared.restart(given["launch"])
+        self.dealt.restart(given["launch"])
         # No choice of a checkpoint: what is restored are samples alone.
         self.steps.feed.restore(envelope.state, None)  # type: ignore[arg-type]
         self.steps.loaded(envelope.iteration, envelope.samples)
-        self._is_fresh = False
+        self._has_no_state = False
         self.session.mark_as_own(self._root)
 
     # A step
 
-    def a_quorum(self, start_quorum: Any, *args: Any, **more: Any) -> None:
-        """Torchft asks who is there."""
-        self.shared.ask()
+    def around_start_quorum(self, start_quorum: Any, *args: Any, **more: Any) -> None:
+        """Around `Manager.start_quorum`: torchft asks who is there."""
+        self.dealt.before_quorum()
         start_quorum(*args, **more)
-        self.shared.asked()
+        self.dealt.after_quorum()
 
     def quorum_is_there(self) -> None:
-        """Before a step is dealt."""
+        """After each quorum, before the step is dealt."""
         self._let_another_save()
         self._compare_step()
 
     def _let_another_save(self) -> None:
         """If this is not the first replica any more. Before anybody can commit this step, and save it."""
-        if self._saves and not self.is_first:
+        if self._owns_directory and not self.is_first:
             self.session.hand_over(self._root)
-            self._saves = False
+            self._owns_directory = False
 
     def _compare_step(self) -> None:
         """Whether torchft counts the same steps, and no checkpoint waits to be loaded. Not if this replica is about to
@@ -251,19 +254,19 @@ class TorchftHost(TrainerHost):
         if manager.errored() or manager._healing:
             return
         steps.compare(manager.current_step())
-        if self._is_fresh and not steps.step:
+        if self._has_no_state and not steps.step:
             # No collective: of a replica's processes, some may have been healed by now, and others not.
             check_fresh_start(self._root, cause=self.forgotten, load=self.load)
-        self._is_fresh = False
+        self._has_no_state = False
 
-    def an_allreduce(self, allreduce: Any, tensor: Any, *args: Any, **more: Any) -> Any:
-        """Of gradients, or of whatever else."""
-        self.shared.reduce(tensor, *args, **more)
+    def around_allreduce(self, allreduce: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+        """Around `Manager.allreduce`, of gradients or of whatever else."""
+        self.dealt.reduce(tensor, *args, **more)
         return allreduce(tensor, *args, **more)
 
-    def a_commit(self, should_commit: Any, *args: Any, **more: Any) -> bool:
-        """The step is trained: does it count?"""
-        made = self.shared.commit(lambda: should_commit(*args, **more))
+    def around_should_commit(self, should_commit: Any, *args: Any, **more: Any) -> bool:
+        """Around `Manager.should_commit`: the step is trained, does it count?"""
+        made = self.dealt.commit(lambda: should_commit(*args, **more))
         if made is None:
             return False
         self._note_members(*made)
@@ -275,14 +278,14 @@ class TorchftHost(TrainerHost):
         return bool(self.trainer.participating_rank() == 0)
 
     def _note_members(self, share: Share, membership: int) -> None:
-        """A line in the ledger if others than before have made this step."""
+        """A line in the ledger if other replicas have made this step than the one before it."""
         if membership == self._ledger_membership:
             return
         self._ledger_membership = membership
         if not self.is_first:
             return
-        assert self.shared.contributors is not None
-        steps, replicas = self.steps, len(self.shared.contributors.replicas)
+        assert self.dealt.contributors is not None
+        steps, replicas = self.steps, len(self.dealt.contributors.replicas)
         state, topology = steps.feed.snapshot(steps.samples), replace(self.topology(), dp=share.size)
         details = {"replicas": replicas, "quorum": self.trainer._quorum_id, "launch": membership}
         on_rank_0(
@@ -299,9 +302,9 @@ class TorchftHost(TrainerHost):
         """Save the step that was committed last, if this is the first replica, and nobody has saved it."""
         if not self.is_first or self.steps.step == self.session.settled_step:
             return
-        if not self._saves:
+        if not self._owns_directory:
             self.session.take_over(self._root)
-            self._saves = True
+            self._owns_directory = True
         self.save_by(self._root, self._write_file, tag=deepspeed_tag(self.steps.step), tracker=False)
 
     def _write_file(self, save: Save) -> None:
@@ -341,13 +344,13 @@ class TorchftHost(TrainerHost):
             if name != KEY:
                 load(state["user"][name])
         manager.load_state_dict(state["torchft"])
-        self.shared.restart(state["user"][KEY]["launch"])
-        self._is_fresh = False
+        self.dealt.restart(state["user"][KEY]["launch"])
+        self._has_no_state = False
         return self.resumed(state[KEY])
 
     def end(self) -> None:
         """See `TrainerHost`. The first replica says in the ledger that nothing is left to train."""
-        self.shared.stop_reading()
+        self.dealt.stop_reading()
         if self.is_first:
             with replaced(self.session, save_dir=self._root):
                 self.session.finish()
@@ -378,7 +381,7 @@ class ReplicaLoop(StepLoop):
         Raises:
             StateError: no quorum was asked for, or the data has ended.
         """
-        with closing(self.host.shared.batches()) as batches:  # type: ignore[type-var]
+        with closing(self.host.dealt.batches()) as batches:  # type: ignore[type-var]
             yield from batches
 
     @property
@@ -387,13 +390,13 @@ class ReplicaLoop(StepLoop):
         of a step weighs the same, however many replicas there are and torchft divides by. 0 if this replica has no
         sample in it, or others are there than when it was read: it trains it only to take part in the all-reduce.
         Waits for the quorum: read it after the forward."""
-        return self.host.shared.weight
+        return self.host.dealt.weight
 
     @property
     def ends_step(self) -> bool:
         """Whether the micro-batch handed out last is the last one of its step: with torchft's DistributedDataParallel,
         all others go under ``model.no_sync()``."""
-        return self.host.shared.ends_step
+        return self.host.dealt.ends_step
 
     @property
     def is_over(self) -> bool:
@@ -408,7 +411,7 @@ class ReplicaLoop(StepLoop):
             number: of this process, without micro-batches of weight 0; if a replica has several processes, the mean of
                 them.
         """
-        return self.host.shared.total(number)
+        return self.host.dealt.total(number)
 
     def save(self) -> None:
         """Save a checkpoint of the step that was committed last. The first replica of the quorum does.
@@ -440,7 +443,7 @@ class ReplicaLoop(StepLoop):
 
     def close(self) -> None:
         """Wait until all saves are on the disk, and let other replicas save."""
-        self.host.shared.stop_reading()
+        self.host.dealt.stop_reading()
         self.session.hand_over(self.host.save_dir)
         super().close()
 

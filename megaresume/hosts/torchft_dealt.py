@@ -72,11 +72,11 @@ class DealtSteps:
 
     # What torchft calls
 
-    def ask(self) -> None:
+    def before_quorum(self) -> None:
         """Before a quorum is asked for."""
         raise NotImplementedError
 
-    def asked(self) -> None:
+    def after_quorum(self) -> None:
         """After it was asked for; with the synchronous quorum, it is there."""
 
     def reduce(self, tensor: Any, *args: Any, **more: Any) -> None:

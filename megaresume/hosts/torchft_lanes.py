@@ -219,7 +219,7 @@ class LaneSteps(DealtSteps):
 
     # The quorum, and the vote
 
-    def ask(self) -> None:
+    def before_quorum(self) -> None:
         """See `DealtSteps`."""
         steps = self.steps
         steps.check()
@@ -238,7 +238,7 @@ class LaneSteps(DealtSteps):
                 )
             )
 
-    def asked(self) -> None:
+    def after_quorum(self) -> None:
         """The quorum is there: vote on the outer step, and deal the next one to those who are there."""
         self._quorum_is_there()
         manager, steps = self.manager, self.steps

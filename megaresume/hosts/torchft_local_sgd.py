@@ -109,13 +109,13 @@ class LocalSGDHost(TorchftHost):
             outer, self.boundary, self.trainer, self.steps, samples=self.step_samples, inner_samples=size, **more
         )
 
-    def given(self) -> dict[str, Any]:
+    def state_to_send(self) -> dict[str, Any]:
         """See `TorchftHost`. It may have made inner steps since the last outer one: with what was before them."""
-        return {**super().given(), "boundary": self.boundary.kept}
+        return {**super().state_to_send(), "boundary": self.boundary.kept}
 
-    def joined(self, given: Mapping[str, Any]) -> None:
+    def take_state(self, given: Mapping[str, Any]) -> None:
         """See `TorchftHost`."""
-        super().joined(given)
+        super().take_state(given)
         self.boundary.kept = given["boundary"]
 
 

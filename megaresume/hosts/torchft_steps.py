@@ -1,9 +1,9 @@
 """`ReplicaSteps`: the steps of one replica of torchft's, from the quorum of each to whether it counts.
 
-    ask       the quorum of a step is asked for; what was handed out of one that was not committed comes again
-    batches   its micro-batches
-    settle    the quorum is there: the samples are dealt to those who contribute, and the vote on the step begins
-    commit    the step counts if torchft commits it
+    before_quorum   the quorum of a step is asked for; what was handed out of one that was not committed comes again
+    batches         its micro-batches
+    settle          the quorum is there: the samples are dealt to those who contribute, and the vote on the step begins
+    commit          the step counts if torchft commits it
 
 With torchft's asynchronous quorum, a replica that made the last step trains the first micro-batch of the next one while
 the quorum is being found, dealt as the last step was:
@@ -47,7 +47,7 @@ class ReplicaSteps(DealtSteps):
 
     # The quorum
 
-    def ask(self) -> None:
+    def before_quorum(self) -> None:
         """The quorum of the next step is asked for."""
         self.steps.check()
         self.steps.return_all()
@@ -80,7 +80,7 @@ class ReplicaSteps(DealtSteps):
         self.settle_early()
 
     def settle_early(self) -> None:
-        """The same, if a micro-batch is out that was handed out before the quorum was there."""
+        """As `settle`, if a micro-batch is out that was handed out before the quorum was there."""
         if self._early is not None:
             self.settle()
 
