@@ -27,7 +27,7 @@ from megaresume.checkpoint.records import data_path, manifest_path, marker_path,
 from megaresume.checkpoint.retention import make_room, remove_older
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import Marker, read_step_file, remove_marker, write_marker, write_step_file
-from megaresume.files import fsync_dir, make_dir, write_atomic, write_error
+from megaresume.files import fsync_dir, fsync_file, make_dir, write_atomic, write_error
 from megaresume.stream.errors import StateError
 
 
@@ -101,3 +101,5 @@ def _reuse(local: Path, choice: Choice, files: Path) -> None:
         make_dir(target.parent)
         with contextlib.suppress(OSError):
             os.link(local / step.tag / entry.path, target)
+            with open(target, "rb") as file:
+                fsync_file(file.fileno())  # it may be a save that is not durable yet

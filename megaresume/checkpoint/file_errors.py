@@ -365,7 +365,7 @@ class Retries:
             tag: that it saves.
             is_last: the run is about to stop: it does not continue without this checkpoint.
             seconds_left: until the job ends, if that is known; asked on rank 0.
-            give_up: on rank 0, after the last try: undoes what is there of it.
+            give_up: on every rank, after the last try: undoes what is there of it.
 
         Returns:
             what ``save`` does; None if it failed, and the run is to continue.
@@ -391,13 +391,13 @@ class Retries:
                     print(f"megaresume: {tag} was not saved: {_reason(error)}; {then}", flush=True)
                 if ends:
                     with contextlib.suppress(MegaresumeError):
-                        on_rank_0(give_up)
+                        give_up()
                     raise
             # Only here: the error holds what was to be written.
             if wait is None:
                 break
             time.sleep(wait)
-        on_rank_0(give_up)
+        give_up()
         return None
 
     def _time_for(self, number: int, seconds_left: float | None) -> float | None:

@@ -6,7 +6,7 @@ host. `Save`: a save that has begun, from its marker to its commit, which may co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -74,6 +74,18 @@ class HasLoggers(Protocol):
         Args:
             figures: by name: ``megaresume/source/tokens/web``.
             step: optimizer steps made.
+        """
+
+
+@runtime_checkable
+class ReadsSome(Protocol):
+    """A host whose ranks do not read all files of a checkpoint: a further method of a `Host`."""
+
+    def needed_files(self, choice: Choice) -> Collection[str] | None:
+        """Those that this rank reads, relative to the tag directory; None: perhaps any. On every rank; no collective.
+
+        Args:
+            choice: what is about to be loaded. Its files are not here yet.
         """
 
 

@@ -14,10 +14,8 @@ the ranks to meet in a thread: the parts themselves say in the store that they a
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -39,10 +37,9 @@ from megaresume.checkpoint.ranks import (
 )
 from megaresume.checkpoint.records import manifest_path
 from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.staging import Staged, committed_in, stage
+from megaresume.checkpoint.staging import Staged, committed_in, remove_soon, stage
 from megaresume.checkpoint.step_file import run_of
 from megaresume.checkpoint.store import NotAsSavedError
-from megaresume.files import delete_soon, leftover_name
 from megaresume.stream.errors import MegaresumeError
 
 log = logging.getLogger(__name__)
@@ -65,8 +62,17 @@ class Parts:
         on_all_ranks(lambda: function() if self.leads_other else None)
         return on_rank_0(function)
 
-    def bring(self, pick: Callable[[], T], passed: dict[Path, str]) -> T:
+    def bring(
+        self,
+        pick: Callable[[], T],
+        passed: dict[Path, str],
+        needs: Callable[[Choice], Collection[str] | None] | None = None,
+    ) -> T:
         """As `Staged.bring`, to every node. Collective.
+
+        Args:
+            pick, passed: see there.
+            needs: which files this rank reads of a choice; None: all.
 
         Raises, on every rank:
             CheckpointError: of ``pick``; or a disk refuses.
@@ -79,7 +85,10 @@ class Parts:
             if not isinstance(found, Choice):
                 return found
             doing = "brought a checkpoint from the store"
-            words = gather(on_all_ranks_for_long(lambda beat: self._bring_here(found, beat), doing))  # noqa: B023
+            asked = gather(on_all_ranks(lambda: None if needs is None else needs(found)))  # noqa: B023
+            here = [asked[number] for number in self.nodes.ranks]
+            files = None if None in here else frozenset(name for names in here for name in names)
+            words = gather(on_all_ranks_for_long(lambda beat: self._bring_here(found, files, beat), doing))  # noqa: B023
             wrong = next((number for number, one in enumerate(words) if one), None)
             if wrong is None:
                 return replace(found, load_dir=self.local)
@@ -97,7 +106,7 @@ class Parts:
         notes = tuple(self.copies.named(note) for note in found.notes if str(self.local) not in note)
         return replace(found, rejected=tuple(rejected), notes=notes)
 
-    def _bring_here(self, found: Choice, beat: Callable[[], None]) -> str:
+    def _bring_here(self, found: Choice, files: frozenset[str] | None, beat: Callable[[], None]) -> str:
         """Why a checkpoint cannot be brought to the directory of this node; "": it is there."""
         if not self.nodes.leads or found.step is None:
             return ""
@@ -107,6 +116,9 @@ class Parts:
         place.mirror.refresh()
         if not path.is_file() or (manifest := read_manifest(path)).save_id != step.save_id:
             return f"{place.name} does not hold it as a whole"
+        some = tuple(entry for entry in manifest.files if files is None or entry.path in files)
+        if len(some) < len(manifest.files):
+            manifest = replace(manifest, files=some, part=self.nodes.part)
         if run_of(self.local) not in (None, step.run):
             raise of_two_runs(self.local, run_of(self.local), place.name, step.run)
         try:
@@ -126,6 +138,8 @@ class Parts:
         done = {saved.save_id for saved in (*head.saves, *head.removed)}
         if self.copies.stager is not None:
             self.copies.stager.together = frozenset(save.save_id for save in together)
+        if isinstance(self.copies.place, StorePlace):
+            self.copies.place.together = frozenset(save.save_id for save in together)
         newest = max(together, key=lambda save: save.iteration, default=None)
         if newest is None or newest.save_id in done or any(s.iteration > newest.iteration for s in head.saves):
             return
@@ -183,14 +197,10 @@ class Parts:
         """Delete here what rank 0 no longer keeps, of the checkpoints before a step."""
         if not self.copies.retention:
             return
-        known, doomed = set(kept), list[Path]()
+        known = set(kept)
         for iteration, candidate in committed_in(self.local):
             if iteration < before and (iteration, candidate.tag) not in known:
-                away = self.local / leftover_name(candidate.tag)
-                with contextlib.suppress(OSError):
-                    os.rename(self.local / candidate.tag, away)
-                    doomed.append(away)
-        delete_soon(doomed)
+                remove_soon(self.local, candidate.tag)
         remove_orphans(self.local)
 
 

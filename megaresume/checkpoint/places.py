@@ -253,6 +253,8 @@ class StorePlace:
 
     def _look(self) -> None:
         head = self.mirror.refresh() or Head()
+        #: saves whose parts all nodes of this job hold. Of others that are in parts nothing can be made.
+        self.together: frozenset[str] = frozenset()
         self._unfinished = list(self.mirror.unfinished(head))
 
     def release(self) -> None:
@@ -437,7 +439,9 @@ class StorePlace:
         for candidate in list_candidates(local):
             if candidate.iteration is not None and "state" in candidate.records:
                 with contextlib.suppress(StateError):
-                    ours.add(read_step_file(step_path(local, candidate.iteration, candidate.tag)).save_id)
+                    save_id = read_step_file(step_path(local, candidate.iteration, candidate.tag)).save_id
+                    if save_id in self.together or not is_part_here(local, candidate.iteration, candidate.tag):
+                        ours.add(save_id)
         committed = {saved.save_id for saved in self.lease.head.saves}
         self._unfinished = [saved for saved in self._unfinished if saved not in older]
         return [saved for saved in older if saved.save_id not in ours | committed]
@@ -519,6 +523,13 @@ def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object]
 def _missing_lines(source: Path, target: Path) -> list[bytes]:
     there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
     return [line for entry in read_ledger(ledger_path(source)).entries if (line := entry.to_bytes()) not in there]
+def is_part_here(root: Path, iteration: int, tag: str) -> bool:
+    """Whether a local root holds one node's files of a checkpoint alone."""
+    with contextlib.suppress(MegaresumeError):
+        return read_manifest(manifest_path(root, iteration, tag)).part is not None
+    return False
+
+
 
 
 def share_ledger(source: Path, target: Path) -> None:

@@ -53,6 +53,7 @@ from megaresume.checkpoint.host import (
     Host,
     Loaded,
     Reading,
+    ReadsSome,
     Resume,
     Save,
     check_same,
@@ -261,6 +262,11 @@ class Session:
         return self._copies if self._copies is not None and self._copies.holds(root) else None
 
     # Load
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether every node has a save directory of its own: what one makes there, the others do not see."""
+        return self._parts is not None
+
 
     def load(
         self,
@@ -355,7 +361,8 @@ class Session:
             if copies is None or not copies.is_remote:
                 found, number = on_rank_0(decide)
             elif parts is not None:
-                found, number = parts.bring(lambda: (pick or newest)(copies.shared, passed), passed), 0
+                needs = self.host.needed_files if isinstance(self.host, ReadsSome) else None
+                found, number = parts.bring(lambda: (pick or newest)(copies.shared, passed), passed, needs), 0
             else:
                 found, number = on_rank_0_for_long(decide, "brought a checkpoint from the store")
             if isinstance(found, ForeignCheckpoint):
@@ -757,7 +764,7 @@ class Session:
             tag=tag,
             is_last=stopper is not None and stopper.stopping,
             seconds_left=lambda: None if stopper is None else stopper.seconds_left(),
-            give_up=lambda: give_up(root, iteration, tag, holds_parts=holds_parts),
+            give_up=lambda: self._on_nodes(root, lambda: give_up(root, iteration, tag, holds_parts=holds_parts)),
         )
 
     def _write(

@@ -56,6 +56,7 @@ from megaresume.checkpoint.places import (
     PartMissingError,
     Place,
     StorePlace,
+    is_part_here,
     place_of,
     share_ledger,
 )
@@ -82,7 +83,7 @@ from megaresume.checkpoint.retention import KEEP_ALL, Retention, is_copied, prun
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file, run_of
 from megaresume.checkpoint.store import GaveWayError, NotAsSavedError, is_store
-from megaresume.files import make_dir, write_atomic
+from megaresume.files import delete_soon, leftover_name, make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
 
 log = logging.getLogger(__name__)
@@ -164,6 +165,8 @@ class Stager:
         self._last: StepFile | None = None
         #: saves whose parts all nodes hold together. Of others that are in parts nothing can be made.
         self.together: frozenset[str] = frozenset()
+        #: checkpoints of this process.
+        self._submitted: set[tuple[int, str]] = set()
 
     def start(self) -> None:
         """Begin, with what an earlier process left uncopied.
@@ -182,10 +185,9 @@ class Stager:
         self._thread.start()
 
     def _is_worth_it(self, iteration: int, tag: str) -> bool:
-        with contextlib.suppress(MegaresumeError):
-            manifest = read_manifest(manifest_path(self.local, iteration, tag))
-            return manifest.part is None or manifest.save_id in self.together
-        return True  # the copy says what is wrong with it
+        if (iteration, tag) in self._submitted or not is_part_here(self.local, iteration, tag):
+            return True
+        return read_manifest(manifest_path(self.local, iteration, tag)).save_id in self.together
 
     def _write_note(self) -> None:
         """For people, who cannot ask a store at any time."""
@@ -202,6 +204,7 @@ class Stager:
             return
         with self._changed:
             self._queue.append((iteration, check_tag(tag)))
+            self._submitted.add((iteration, tag))
             waiting = len(self._queue)
             self._changed.notify_all()
         if waiting > 2:
@@ -301,7 +304,23 @@ class Stager:
         # Local ones first: without its copy one would stay forever. A copy may be durable before what it is a copy of.
         prune(self.local, self.retention, copied, copied_to=self.place.root)
         self.place.prune(self.retention, copied, self.local)
+        if self.retention:
+            self._remove_lost(copied)
         remove_orphans(self.local)
+
+    def _remove_lost(self, copied: StepFile) -> None:
+        """Parts of older checkpoints, whose other parts are gone with their machines."""
+        for iteration, candidate in committed_in(self.local):
+            if iteration < copied.iteration and not self._is_worth_it(iteration, candidate.tag):
+                remove_soon(self.local, candidate.tag)
+
+
+def remove_soon(root: Path, tag: str) -> None:
+    """Delete a tag directory: out of sight at once, the rest in a thread. What cannot be deleted stays."""
+    away = root / leftover_name(tag)
+    with contextlib.suppress(OSError):
+        os.rename(root / tag, away)
+        delete_soon([away])
 
 
 #: seconds that the end of a program waits that an error ended.

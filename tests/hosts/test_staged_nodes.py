@@ -98,6 +98,9 @@ def test_two_nodes_under_zero(server: Server, tmp_path: Path) -> None:
         assert [status for status, _ in after] == [0, 0], after
         assert "2 nodes save to disks of their own" in after[0][1] and "resumed at sample" in after[0][1]
         seen |= _seen(after)
+        if steps == 9:  # brought to an empty disk, and only what this rank reads
+            brought = ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+            assert sorted(os.listdir(disks[1] / "global_step8")) == brought
         for disk in lost:
             shutil.rmtree(disk)
     assert seen == expected

@@ -124,6 +124,14 @@ def loads_universal(engine: Any) -> bool:
     return bool(engine.load_universal_checkpoint())
 
 
+def loads_own_zero_files(engine: Any, before: Topology) -> bool:
+    """Whether each rank reads ZeRO's state of its own place alone, of a checkpoint that was saved in this layout."""
+    now = topology(engine)
+    names = ("world_size", "dp", "tp", "pp", "cp", "zero_stage")
+    is_same = all(getattr(before, name) == getattr(now, name) for name in names)
+    return is_same and not loads_universal(engine) and not engine.zero_elastic_checkpoint()
+
+
 def as_universal(engine: Any) -> contextlib.AbstractContextManager[None]:
     """Within it, ``load_checkpoint`` takes a tag for a universal checkpoint; the config stays as it is."""
     return replaced(engine._config, load_universal_checkpoint=True)

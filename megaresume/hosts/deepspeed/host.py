@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,13 @@ from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.elastic import check_restorable, conversion, restore_rest
-from megaresume.hosts.deepspeed.load_rules import BEGIN_ANEW, Partitions, choose_to_load, remove_converted
+from megaresume.hosts.deepspeed.load_rules import (
+    BEGIN_ANEW,
+    Partitions,
+    choose_to_load,
+    is_zero_file,
+    remove_converted,
+)
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
@@ -128,6 +134,17 @@ class EngineHost:
         """See `Host`."""
         return facts.expected_files(self.engine, os.fspath(save_dir), tag)
 
+    def needed_files(self, choice: Choice) -> Collection[str] | None:
+        """See `ReadsSome`: of other ranks' ZeRO state nothing, if as many ranks load it as have saved it."""
+        step, manifest = choice.step, choice.manifest
+        if step is None or manifest is None or not facts.loads_own_zero_files(self.engine, step.topology):
+            return None
+        own = set(self.expected_files(choice.load_dir, choice.tag))
+        names = [entry.path for entry in manifest.files]
+        if not own.issubset(names):  # saved in another precision, under other names
+            return None
+        return [name for name in names if name in own or not is_zero_file(name)]
+
     def settle(self) -> None:
         """See `Host`: the decoupled writer."""
         decoupled.settle(self.engine)
@@ -197,7 +214,10 @@ class EngineHost:
         def read_files(choice: Choice, beside: StepFile | None) -> Reading:
             nonlocal is_read
             facts.forget_gradients(self.engine)
-            choice, path, client_state = self.read(read, choice, beside, optimizer=not module_only)
+            everywhere = session.is_in_parts
+            choice, path, client_state = self.read(
+                read, choice, beside, optimizer=not module_only, everywhere=everywhere
+            )
             is_read = not module_only
             samples, within = int(self.engine.global_samples), (client_state or {}).get(KEY)
             envelope = None if within is None or module_only else on_all_ranks(lambda: Envelope.read(within))
@@ -238,10 +258,12 @@ class EngineHost:
         beside: StepFile | None,
         *,
         optimizer: bool,
+        everywhere: bool = False,
     ) -> tuple[Choice, Any, Any]:
         """Read what was chosen with DeepSpeed's method, or its universal form, where another number of ranks saved it.
 
         ``optimizer``: whether the optimizer's state is asked for; weights alone load on any number of ranks.
+        ``everywhere``: whether ranks may have directories of their own.
 
         Returns:
             what was read, DeepSpeed's path and client state.
@@ -258,7 +280,7 @@ class EngineHost:
 
         if optimizer and not facts.loads_universal(engine):
             now = Partitions(ranks=facts.partitions(engine), zero_stage=facts.zero_stage(engine))
-            tag = conversion(choice, beside, now, elastic=self.elastic)
+            tag = conversion(choice, beside, now, elastic=self.elastic, everywhere=everywhere)
         if tag is None:
             path, client_state = read_on_all_ranks(lambda: read_tag(choice.tag), choice, meeting)
             on_all_ranks(lambda: _check_loaded(path, choice))

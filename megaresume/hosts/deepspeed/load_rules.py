@@ -56,6 +56,8 @@ VERSION = 1
 #: job: converted while a run was loading; command: by `megaresume convert`.
 Maker = Literal["job", "command"]
 
+#: of one data-parallel rank each.
+_FILE_OF_RANK = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_?(?:optim|model)_states\.pt")
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 
 #: how to load weights without their data.
@@ -119,6 +121,11 @@ def _of_all_ranks(choice: Choice | None) -> Choice | None:
     if choice is not None and choice.step is not None and choice.manifest is not None:
         check_partitions(choice.tag_dir, choice.manifest, choice.step.topology)
     return choice
+
+
+def is_zero_file(name: str) -> bool:
+    """Whether a file of a tag directory holds ZeRO's state of one data-parallel rank, which no other one reads."""
+    return _FILE_OF_RANK.fullmatch(name) is not None
 
 
 def check_partitions(tag_dir: Path, manifest: Manifest, topology: Topology) -> None:

@@ -9,10 +9,46 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.manifest import FileEntry, Manifest, read_manifest
+from megaresume.checkpoint.places import join_parts
+from megaresume.program import main
+from megaresume.stream.errors import CheckpointError
+from tests.checkpoint.conftest import MODEL, make_state, write_model
 from tests.release import release
 
 pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).parents[3]
+
+
+def test_a_part_is_never_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its files are all there, and those of the other node are not."""
+    state = make_state(80)
+    pending = begin_save(tmp_path, tag="global_step10", iteration=10, state=state)
+    write_model(pending.tag_dir, state)
+    commit = commit_save(pending, part=(0, 2))
+    assert commit.manifest.part == (0, 2)
+    manifest = read_manifest(tmp_path / "megaresume/step_0000010.manifest.json")
+    assert manifest == commit.manifest and b'"version": 2' in manifest.to_bytes()
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints") as refused:
+        choose(tmp_path)
+    assert "global_step10 is part: these are the files of node 0 alone, of 2" in str(refused.value.found)
+    main(["inspect", str(tmp_path)])
+    assert "these are the files of node 0 alone, of 2" in capsys.readouterr().out
+
+
+def _part(node: int, checksum: str) -> Manifest:
+    files = (FileEntry(path=MODEL, size=4, checksum=checksum), FileEntry(path=f"of_{node}", size=1, checksum="c"))
+    return Manifest(iteration=10, tag="global_step10", save_id="s", digest="d", files=files, part=(node, 2))
+
+
+def test_a_file_of_two_nodes() -> None:
+    """Of the same content it is one; otherwise nobody knows which of them is in the store."""
+    whole = join_parts([_part(0, "a"), _part(1, "a")])
+    assert [entry.path for entry in whole.files] == [MODEL, "of_0", "of_1"] and whole.part is None
+    with pytest.raises(CheckpointError, match=f"two nodes have written different files {MODEL}"):
+        join_parts([_part(0, "a"), _part(1, "b")])
 
 
 def _tries(*words: str) -> str:
