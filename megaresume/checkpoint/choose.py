@@ -36,6 +36,7 @@ from megaresume.checkpoint.ledger import (
 )
 from megaresume.checkpoint.lock import release, take
 from megaresume.checkpoint.manifest import Progress
+from megaresume.checkpoint.position import reached
 from megaresume.checkpoint.records import (
     TRACKER,
     check_tag,
@@ -315,6 +316,8 @@ def record_start(
     kept: dict[str, Any] = dict(details or {})
     if (seconds := process_age()) is not None:
         kept["startup_seconds"] = round(seconds, 1)
+    if (before := reached(root, read_ledger(ledger_path(root)).entries)) is not None:
+        kept["reached"] = before
     if choice is not None and not same_place(choice.load_dir, root):
         kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.step is None else choice.step.run}
     return _append(root, "start", iteration, None if choice is None else choice.tag, state, topology, kept)

@@ -13,17 +13,20 @@ Every second since the first process was started is of one kind:
     goodput    the rest
 
 Of a run that was measured (`megaresume.checkpoint.meter`) the seconds are those of rank 0. Of one that was not, the
-ledger tells starts and saves alone: it does not know when a process died, nor who waited for data.
+ledger tells starts and saves alone: it does not know who waited for data, nor when a process died, unless its position
+was noted (`position`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.meter.record import Mark
+from megaresume.checkpoint.position import Position, reached_of
 
 CAUSES = ("startup", "data", "saving", "lost", "waiting")
 
@@ -130,6 +133,12 @@ def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
         seconds = _number(entry.details.get("save_seconds"))
         place = {"step": entry.iteration, "samples": entry.samples}
         if entry.kind == "start":
+            if marks and (before := reached_of(entry.details)) is not None:
+                step, samples, when, _ = before
+                with contextlib.suppress(ValueError):
+                    stopped = datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
+                    if marks[-1].time < stopped < time:
+                        marks.append(Mark(event="last", time=stopped, step=step, samples=samples, saving=saving))
             saving = 0.0
             born = time - _number(entry.details.get("startup_seconds"))
             marks.append(Mark(event="start", time=time, born=born, **place))
@@ -145,12 +154,20 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry]) -> list[Mark]:
-    """The marks of a run: as they were measured; before that, as the ledger tells.
+def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position: Position | None = None) -> list[Mark]:
+    """The marks of a run: as they were measured; before that, as the ledger tells; at their end how far it has come.
 
     Args:
         measured: see `megaresume.checkpoint.meter.record.marks_of`.
         entries: of the ledger.
+        position: as it was noted last; None: it was not.
     """
     first = measured[0].time if measured else float("inf")
-    return [*(mark for mark in marks_of_ledger(entries) if mark.time < first - 1), *measured]
+    marks = [*(mark for mark in marks_of_ledger(entries) if mark.time < first - 1), *measured]
+    if marks and position is not None and position.start == sum(entry.kind == "start" for entry in entries):
+        now = datetime.fromisoformat(position.time.replace("Z", "+00:00")).timestamp()
+        if now > marks[-1].time:
+            last = marks[-1]
+            place = {"step": position.iteration, "samples": position.samples}
+            marks.append(Mark(event="now", time=now, waited=last.waited, saving=last.saving, **place))
+    return marks

@@ -66,8 +66,8 @@ class LedgerEntry:
     time: str
     topology: Topology
     #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; of a start the place
-    #: that it loaded from, and ``startup_seconds`` since its process began; ``attempt`` of a launch script; notes.
-    #: Plain JSON.
+    #: that it loaded from, ``startup_seconds`` since its process began, and what the process before it had ``reached``;
+    #: ``attempt`` of a launch script; notes. Plain JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:

@@ -4,6 +4,7 @@
     ------------                                          -------------
     megaresume/heads/0000000007.json  (`lease`)           latest, latest_checkpointed_iteration.txt
     megaresume/ledger/0000003.jsonl   of each writer      megaresume/ledger.jsonl
+    megaresume/position/0000003.json  likewise            megaresume/position.json, that of the last writer
     megaresume/<save>/step_0000010.json, .manifest.json   megaresume/step_0000010.json, ...   if a head names the save
     megaresume/<save>/step_0000010.saving.json            likewise, if none names one of this step
     megaresume/<save>/node_00001.json                     nothing: of machines without a directory in common, what
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.lease import HEADS, Head, Saved, newest_head, newest_name
 from megaresume.checkpoint.ledger import append_lines
+from megaresume.checkpoint.position import position_path
 from megaresume.checkpoint.records import (
     LATEST,
     RECORDS_DIR,
@@ -40,7 +42,7 @@ from megaresume.checkpoint.store import REQUESTS, Store
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
-LEDGERS, PRUNED = f"{RECORDS_DIR}/ledger/", f"{RECORDS_DIR}/pruned/"
+LEDGERS, PRUNED, POSITIONS = (f"{RECORDS_DIR}/{name}/" for name in ("ledger", "pruned", "position"))
 _SAVE = re.compile(r"(.+)/([0-9a-f]{16})/(.+)")
 _PART = "node_"
 #: a file in every mirror.
@@ -175,6 +177,8 @@ class Mirror:
             elif record.kind == "saving":
                 shown.add(name.split("/")[1])
                 yield name, path
+        if (newest := max((name for name in self.sizes if name.startswith(POSITIONS)), default=None)) is not None:
+            yield newest, position_path(Path()).name
         for name in self.sizes:
             if name == f"{RECORDS_DIR}/data.yaml" or name.startswith(f"{RECORDS_DIR}/superseded/"):
                 yield name, name.removeprefix(f"{RECORDS_DIR}/")

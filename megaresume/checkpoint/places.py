@@ -47,7 +47,8 @@ from megaresume.checkpoint.manifest import (
     read_manifest,
     remove_orphans,
 )
-from megaresume.checkpoint.mirror import LEDGERS, PRUNED, Mirror, file_name, is_part, part_name, record_name
+from megaresume.checkpoint.mirror import LEDGERS, POSITIONS, PRUNED, Mirror, file_name, is_part, part_name, record_name
+from megaresume.checkpoint.position import share_position, write_position
 from megaresume.checkpoint.ranks import pauses
 from megaresume.checkpoint.records import (
     RECORDS_DIR,
@@ -144,6 +145,9 @@ class Place(Protocol):
     def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
         """Delete the old copies whose originals are gone. Raises nothing."""
 
+    def put_position(self, data: bytes) -> None:
+        """Put in place how far the run is (`position`). In another thread than the rest."""
+
 
 class DirectoryPlace:
     """A directory."""
@@ -223,6 +227,9 @@ class DirectoryPlace:
         prune(self.root, retention, copied, copies_of=local)
         remove_orphans(self.root)
 
+    def put_position(self, data: bytes) -> None:
+        write_position(self.root, data)
+
 
 class StorePlace:
     """A root in an object store.
@@ -246,6 +253,8 @@ class StorePlace:
         #: older saves of steps that this writer has copied again.
         self._replaced: set[Saved] = set()
         self._begun = False
+        #: saves whose parts all nodes of this job hold. Of others that are in parts nothing can be made.
+        self.together: frozenset[str] = frozenset()
 
     def hold(self, local: Path, beat: Callable[[], object]) -> None:
         self.lease.take(run_of(local), beat)
@@ -253,8 +262,6 @@ class StorePlace:
 
     def _look(self) -> None:
         head = self.mirror.refresh() or Head()
-        #: saves whose parts all nodes of this job hold. Of others that are in parts nothing can be made.
-        self.together: frozenset[str] = frozenset()
         self._unfinished = list(self.mirror.unfinished(head))
 
     def release(self) -> None:
@@ -418,6 +425,9 @@ class StorePlace:
         except (MegaresumeError, OSError) as error:
             log.warning("megaresume: old checkpoints are kept in %s: %s", self.name, error)
 
+    def put_position(self, data: bytes) -> None:
+        self.store.write(f"{POSITIONS}{self.lease.head.epoch:07d}.json", data)
+
     def _keep_records(self, saved: Saved) -> None:
         """Data state and manifest outlive the weights."""
         for path in (step_path, manifest_path):
@@ -513,6 +523,13 @@ def join_parts(parts: Iterable[Manifest]) -> Manifest:
     return replace(manifests[0], files=ordered[0], beside=ordered[1], part=None)
 
 
+def is_part_here(root: Path, iteration: int, tag: str) -> bool:
+    """Whether a local root holds one node's files of a checkpoint alone."""
+    with contextlib.suppress(MegaresumeError):
+        return read_manifest(manifest_path(root, iteration, tag)).part is not None
+    return False
+
+
 def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object] = say) -> Place:
     """The place that a path or a URL names."""
     if not isinstance(where, str | os.PathLike):
@@ -523,17 +540,12 @@ def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object]
 def _missing_lines(source: Path, target: Path) -> list[bytes]:
     there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
     return [line for entry in read_ledger(ledger_path(source)).entries if (line := entry.to_bytes()) not in there]
-def is_part_here(root: Path, iteration: int, tag: str) -> bool:
-    """Whether a local root holds one node's files of a checkpoint alone."""
-    with contextlib.suppress(MegaresumeError):
-        return read_manifest(manifest_path(root, iteration, tag)).part is not None
-    return False
-
-
 
 
 def share_ledger(source: Path, target: Path) -> None:
-    """Append the lines of one ledger that the other lacks, in their order; a new one appears with all its lines."""
+    """Append the lines of one ledger that the other lacks, in their order; a new one appears with all its lines. With
+    them goes how far the run is, if that is newer."""
+    share_position(source, target)
     missing = _missing_lines(source, target)
     if ledger_path(target).exists():
         append_lines(ledger_path(target), missing)

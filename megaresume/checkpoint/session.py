@@ -66,6 +66,7 @@ from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.checkpoint.meter.meter import Watched
 from megaresume.checkpoint.parts import Parts
+from megaresume.checkpoint.position import Positions
 from megaresume.checkpoint.random_state import RandomState, Snapshot
 from megaresume.checkpoint.ranks import (
     gather,
@@ -105,6 +106,7 @@ class Session:
         save_dir: where the run saves, if known beforehand: the ledger then records starts that die before a save.
         stage_to: where checkpoints in ``save_dir`` are copied to.
         retention: which older checkpoints stay.
+        data_every: steps between two notes of how far the run is, see `Positions`; None: there are none.
         max_starts: how many starts from one step without a save are allowed; 0: any number.
         checksums: take checksums of all files after a save, and compare them at a load.
         random: the generators of this rank; None if the framework saves them by itself.
@@ -122,6 +124,7 @@ class Session:
         save_dir: str | os.PathLike[str] | None = None,
         stage_to: str | os.PathLike[str] | None = None,
         retention: Retention = KEEP_ALL,
+        data_every: int | None = None,
         max_starts: int = MAX_STARTS,
         checksums: bool = True,
         random: RandomState | None = None,
@@ -134,6 +137,14 @@ class Session:
         self.replay = Replay.asked()
         if self.replay is not None:
             save_dir, stage_to, retention, metrics = self.replay.out, None, KEEP_ALL, METRICS
+            data_every = None
+        if data_every is not None and data_every < 1:
+            raise UsageError(
+                "data_every (--megaresume-data-every) must be at least 1",
+                found=data_every,
+                expected="steps",
+                action="leave it out to note nothing between saves",
+            )
         self.host, self.data = host, data
         #: optimizer steps made, at any time and in any thread.
         self.step_now: Callable[[], int] = host.iteration
@@ -166,6 +177,9 @@ class Session:
         self._stage_to = stage_to
         self._copies: Staged | None = None
         self._parts: Parts | None = None
+        self._data_every = data_every
+        #: on rank 0, once training has begun.
+        self._positions: Positions | None = None
         #: optimizer steps and samples at which this process began; None if it has not.
         self._first: tuple[int, int] | None = None
         self._begun = False
@@ -248,6 +262,11 @@ class Session:
             )
         return root
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether every node has a save directory of its own: what one makes there, the others do not see."""
+        return self._parts is not None
+
     def _on_nodes(self, root: Path, function: Callable[[], T]) -> T:
         """As `on_rank_0`, for what is done to a directory: see `Parts.on_nodes`."""
         parts = self._parts_of(root)
@@ -262,11 +281,6 @@ class Session:
         return self._copies if self._copies is not None and self._copies.holds(root) else None
 
     # Load
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether every node has a save directory of its own: what one makes there, the others do not see."""
-        return self._parts is not None
-
 
     def load(
         self,
@@ -506,8 +520,14 @@ class Session:
             self.meter.start()
             if self.meter.pending is not None and isinstance(self.host, HasLoggers):
                 self.meter.give(self.host.log)
+        self.note_position()
         if self.random is not None:
             self.random.step_begins()
+
+    def note_position(self) -> None:
+        """Before a step: note how far the run is, if ``data_every`` asks for it. No collective; returns at once."""
+        if self._positions is not None:
+            self._positions.note(self.host.iteration(), self.host.samples)
 
     def begin(self, *, trains: bool = True, save_interval: int | None = None) -> None:
         """Record this start in the ledger of ``save_dir``, once.
@@ -538,7 +558,24 @@ class Session:
                 )
         if self.meter is not None and trains:
             self.meter.begin(self._watched())
+        if self._data_every is not None and trains and is_rank_0():
+            self._note_positions(self._data_every)
         self._begun = True
+
+    def _note_positions(self, every: int) -> None:
+        """On rank 0."""
+        root = self.save_dir
+        if root is None or (run := run_of(root)) is None:
+            return
+        stream, copies = getattr(self.data, "stream", None), self.copies_of(root)
+        self._positions = Positions(
+            root,
+            every,
+            run=run,
+            start=self.attempt or 1,
+            digest=lambda samples: None if stream is None else stream.digest_at(samples),
+            send=None if copies is None or copies.place is None else copies.place.put_position,
+        )
 
     def _watched(self) -> Watched:
         """What the meter reads at each step."""
@@ -889,6 +926,10 @@ class Session:
         """Wait until what was saved is durable and copied, stop listening, and let other jobs write. On any rank; a
         later save takes the lock again."""
         left = None
+        if self._positions is not None:
+            self.note_position()
+            self._positions.close()
+            self._positions = None
         if self.meter is not None:
             self.meter.close()
         if self.stopper is not None:

@@ -21,7 +21,7 @@ from megaresume.checkpoint.store import Store
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: the commands whose directory may be a URL.
-COMMANDS = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report"})
+COMMANDS = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report", "top"})
 _URL = re.compile(r"(?!https?:|file:)[a-z][a-z0-9+.-]*://.+")
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.checkpoint.position import reached_of, read_position
 from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs import prompts
@@ -204,7 +205,9 @@ class RunFacts(Answer):
     #: the same, by validation set.
     validations: dict[str, list[tuple[int, float]]]
     notes: list[str]
-    #: of a run that was measured.
+    #: steps done since ``step``, and not saved, as far as they were noted; None: none are known.
+    unsaved: int | None = optional()
+    #: of a run that was measured, or whose position was noted.
     figures: RunFigures | None = optional()
 
 
@@ -244,8 +247,17 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
         losses=None if log is None else _thinned(log.steps),
         validations={} if log is None else {name: _thinned(by) for name, by in log.validations.items()},
         notes=[*history.notes, *(str(p) for p in ledger.problems if p.kind == "damaged")],
+        unsaved=_unsaved(run, history.newest.iteration),
         figures=read_figures(run),
     )
+
+
+def _unsaved(run: Run, saved: int) -> int | None:
+    position = read_position(run.root)
+    starts = sum(entry.kind == "start" for entry in run.ledger.entries)
+    if position is None or position.start != starts or position.iteration <= saved:
+        return None
+    return position.iteration - saved
 
 
 def _points(history: History) -> list[RunPoint]:
@@ -334,6 +346,11 @@ def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[RunStar
             continue
         known = restarts.get(entry.iteration)
         exact = known.pop() if known and starts else None
+        before = reached_of(entry.details) if starts else None
+        if before is not None:
+            saved = max(saved, before[0])
+            if exact is None and before[3] == 1:
+                exact = max(before[0] - entry.iteration, 0)
         starts.append(
             RunStart(
                 time=entry.time,
@@ -374,7 +391,9 @@ def run_page(facts: RunFacts) -> str:
         f"<h1>{escape(facts.dir)}</h1>",
         f"<p>run {escape(str(facts.run))}, at step {facts.step:,}: {facts.samples:,} samples, "
         f"{facts.tokens:,} tokens, {facts.documents:,} documents{fill}. "
-        f"{len(facts.starts)} starts, {facts.checkpoints} checkpoints. Saved {escape(facts.saved)}.</p>",
+        f"{len(facts.starts)} starts, {facts.checkpoints} checkpoints. Saved {escape(facts.saved)}"
+        + ("" if facts.unsaved is None else f"; {facts.unsaved:,} steps done since, and not saved")
+        + ".</p>",
         "<h2>Sources</h2>",
         html_table(
             ("source", "weight", "tokens", "documents", "epochs", "left of this epoch", "lasts until", "passed over"),

@@ -19,6 +19,8 @@ from typing import Any
 
 from megaresume.checkpoint.goodput import CAUSES, all_marks, goodput_of
 from megaresume.checkpoint.meter.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
+from megaresume.checkpoint.mirror import is_mirror
+from megaresume.checkpoint.position import read_position
 from megaresume.checkpoint.prompt_ledger import PROMPTS
 from megaresume.checkpoint.records import split_root
 from megaresume.command_line import at_least
@@ -61,6 +63,7 @@ class Now(Answer):
     dir: str
     run: str | None
     #: runs: a process holds the directory, or has just given a sign of life. ended: all is trained. gone: neither.
+    #: stored: of copies in an object store, which do not tell.
     life: str
     #: whether the program measures itself: otherwise all is as of the newest checkpoint.
     measured: bool
@@ -126,7 +129,7 @@ def look(root: Path) -> Now:
     except MegaresumeError as error:
         notes.append(f"{error.headline}: {error.found}")
     pulse, reading = read_pulse(directory), newest_reading(directory)
-    marks = all_marks(marks_of(read_lines(directory / "run.jsonl"), pulse), entries)
+    marks = all_marks(marks_of(read_lines(directory / "run.jsonl"), pulse), entries, read_position(root))
     spent = goodput_of(marks)
     figures: Mapping[str, Any] = {} if reading is None else reading["figures"]
     last = marks[-1] if marks else Mark(event="", time=0.0, step=0, samples=0)
@@ -139,6 +142,7 @@ def look(root: Path) -> Now:
     is_alive = is_alive or time.time() - written < _ALIVE_PROMPTS
     life = "runs" if is_alive or (holder is not None and holder.status == "held") else "gone"
     events = run.ledger.events
+    life = "stored" if is_mirror(root) else life
     life = "ended" if events and events[-1].kind == "finished" else life
     checkpoints = [entry for entry in entries if entry.kind == "checkpoint"]
     durable = [entry for entry in entries if entry.kind == "durable"]
@@ -263,7 +267,7 @@ def _duration(seconds: float) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory, or its stage_to")
     parser.add_argument("--once", action="store_true", help="look once; also if the output is no terminal, with --json")
     parser.add_argument("--json", action="store_true", help="print JSON; a line for each look")
     parser.add_argument(

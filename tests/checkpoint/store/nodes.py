@@ -25,7 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import boto3  # noqa: F401  before the forks
+import boto3
 import s3fs  # noqa: F401
 import torch
 import torch.distributed as dist
@@ -38,10 +38,12 @@ from megaresume.checkpoint import lease, places, staging, store
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.store.recorder import Bucket, Lost
-from tests.checkpoint.store.server import Server
+from tests.checkpoint.store.server import Proxied, Server
 
 BATCH, ITEMS, WIDTH = 12, 1200, 24
 REFUSED = 3
+#: what a proxy does at a request; see proxy.py.
+FAULTS = ("kill before", "kill after", "503", "reset before", "reset after", "torn", "flipped answer", "flipped body")
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
@@ -74,8 +76,19 @@ class Counting(torch.optim.SGD):
                 parameter.add_(group["lr"])  # which torch sets to 0 where it only makes its state
 
 
-def train(rank: int, disk: Path, url: str, steps: int, record: Path, pause: float) -> None:
-    """One rank: the loop of docs/torch.md, and what it sees, written down."""
+def train(
+    rank: int,
+    disk: Path,
+    url: str,
+    steps: int,
+    record: Path,
+    pause: float,
+    save_every: int,
+    data_every: int | None,
+    die: int | None,
+) -> None:
+    """One rank: the loop of docs/torch.md, and what it sees, written down. ``die``: after so many steps, once the
+    bucket tells of them."""
     store.PART, store.MOST_PARTS = 1000, 10_000
     remote.FIRST_WAIT, staging.FIRST_PAUSE, staging.LONGEST_PAUSE = 0.01, 0.05, 0.2
     lease.RENEW_SECONDS, lease.PATIENCE_SECONDS, lease._POLL_SECONDS = 0.3, 60.0, 0.05
@@ -85,7 +98,7 @@ def train(rank: int, disk: Path, url: str, steps: int, record: Path, pause: floa
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     optimizer = Counting(model.parameters(), lr=1.0)
     loader = megaresume.DataLoader(Numbers(), batch_size=BATCH // ranks)
-    where = megaresume.Checkpoints(save_dir=disk, stage_to=url, keep_last=2)
+    where = megaresume.Checkpoints(save_dir=disk, stage_to=url, keep_last=2, data_every=data_every)
     loop = megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=where)
     loop.load()
     with open(record / f"rank_{rank}", "a", buffering=1) as lines:
@@ -93,17 +106,36 @@ def train(rank: int, disk: Path, url: str, steps: int, record: Path, pause: floa
         lines.write(json.dumps(told) + "\n")
         while loop.step < steps:
             for batch in loop:
+                if loop.step == die and is_told(url, loop.step):
+                    os.kill(os.getpid(), signal.SIGKILL)
                 model(batch.float()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 lines.write(json.dumps({"step": loop.step + 1, "items": batch.flatten().tolist()}) + "\n")
                 loop.stepped()
                 time.sleep(pause)
-                if loop.step % 2 == 0:
+                lines.write(json.dumps({"done": loop.step, "time": time.time()}) + "\n")
+                if loop.step % save_every == 0:
                     loop.save()
+                    lines.write(json.dumps({"saved": loop.step, "time": time.time()}) + "\n")
                 if loop.step == steps:
                     break
     loop.close()
+
+
+def is_told(url: str, step: int) -> bool:
+    """Once the bucket has the newest checkpoint, and a position of this step. Read with boto3."""
+    client = boto3.client("s3")
+    prefix = f"{url.removeprefix('s3://runs/')}/megaresume/"
+
+    def newest(kind: str) -> dict[str, Any]:
+        found = client.list_objects_v2(Bucket="runs", Prefix=f"{prefix}{kind}/").get("Contents", ())
+        names = [one["Key"] for one in found]
+        return json.loads(client.get_object(Bucket="runs", Key=max(names))["Body"].read()) if names else {}
+
+    while newest("position").get("iteration") != step or not newest("heads").get("saves"):
+        time.sleep(0.05)
+    return True
 
 
 def _life(rank: int, ranks: int, port: int, said: Path, *args: Any) -> None:
@@ -146,7 +178,7 @@ class Cluster:
     def __init__(self, seed: int) -> None:
         self.server = Server()
         os.environ.update(self.server.environment)
-        self.client = self.server.client()
+        self.client, self.proxy = self.server.client(), Proxied(self.server)
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.place = Path(tempfile.mkdtemp(prefix="megaresume-nodes-", dir=memory))
         self.random, self.seed, self.runs = random.Random(seed), seed, 0
@@ -155,6 +187,7 @@ class Cluster:
         self.new_run()
 
     def close(self) -> None:
+        self.proxy.close()
         self.server.close()
         shutil.rmtree(self.place, ignore_errors=True)
 
@@ -170,8 +203,20 @@ class Cluster:
         self.seen: dict[int, list[int]] = {}
         self.best = 0
 
-    def start(self, ranks: int, steps: int, *, kill: tuple[int, float] | None = None, pause: float = 0.02) -> list[int]:
-        """One start of the job; ``kill``: which rank, after how many seconds: then the launcher ends the others, too.
+    def start(
+        self,
+        ranks: int,
+        steps: int,
+        *,
+        kill: tuple[int, float] | None = None,
+        pause: float = 0.02,
+        save_every: int = 2,
+        data_every: int | None = None,
+        die: int | None = None,
+        fault: tuple[int, str, int] | None = None,
+    ) -> list[int]:
+        """One start of the job; ``kill``: which rank, after how many seconds: then the launcher ends the others, too;
+        ``fault``: to which rank, what, and at which of its requests (proxy.py).
 
         Returns:
             the status of every rank; negative: the signal.
@@ -181,8 +226,13 @@ class Cluster:
         port, pids = _port(), list[int]()
         for rank in range(ranks):
             if not (pid := os.fork()):
-                _life(rank, ranks, port, self.root, self.disks[rank], self.url, steps, self.record, pause)
+                if fault is not None and fault[0] == rank:
+                    os.environ["AWS_ENDPOINT_URL"] = self.proxy.url
+                work = (self.disks[rank], self.url, steps, self.record, pause, save_every, data_every, die)
+                _life(rank, ranks, port, self.root, *work)
             pids.append(pid)
+            if fault is not None and fault[0] == rank:
+                self.proxy.plan(pid=pid, fault=fault[1], at=fault[2])
         statuses: dict[int, int] = {}
         doomed = pids if kill is None else [pids[kill[0]]]
         deadline = time.monotonic() + (600.0 if kill is None else kill[1])
@@ -267,7 +317,7 @@ class Cluster:
                 if "start" in told:
                     if told["start"] < before or told["weights"] != [float(told["start"])]:
                         raise Lost(f"step {before} counted, and rank {rank} began with {told}")
-                else:
+                elif "items" in told:
                     items.setdefault(told["step"], []).extend(told["items"])
         for step, some in items.items():
             if len(some) == BATCH and self.seen.setdefault(step, sorted(some)) != sorted(some):
@@ -276,6 +326,11 @@ class Cluster:
     def said(self) -> str:
         logs = [path.read_text()[-3000:] for path in sorted(self.root.glob("rank_*.log"))]
         return "\n----\n".join(logs)
+
+    def _lost_others(self, status: int, rank: int) -> bool:
+        """Whether a rank that ended by an error missed another one, and had no other reason."""
+        lines = (self.root / f"rank_{rank}.log").read_text().strip().splitlines()
+        return status != 1 or any(word in lines[-1] for word in ("gloo", "Connection", "Socket", "recv"))
 
     def lose_disks(self) -> str:
         """Machines are replaced, or change places."""
@@ -294,23 +349,26 @@ class Cluster:
             for _ in range(starts):
                 ranks = self.random.choice((2, 2, 2, 3, 1))
                 victim, seconds = self.random.randrange(ranks), self.random.uniform(0.3, 4.0)
-                statuses = self.start(ranks, self.best + 100, kill=(victim, seconds))
-                told.append(f"{ranks} nodes, node {victim} killed after {seconds:.2f} s: {statuses}")
+                fault = None
+                if self.random.random() < 0.5:
+                    fault = victim, self.random.choice(FAULTS), self.random.randint(1, 80)
+                statuses = self.start(ranks, self.best + 100, kill=(victim, seconds), fault=fault)
+                told.append(f"{ranks} nodes, node {victim} killed after {seconds:.2f} s, {fault}: {statuses}")
                 before = self.best
                 self.judge()
                 self.judge_start(before, ranks)
                 if REFUSED in statuses and not self.best:
                     self.counts["nothing was ever copied, and a disk was lost"] += 1
                     return
-                if any(status not in (-signal.SIGKILL, 1, 0) for status in statuses):
+                expected = {-signal.SIGKILL, 1, 0} | ({REFUSED + 1} if fault is not None else set())
+                if not expected.issuperset(statuses) or not all(map(self._lost_others, statuses, range(ranks))):
                     raise Lost(f"it ended with {statuses}")
                 what = self.lose_disks()
                 told.append(f"disks lost: {what}")
-                self.counts[f"{ranks} nodes, node {min(victim, 1)} killed; disks lost: {what}"] += 1
-            if not self.best and self.random.random() < 1:
-                for disk in self.disks:
-                    if not disk.exists():
-                        return  # as above
+                how = "killed" if fault is None else fault[1]
+                self.counts[f"{ranks} nodes, node {min(victim, 1)}: {how}; disks lost: {what}"] += 1
+            if not self.best and not all(disk.exists() for disk in self.disks):
+                return  # as above
             before, ranks = self.best, self.random.choice((1, 2, 3))
             statuses = self.start(ranks, before + 4)
             told.append(f"{ranks} nodes to the end: {statuses}")
