@@ -41,7 +41,7 @@ from tests.checkpoint.store.recorder import Bucket, Lost
 from tests.checkpoint.store.server import Proxied, Server
 
 BATCH, ITEMS, WIDTH = 12, 1200, 24
-REFUSED = 3
+REFUSED, STOPPED = 3, 9
 #: what a proxy does at a request; see proxy.py.
 FAULTS = ("kill before", "kill after", "503", "reset before", "reset after", "torn", "flipped answer", "flipped body")
 
@@ -99,7 +99,8 @@ def train(
     optimizer = Counting(model.parameters(), lr=1.0)
     loader = megaresume.DataLoader(Numbers(), batch_size=BATCH // ranks)
     where = megaresume.Checkpoints(save_dir=disk, stage_to=url, keep_last=2, data_every=data_every)
-    loop = megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=where)
+    objects = {"model": model, "optimizer": optimizer}
+    loop = megaresume.attach(objects, loader, checkpoints=where, stop=megaresume.StopConditions())
     loop.load()
     with open(record / f"rank_{rank}", "a", buffering=1) as lines:
         told = {"start": loop.step, "weights": sorted({float(v) for v in model.first.detach().full_tensor().flatten()})}
@@ -150,6 +151,8 @@ def _life(rank: int, ranks: int, port: int, said: Path, *args: Any) -> None:
             train(rank, *args)
             dist.barrier()
             status = 0
+        except megaresume.Stopped:
+            status = STOPPED
         except CheckpointError:
             traceback.print_exc()
             status = REFUSED
@@ -183,6 +186,8 @@ class Cluster:
         self.place = Path(tempfile.mkdtemp(prefix="megaresume-nodes-", dir=memory))
         self.random, self.seed, self.runs = random.Random(seed), seed, 0
         self.is_warm = False
+        #: saves whose every weight was compared.
+        self.opened: set[str] = set()
         self.counts: collections.Counter[str] = collections.Counter()
         self.new_run()
 
@@ -214,9 +219,11 @@ class Cluster:
         data_every: int | None = None,
         die: int | None = None,
         fault: tuple[int, str, int] | None = None,
+        stop: float | None = None,
     ) -> list[int]:
         """One start of the job; ``kill``: which rank, after how many seconds: then the launcher ends the others, too;
-        ``fault``: to which rank, what, and at which of its requests (proxy.py).
+        ``fault``: to which rank, what, and at which of its requests (proxy.py); ``stop``: SIGTERM to all, after so many
+        seconds.
 
         Returns:
             the status of every rank; negative: the signal.
@@ -235,9 +242,17 @@ class Cluster:
                 self.proxy.plan(pid=pid, fault=fault[1], at=fault[2])
         statuses: dict[int, int] = {}
         doomed = pids if kill is None else [pids[kill[0]]]
-        deadline = time.monotonic() + (600.0 if kill is None else kill[1])
+        began, from_here = time.monotonic(), kill is not None and self.random.random() < 0.3
+        deadline = began + (600.0 if kill is None or not from_here else kill[1])
         while len(statuses) < ranks:
             time.sleep(0.005)
+            if not from_here and (self.record / "rank_0").exists():  # training begins
+                began, from_here = time.monotonic(), True
+                deadline = deadline if kill is None else began + kill[1]
+            if stop is not None and from_here and time.monotonic() > began + stop:
+                for pid in set(pids) - set(statuses):
+                    os.kill(pid, signal.SIGTERM)
+                stop = None
             for pid in set(pids) - set(statuses):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
@@ -261,7 +276,7 @@ class Cluster:
         self.is_warm = self.is_warm or names.exists()
 
     def judge(self) -> list[int]:
-        """The steps that count in the bucket, the newest last; each of them is opened.
+        """The steps that count in the bucket, the newest last; each of them is looked up, and once opened.
 
         Raises:
             Lost: one of them is not whole, or one that counted before does not, or an item was trained in another step.
@@ -287,6 +302,10 @@ class Cluster:
             key.removeprefix(f"{tag}/{save}/") for key in keys if key.startswith(f"{tag}/{save}/")
         ):
             raise Lost(f"{tag}: the manifest names {sorted(names)}, and other files are there")
+        if any(keys[f"{tag}/{save}/{path}"] != size for path, size, _ in manifest["files"]):
+            raise Lost(f"{tag}: a file has another size than the manifest says")
+        if save in self.opened:
+            return
         with tempfile.TemporaryDirectory(dir=self.place) as directory:
             for name in names:
                 (Path(directory) / name).write_bytes(self.bucket.get(f"{tag}/{save}/{name}"))
@@ -299,6 +318,7 @@ class Cluster:
             if len(state) < 2:
                 raise Lost(f"{tag}: no weights in it: {sorted(metadata.state_dict_metadata)}")
             dcp.load(state, checkpoint_id=directory, no_dist=True)
+            self.opened.add(save)
             for name, tensor in state.items():
                 if set(tensor.flatten().tolist()) != {float(step)}:
                     raise Lost(f"{tag}: {name} holds {sorted(set(tensor.flatten().tolist()))}")
@@ -348,7 +368,7 @@ class Cluster:
         try:
             for _ in range(starts):
                 ranks = self.random.choice((2, 2, 2, 3, 1))
-                victim, seconds = self.random.randrange(ranks), self.random.uniform(0.3, 4.0)
+                victim, seconds = self.random.randrange(ranks), self.random.uniform(0.3, 8.0)
                 fault = None
                 if self.random.random() < 0.5:
                     fault = victim, self.random.choice(FAULTS), self.random.randint(1, 80)
@@ -369,6 +389,15 @@ class Cluster:
                 self.counts[f"{ranks} nodes, node {min(victim, 1)}: {how}; disks lost: {what}"] += 1
             if not self.best and not all(disk.exists() for disk in self.disks):
                 return  # as above
+            before, ranks = self.best, self.random.choice((1, 2, 3))
+            statuses = self.start(ranks, before + 1000, stop=self.random.uniform(0.3, 3.0))
+            told.append(f"{ranks} nodes, asked to stop: {statuses}")
+            lines = [json.loads(line) for line in (self.record / "rank_0").read_text().splitlines()]
+            done = max((line["done"] for line in lines if "done" in line), default=before)
+            if set(statuses) != {STOPPED} or max(self.judge(), default=0) != done:
+                raise Lost(f"they stopped after step {done}, and {self.best} is the newest")
+            self.judge_start(before, ranks)
+            self.counts[f"{ranks} nodes, asked to stop"] += 1
             before, ranks = self.best, self.random.choice((1, 2, 3))
             statuses = self.start(ranks, before + 4)
             told.append(f"{ranks} nodes to the end: {statuses}")
@@ -397,7 +426,7 @@ def main() -> None:
         cluster.close()
     for name, count in sorted(cluster.counts.items()):
         print(f"{count:6} {name}")
-    print(f"{cluster.counts.total()} tries, 0 lost", flush=True)
+    print(f"{len(cluster.opened)} checkpoints opened; {cluster.counts.total()} tries, 0 lost", flush=True)
 
 
 if __name__ == "__main__":
