@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,12 @@ def deepspeed_loop(is_ours: bool, directory: Path, *_: str) -> None:
 
 
 #: by the package that each needs, or "stream".
-PROGRAMS = {"torch": torch_loop, "transformers": trainer, "deepspeed": deepspeed_loop, "stream": stream_loop}
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "torch": torch_loop,
+    "transformers": trainer,
+    "deepspeed": deepspeed_loop,
+    "stream": stream_loop,
+}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
