@@ -52,7 +52,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     def done(_: int) -> None:
         for _ in range(some):
             prompt = next(waiting)
-            prompts.done(prompt.ordinal, prompt.digest)
+            prompts.done(prompt.ordinal, prompt.ticket)
 
     def popped(_: int) -> None:
         for _ in range(some):
@@ -66,7 +66,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     again = Prompts(dataset)
     fresh = again.issue(most)
     for prompt in (chosen := random.Random(1).sample(fresh, count)):
-        again.done(prompt.ordinal, prompt.digest)
+        again.done(prompt.ordinal, prompt.ticket)
     again.trained(1, [prompt.ordinal for prompt in chosen])
     seconds = interleaved(
         {"ours": lambda _: again.state_dict(), "torch": lambda _: json.dumps(sorted(out))}, setup.sizes.repetitions

@@ -2,7 +2,7 @@
 
     prompts = megaresume.Prompts(dataset, rollouts=8, max_staleness=4, ledger="run/prompts.jsonl")
     for prompt in prompts.issue(64): ...              to whoever rolls out
-    if prompts.done(ordinal, digest, rollout, version=3): ...    a rollout came back: is it wanted?
+    if prompts.done(ordinal, ticket, rollout, version=3): ...    a rollout came back: is it wanted?
     prompts.trained(step, ordinals)                   after the optimizer's step
     checkpoint["prompts"] = prompts.state_dict()      with the weights
 
@@ -12,10 +12,11 @@ became of each is in `InFlight`; this adds which item an ordinal is, and what th
 A change at a resume (prompts appended, other weights) begins with the next ordinal that was never issued: those in
 flight are what they were. So a state holds one state of the stream for each order that prompts in flight came from.
 
-The digest that is handed out is ``CONTENT-START.ATTEMPT``: 16 hex digits of what the prompt holds, which must match;
-which start of the run issued it, and how often it had issued it before. A rollout that another start asked for is
-wanted if the checkpoint has the weights that made it. Workers that outlive a crash hold other weights under the same
-numbers: they are to load those of the checkpoint before they are sent prompts.
+A prompt is handed out with a *ticket*, which comes back with its rollouts: ``DIGEST-START.ATTEMPT``, of which DIGEST is
+16 hex digits of what the prompt holds, and must match; START says which start of the run issued it, and ATTEMPT how
+often that had issued it before. A rollout that another start asked for is wanted if the checkpoint has the weights that
+made it. Workers that outlive a crash hold other weights under the same numbers: they are to load those of the
+checkpoint before they are sent prompts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megaresume.batches.items import item_hash
 from megaresume.batches.loader import available, process_rank
 from megaresume.checkpoint.prompt_ledger import PromptLedger
 from megaresume.stream.errors import StateError, UsageError
-from megaresume.stream.in_flight import Flight, InFlight, OnStale, Trained, as_number
+from megaresume.stream.in_flight import Flight, InFlight, OnStale, PromptOrRollout, as_number
 from megaresume.stream.state import StreamState, open_envelope
 from megaresume.stream.state_text import checksum
 from megaresume.stream.stream import Stream
@@ -55,8 +56,8 @@ class Prompt(NamedTuple):
     epoch: int
     #: its number in the dataset.
     item: int
-    #: of its content, and of this issue of it: to be handed back to `Prompts.done`.
-    digest: str
+    #: goes with it to whoever rolls out, and back to `Prompts.done`: what it holds, and which issue of it this is.
+    ticket: str
     #: name of the dataset; ``data`` if there is one.
     dataset: str
     #: ``dataset[item]``.
@@ -65,7 +66,7 @@ class Prompt(NamedTuple):
     rollouts: tuple[int, ...]
 
 
-class Out(NamedTuple):
+class Outstanding(NamedTuple):
     """One that was issued, and has rollouts that are not back."""
 
     ordinal: int
@@ -133,7 +134,7 @@ class Prompts:
         self.is_begun = False
         #: the orders that prompts in flight came from; the last one goes on.
         self._orders = [_Order(self._loader.stream)]
-        #: in each digest that is handed out: other with every start, and every state that is loaded.
+        #: in each ticket: other with every start, and every state that is loaded.
         self._start = secrets.token_hex(4)
         #: blocks, the last used first: the first ordinal, and (epoch, item, dataset, place) of each.
         self._planned: list[tuple[int, list[tuple[int, int, str, Any]]]] = []
@@ -204,11 +205,12 @@ class Prompts:
                 "rollouts: Prompts(DataLoader(dataset, 1, dp_rank=0, dp_size=1))",
             )
 
-    def done(self, ordinal: int, digest: str, rollout: int = 0, *, version: int | None = None) -> bool:
+    def done(self, ordinal: int, ticket: str, rollout: int = 0, *, version: int | None = None) -> bool:
         """A rollout came back; or was kept over a crash, and is handed in again before its prompt is issued again.
 
         Args:
-            ordinal, digest: of its prompt, as `issue` gave them: to this start, or to one before a crash.
+            ordinal, ticket: of its prompt, as `issue` gave them: to this start, or to one before a crash. What
+                `digest_of` makes of the prompt stands for a ticket of an earlier start.
             rollout: its number.
             version: of the weights that made it; None if there is no bound on that, and a resume does not go back
                 before weights that made rollouts.
@@ -230,25 +232,25 @@ class Prompts:
             if flight is None:
                 flights.counts["late"] += 1
                 return False
-            content, attempt = self._asked_by(digest)
-            if (flight.digest or self._digest(ordinal, flight)) != content:
+            digest, attempt = self._parsed(ticket)
+            if (flight.digest or self._digest(ordinal, flight)) != digest:
                 raise StateError(
                     "a rollout is of another prompt",
-                    found=f"digest {digest!r:.40}, of ordinal {ordinal}",
+                    found=f"ticket {ticket!r:.40}, of ordinal {ordinal}",
                     expected=f"{flight.digest}, item {self._place(ordinal)[1]} of dataset '{self._place(ordinal)[2]}'",
                     cause="it was kept from another run or another dataset, or matched by its place in a batch; or the "
                     "item is another each time it is read",
-                    action="discard it; pass ordinal and digest of a prompt along with its rollouts",
+                    action="discard it; pass ordinal and ticket of a prompt along with its rollouts",
                 )
             return flights.done(flight, ordinal, rollout, version, attempt)
 
-    def _asked_by(self, digest: Any) -> tuple[Any, int | None]:
-        """What a digest says of the content; and the attempt, None if another start made it, or nobody knows."""
-        if not isinstance(digest, str):
-            return digest, None
-        content, _, asked = digest.partition("-")
-        start, _, attempt = asked.partition(".")
-        return content, int(attempt) if start == self._start and attempt.isdecimal() else None
+    def _parsed(self, ticket: Any) -> tuple[Any, int | None]:
+        """The digest in a ticket; and the attempt, None if another start issued it, or nobody knows."""
+        if not isinstance(ticket, str):
+            return ticket, None
+        digest, _, issue = ticket.partition("-")
+        start, _, attempt = issue.partition(".")
+        return digest, int(attempt) if start == self._start and attempt.isdecimal() else None
 
     def drop(self, ordinal: int, reason: str, requeue: bool = False, *, rollout: int | None = None) -> None:
         """Give a prompt up, or issue it again: filtered, failed, cancelled because others were enough.
@@ -279,7 +281,7 @@ class Prompts:
         with self._lock:
             return self._flights.advance(version)
 
-    def trained(self, step: int, ordinals: Sequence[Trained]) -> None:
+    def trained(self, step: int, ordinals: Sequence[PromptOrRollout]) -> None:
         """An optimizer step has trained these prompts. Before the state of the step is taken.
 
         Args:
@@ -399,14 +401,14 @@ class Prompts:
         """Ordinals that are issued, or to be issued again, and not settled; ascending."""
         return sorted(self._flights.open)
 
-    def out(self) -> list[Out]:
+    def outstanding(self) -> list[Outstanding]:
         """What is issued and not back, the oldest first: for timeouts, and to see who is slow."""
         with self._lock:
             now, numbers = time.monotonic(), self._flights.numbers
             found = [
-                Out(ordinal, numbers(one.flying), numbers(one.done), one.asked[1], now - one.asked[0])
+                Outstanding(ordinal, numbers(one.flying), numbers(one.done), one.issued[1], now - one.issued[0])
                 for ordinal, one in self._flights.open.items()
-                if one.flying and one.asked
+                if one.flying and one.issued
             ]
         return sorted(found, key=lambda one: (-one.seconds, one.ordinal))
 
@@ -416,8 +418,8 @@ class Prompts:
         return self._flights.frontier
 
     @property
-    def next(self) -> int:
-        """The first ordinal that was never issued."""
+    def next_ordinal(self) -> int:
+        """The first that was never issued."""
         return self._flights.next
 
     @property

@@ -9,8 +9,8 @@ dropped because it was stale holds that back forever, so that a resume trains ag
 the training process issues the prompts, one at a time as the worker asks for them, and knows of each rollout until a
 step has trained it:
 
-    worker's process     `Issued`, in place of the dataset: asks for the next prompt over a socket
-                         `ExactLoop`: its loop, whose samples carry ordinal, digest, rollout, and rows of that rollout
+    worker's process     `IssuedRows`, in place of the dataset: asks for the next prompt over a socket
+                         `ExactLoop`: its loop, whose samples carry ordinal, ticket, rollout, and rows of that rollout
     main process         rollout_queue.get: is the sample wanted? else dropped, or requeued if it is stale
                          the collator: which rollouts are in a micro-batch
                          training_step, then on_step_end: they are trained
@@ -59,8 +59,8 @@ BATCH = "megaresume_batch"
 # In the worker's process
 
 
-class Issued:
-    """The dataset of a worker: its rows are (ordinal, digest, row), from the training process.
+class IssuedRows:
+    """The dataset of a worker: its rows are (ordinal, ticket, row), from the training process.
 
     Args:
         address: of its socket.
@@ -76,10 +76,10 @@ class Issued:
                 connection.send(None)
                 yield connection.recv()
 
-    def lost(self, ordinal: int, digest: str, rollouts: list[int]) -> None:
+    def lost(self, ordinal: int, ticket: str, rollouts: list[int]) -> None:
         """These rollouts have no token to train."""
         with Client(self._address, authkey=self._key) as connection:
-            connection.send((ordinal, digest, rollouts))
+            connection.send((ordinal, ticket, rollouts))
             connection.recv()
 
 
@@ -88,7 +88,7 @@ class Sample(RolloutSample):
     """A row of a rollout, which says of which."""
 
     ordinal: int = -1
-    digest: str = ""
+    ticket: str = ""
     rollout: int = -1
     #: of its rollout.
     rows: int = 1
@@ -99,23 +99,23 @@ class ExactLoop(_AsyncRolloutLoop):
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         self._prompts: dict[int, tuple[int, str]] = {}
-        for group, (ordinal, digest, row) in enumerate(self._dataset_iter):
-            self._prompts[group] = ordinal, digest
+        for group, (ordinal, ticket, row) in enumerate(self._dataset_iter):
+            self._prompts[group] = ordinal, ticket
             for _ in range(self.num_generations):
                 yield group, row
 
     async def _score_group(self, group: Any) -> list[RolloutSample]:
         samples = await super()._score_group(group)
-        ordinal, digest = self._prompts.pop(group.group_id)
+        ordinal, ticket = self._prompts.pop(group.group_id)
         rollouts = [k for k, sequences in enumerate(group.completions_sequences) for _ in sequences]
         rows = Counter(rollouts)
         if lost := [k for k in range(self.num_generations) if not rows[k]]:
-            self.dataset.lost(ordinal, digest, lost)
+            self.dataset.lost(ordinal, ticket, lost)
         return [
             Sample(
                 **{field.name: getattr(sample, field.name) for field in fields(RolloutSample)},
                 ordinal=ordinal,
-                digest=digest,
+                ticket=ticket,
                 rollout=rollout,
                 rows=rows[rollout],
             )
@@ -126,14 +126,14 @@ class ExactLoop(_AsyncRolloutLoop):
 # In the training process
 
 
-class Member(int):
+class GroupMember(int):
     """A prompt's ordinal, as the ``group_id`` of a sample, which TRL only compares; it knows its rollout."""
 
     rollout: int
     rows: int
 
     @classmethod
-    def of(cls, sample: Sample) -> Member:
+    def of(cls, sample: Sample) -> GroupMember:
         """Of a sample."""
         member = cls(sample.ordinal)
         member.rollout, member.rows = sample.rollout, sample.rows
@@ -164,7 +164,7 @@ class Arrivals:
         while True:
             sample = self._queue.get(timeout=timeout)
             if self._is_wanted(sample):
-                sample.group_id = Member.of(sample)
+                sample.group_id = GroupMember.of(sample)
                 return sample
 
     def _is_wanted(self, sample: Sample) -> bool:
@@ -173,7 +173,7 @@ class Arrivals:
         if wanted is None:
             prompts, version = self._prompts, int(sample.model_version)
             prompts.advance(max(self._trainer.model_version, version, prompts.version))
-            wanted = prompts.done(sample.ordinal, sample.digest, sample.rollout, version=version)
+            wanted = prompts.done(sample.ordinal, sample.ticket, sample.rollout, version=version)
             wanted = wanted and self._is_fresh(sample)
         if left > 1:
             self._begun[place] = wanted, left - 1
@@ -189,7 +189,7 @@ class Arrivals:
         return False
 
 
-class Trained(TrainerCallback):
+class TrainedRollouts(TrainerCallback):
     """The rollouts that the step has trained.
 
     Args:
@@ -200,8 +200,8 @@ class Trained(TrainerCallback):
     def __init__(self, trainer: Any, prompts: Prompts) -> None:
         self._prompts, self._number = prompts, 0
         #: micro-batches that were made; rollouts of the step; rows of a rollout that no step has trained yet.
-        self._made: dict[int, list[Member]] = {}
-        self._step: list[Member] = []
+        self._made: dict[int, list[GroupMember]] = {}
+        self._step: list[GroupMember] = []
         self._rows: dict[tuple[int, int], int] = {}
         hook(trainer, "get_train_dataloader", self._loader)
         hook(trainer, "training_step", self._train)
@@ -240,7 +240,7 @@ class Trained(TrainerCallback):
 
 
 class Issuer:
-    """Answers the worker's `Issued`, in threads.
+    """Answers the worker's `IssuedRows`, in threads.
 
     Args:
         prompts: the account.
@@ -252,9 +252,9 @@ class Issuer:
         threading.Thread(target=self._accept, name="megaresume-prompts", daemon=True).start()
 
     @property
-    def dataset(self) -> Issued:
+    def dataset(self) -> IssuedRows:
         """For the worker."""
-        return Issued(self._listener.address, self._key)
+        return IssuedRows(self._listener.address, self._key)
 
     def _accept(self) -> None:
         while True:
@@ -270,11 +270,11 @@ class Issuer:
                     return
                 if asked is None:
                     (prompt,) = self._prompts.issue(1)
-                    connection.send((prompt.ordinal, prompt.digest, prompt.content))
+                    connection.send((prompt.ordinal, prompt.ticket, prompt.content))
                 else:
-                    ordinal, digest, rollouts = asked
+                    ordinal, ticket, rollouts = asked
                     for rollout in rollouts:
-                        if self._prompts.done(ordinal, digest, rollout):
+                        if self._prompts.done(ordinal, ticket, rollout):
                             self._prompts.drop(ordinal, "empty", rollout=rollout)
                     connection.send(None)
 
@@ -339,12 +339,12 @@ def attach(
     issuer = Issuer(prompts)
     worker._loop_cls = ExactLoop
     worker._loop_kwargs["dataset"] = issuer.dataset
-    trainer.add_callback(Trained(trainer, prompts))
+    trainer.add_callback(TrainedRollouts(trainer, prompts))
 
     def start(before: Any) -> None:
         # What TRL has read of its own position: prompts are counted here.
         worker._loop_kwargs["dataset_start_index"] = 0
-        trainer._groups_before_resume = prompts.next - len(prompts.in_flight)
+        trainer._groups_before_resume = prompts.next_ordinal - len(prompts.in_flight)
         before()
 
     def save(before: Any, *args: Any, **more: Any) -> None:

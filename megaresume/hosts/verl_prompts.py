@@ -3,7 +3,7 @@
     megaresume.attach(PPOTrainer)  # of verl.trainer.ppo.v1, in the driver; or RayPPOTrainer, the older one
 
 VeRL names a prompt by a random ``uid``, and saves the position of torchdata's loader. Here `Prompts` issues each, and
-its ordinal and digest are the ``uid``, which TransferQueue and the replay buffer carry along:
+its ordinal and ticket are the ``uid``, which TransferQueue and the replay buffer carry along:
 
     `IssuedPrompts`, in place of the dataloader   what is in flight first, then the next ones
     _fetch_one_gen_batch                          their uid
@@ -86,7 +86,7 @@ class IssuedPrompts:
     def end(self, step: int) -> None:
         """Count how many steps the run has, which is at this one."""
         config, prompts = self._trainer.config, self.prompts
-        settled = prompts.next - len(prompts.in_flight)
+        settled = prompts.next_ordinal - len(prompts.in_flight)
         left = max(end_of(self.loader, config.trainer.total_epochs) - settled, 0)
         self.total = step + left // config.data.train_batch_size
 
@@ -108,7 +108,7 @@ class IssuedPrompts:
         if self._settles and self.batch:
             for prompt in self.batch:
                 for rollout in prompt.rollouts:
-                    self.prompts.done(prompt.ordinal, prompt.digest, rollout)
+                    self.prompts.done(prompt.ordinal, prompt.ticket, rollout)
             self.prompts.trained(self._step, [prompt.ordinal for prompt in self.batch])
         self.batch = []
 
@@ -196,7 +196,7 @@ def attach(
     prompts = Prompts(loader, rollouts=config.actor_rollout_ref.rollout.n, ledger=ledger)
     issued = IssuedPrompts(trainer, prompts, loader, settles=not has_queue)
     if has_queue:
-        Queued(trainer, issued, requeues=on_stale == "requeue")
+        QueuedGroups(trainer, issued, requeues=on_stale == "requeue")
     trainer.train_dataloader = issued
     setattr(trainer, SLOT, prompts)
     _set_length(trainer, issued)
@@ -216,7 +216,7 @@ def _check_fit(trainer: Any) -> None:
         )
 
 
-class Queued:
+class QueuedGroups:
     """Prompts whose rollouts lie in TransferQueue until a step trains them.
 
     Args:
@@ -266,13 +266,13 @@ class Queued:
                 uid, session, _ = key.rsplit("_", 2)
                 groups.setdefault(uid, {})[int(session)] = tag.get("min_global_steps")
         for uid, versions in groups.items():
-            ordinal, digest = parsed(uid)
+            ordinal, ticket = parsed_uid(uid)
             for rollout in range(prompts.rollouts):
                 if rollout not in versions:
                     prompts.drop(ordinal, "failed", rollout=rollout)
-                elif not prompts.done(ordinal, digest, rollout, version=versions[rollout]):
+                elif not prompts.done(ordinal, ticket, rollout, version=versions[rollout]):
                     raise _trained_twice(uid, rollout)
-        prompts.trained(number, [parsed(uid)[0] for uid in groups])
+        prompts.trained(number, [parsed_uid(uid)[0] for uid in groups])
         return batch
 
     def _evict(self, evict: Callable[..., Any], step: int, partition: str, reasons: Any) -> Any:
@@ -289,14 +289,14 @@ class Queued:
         if partition == "train":
             for uid in uids:
                 reason, requeue = ("surplus", True) if self._reasons is None else self._reasons[uid]
-                self._prompts.drop(parsed(uid)[0], reason, requeue)
+                self._prompts.drop(parsed_uid(uid)[0], reason, requeue)
         return result
 
     def _materialize(self, materialize: Callable[..., Any], partition: str, uids: Sequence[str], *args: Any) -> Any:
         batch = materialize(partition, uids, *args)
         if partition == "train":
             for uid in set(uids) - {key.partition("_")[0] for key in batch.keys}:
-                self._prompts.drop(parsed(uid)[0], "failed")
+                self._prompts.drop(parsed_uid(uid)[0], "failed")
         return batch
 
     def _reissue(self, reissue: Callable[..., int], partition: str = "train") -> int:
@@ -318,12 +318,12 @@ class Queued:
             for key, tag in tags.items()
             if tag.get("is_prompt", False)
             and tag["status"] in ("finished", "failure")
-            and _is_of(key, issued.get(parsed(key)[0]))
+            and _is_of(key, issued.get(parsed_uid(key)[0]))
         }
         # Begun; trained in the step that was saved; or of another checkpoint.
         if others := [key for key in tags if key.partition("_")[0] not in kept]:
             transfer_queue.kv_clear(keys=others, partition_id=partition)
-        there = {parsed(key)[0] for key in kept}
+        there = {parsed_uid(key)[0] for key in kept}
         begun = [prompt for ordinal, prompt in issued.items() if ordinal not in there]
         if begun:
             batch = self._named(tensordict_utils.get_tensordict(self._issued.collated(begun)))
@@ -336,18 +336,18 @@ class Queued:
 
 def uid_of(prompt: Prompt) -> str:
     """The name of an issued prompt in TransferQueue, whose keys are this and numbers, with ``_`` between."""
-    return f"{prompt.ordinal}-{prompt.digest}"
+    return f"{prompt.ordinal}-{prompt.ticket}"
 
 
-def parsed(uid: str) -> tuple[int, str]:
-    """Ordinal and digest of a prompt. Of a uid of VeRL's own -1, which no prompt has."""
-    ordinal, _, digest = uid.partition("-")
-    return int(ordinal) if ordinal.isdecimal() and digest.count("-") == 1 else -1, digest
+def parsed_uid(uid: str) -> tuple[int, str]:
+    """Ordinal and ticket of a prompt. Of a uid of VeRL's own -1, which no prompt has."""
+    ordinal, _, ticket = uid.partition("-")
+    return int(ordinal) if ordinal.isdecimal() and ticket.count("-") == 1 else -1, ticket
 
 
 def _is_of(uid: str, prompt: Prompt | None) -> bool:
     """Whether it was made of what this prompt holds, at whatever start."""
-    return prompt is not None and parsed(uid)[1].partition("-")[0] == prompt.digest.partition("-")[0]
+    return prompt is not None and parsed_uid(uid)[1].partition("-")[0] == prompt.ticket.partition("-")[0]
 
 
 def _load(trainer: Any, issued: IssuedPrompts, load: Callable[[], Any]) -> Any:

@@ -58,18 +58,18 @@ from megaresume.stream.errors import StateError, UsageError, as_count, parse_jso
 
 OnStale = Literal["requeue", "drop"]
 
-#: an ordinal; or one rollout of it.
-Trained = int | tuple[int, int]
+#: an ordinal; or (ordinal, rollout), one rollout of it.
+PromptOrRollout = int | tuple[int, int]
 
 STALE = "stale"
 #: characters from which the prompts in flight are packed.
-LARGE = 4096
+PACKED_FROM = 4096
 
 
 class Flight:
     """One prompt that is not settled."""
 
-    __slots__ = ("asked", "attempts", "digest", "done", "flying", "gone", "made", "step", "waits")
+    __slots__ = ("attempts", "digest", "done", "flying", "gone", "issued", "made", "step", "waits")
 
     def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
         #: of its content; None until somebody asks, after a resume.
@@ -85,7 +85,7 @@ class Flight:
         #: which attempt, from 1, asked last for a rollout; None: none was asked for again.
         self.attempts: dict[int, int] | None = None
         #: when it was issued last (`time.monotonic`), and the version of the weights then; None: not since the resume.
-        self.asked: tuple[float, int] | None = None
+        self.issued: tuple[float, int] | None = None
 
 
 class InFlight:
@@ -125,7 +125,7 @@ class InFlight:
         #: the next ordinal; the last step that trained; the version of the weights that roll out.
         self.next, self.step, self.weights_version = 0, 0, 0
         #: whether there may be rollouts of weights that a resume went back before; the version it went back to.
-        self.is_resumed, self.first_version = False, 0
+        self.is_resumed, self.resumed_version = False, 0
         #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
         self.counts: Counter[str] = Counter()
         #: what was settled since `forget_settled`, in that order; and rollouts that were trained since, by staleness.
@@ -142,10 +142,10 @@ class InFlight:
 
     def new(self, digests: Iterable[str]) -> range:
         """Issue the next ordinals, one for each of these digests."""
-        first, everything, asked = self.next, self._all, (time.monotonic(), self.weights_version)
+        first, everything, issued = self.next, self._all, (time.monotonic(), self.weights_version)
         for digest in digests:
             self.open[self.next] = flight = Flight(everything)
-            flight.digest, flight.asked = digest, asked
+            flight.digest, flight.issued = digest, issued
             self.next += 1
         return range(first, self.next)
 
@@ -173,7 +173,7 @@ class InFlight:
         missing = self._missing(flight)
         flight.digest, flight.waits = digest, False
         flight.flying |= missing
-        flight.asked = time.monotonic(), self.weights_version
+        flight.issued = time.monotonic(), self.weights_version
         numbers, before = self.numbers(missing), flight.attempts or {}
         attempt = 1 + max(before.values(), default=0)
         flight.attempts = before | dict.fromkeys(numbers, attempt)
@@ -226,7 +226,7 @@ class InFlight:
                 )
         else:
             version = as_number("version", version)
-            if attempt is None and version > self.first_version:
+            if attempt is None and version > self.resumed_version:
                 # Whatever number the weights have by now: those that made it are lost. Who was asked since is out.
                 self.counts["of later weights"] += 1
                 return False
@@ -296,7 +296,7 @@ class InFlight:
                 bits |= made
         return bits & flight.done
 
-    def trained(self, step: int, what: Sequence[Trained]) -> None:
+    def trained(self, step: int, what: Sequence[PromptOrRollout]) -> None:
         """See `Prompts.trained`. Nothing is changed if it raises."""
         step = _check("step", step, self.step)
         whole: list[int] = []
@@ -445,7 +445,7 @@ class InFlight:
         opened = sorted(self.open)
         partial = [(k, f"{one.gone:x}", one.step) for k in opened if (one := self.open[k]).gone]
         fields: dict[str, Any] = {"open": to_runs(opened), "partial": partial}
-        if len(json.dumps(fields, separators=(",", ":"))) > LARGE:
+        if len(json.dumps(fields, separators=(",", ":"))) > PACKED_FROM:
             # By column, what is alike side by side; the rollouts that are gone as a bitmap of each group.
             width = -(-self.rollouts // 8)
             columns = [fields["open"], to_runs([k for k, _, _ in partial]), [step for _, _, step in partial]]
@@ -484,7 +484,7 @@ class InFlight:
         }
         self._waiting = opened  # ascending, and so a heap
         self.next, self.step = stop, as_count(fields["step"])
-        self.weights_version = self.first_version = as_count(fields["weights_version"])
+        self.weights_version = self.resumed_version = as_count(fields["weights_version"])
         self.is_resumed = True
         self.counts.clear()
         self.forget_settled()

@@ -27,8 +27,8 @@ class Workers:
     def busy(self) -> int:
         return len({ordinal for ordinal, *_ in self._out})
 
-    def send(self, ordinal: int, digest: str, rollouts: Any, content: str, version: int) -> None:
-        self._out += [(ordinal, digest, rollout, version, f"{content}: an answer") for rollout in rollouts]
+    def send(self, ordinal: int, ticket: str, rollouts: Any, content: str, version: int) -> None:
+        self._out += [(ordinal, ticket, rollout, version, f"{content}: an answer") for rollout in rollouts]
 
     def receive(self) -> Any:
         return self._out.pop(self._draw.randrange(len(self._out)))

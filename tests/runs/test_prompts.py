@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
     prompts = made(tmp_path)
     issued = prompts.issue(8)
     for prompt in issued[:5]:
-        assert prompts.done(prompt.ordinal, prompt.digest)
+        assert prompts.done(prompt.ordinal, prompt.ticket)
     prompts.trained(1, [0, 3])
     prompts.drop(7, "filtered")
     save(tmp_path, prompts)
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
     again = made(tmp_path)
     again.load_state_dict(json.loads((tmp_path / "checkpoint-1" / "prompts.json").read_text())["prompts"])
     for prompt in again.issue(3):
-        assert again.done(prompt.ordinal, prompt.digest)
+        assert again.done(prompt.ordinal, prompt.ticket)
     again.trained(3, [4, 2])
     save(tmp_path, again)
     with (tmp_path / "prompts.jsonl").open("a") as file:
@@ -117,14 +117,14 @@ def test_a_ledger_that_came_later(run: Path) -> None:
     (run / "prompts.jsonl").unlink()
     prompts = Prompts(Texts("data", 20), rollouts=2, max_staleness=3)
     for prompt in prompts.issue(4):
-        assert all(prompts.done(prompt.ordinal, prompt.digest, rollout, version=0) for rollout in range(2))
+        assert all(prompts.done(prompt.ordinal, prompt.ticket, rollout, version=0) for rollout in range(2))
     prompts.trained(1, [0])
     shutil.rmtree(run / "checkpoint-1")
     save(run, prompts)
     later = Prompts(Texts("data", 20), rollouts=2, max_staleness=3, ledger=run / "prompts.jsonl")
     later.load_state_dict(prompts.state_dict())
     for prompt in later.issue(2):
-        assert all(later.done(prompt.ordinal, prompt.digest, rollout, version=0) for rollout in range(2))
+        assert all(later.done(prompt.ordinal, prompt.ticket, rollout, version=0) for rollout in range(2))
     later.advance(1)
     later.trained(4, [1, 2])
     save(run, later)

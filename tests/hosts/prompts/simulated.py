@@ -130,7 +130,7 @@ class Life:
         if world.state is None:  # of a first checkpoint that was never whole
             (world.directory / "prompts.jsonl").unlink(missing_ok=True)
         self.prompts = plan.prompts(world, draw)
-        #: (ordinal, digest, rollout, text, version) with workers, and those that came back and are wanted.
+        #: (ordinal, ticket, rollout, text, version) with workers, and those that came back and are wanted.
         self.out: list[tuple[int, str, int, str, int]] = []
         self.back: dict[tuple[int, int], str] = {}
         self.weights = [*world.weights]
@@ -140,8 +140,8 @@ class Life:
         if world.state is not None:
             self.prompts.load_state_dict(json.loads(world.state))
             assert self.prompts.in_flight == self.prompts.in_flight
-            for ordinal, digest, rollout, text in world.kept:
-                if self.prompts.done(ordinal, digest, rollout, version=self.prompts.version):
+            for ordinal, ticket, rollout, text in world.kept:
+                if self.prompts.done(ordinal, ticket, rollout, version=self.prompts.version):
                     self.back[ordinal, rollout] = text
         world.starts += 1
 
@@ -173,7 +173,7 @@ class Life:
             if self.said.setdefault(prompt.ordinal, prompt.content) != prompt.content:
                 self.world.mismatched += 1
             version = self.prompts.version
-            self.out += [(prompt.ordinal, prompt.digest, k, prompt.content, version) for k in prompt.rollouts]
+            self.out += [(prompt.ordinal, prompt.ticket, k, prompt.content, version) for k in prompt.rollouts]
         return bool(issued)
 
     def answer(self) -> None:
@@ -181,10 +181,10 @@ class Life:
         if not self.out:
             return
         one = self.draw.randrange(len(self.out))
-        ordinal, digest, rollout, text, version = self.out[one]
+        ordinal, ticket, rollout, text, version = self.out[one]
         if self.draw.random() > 0.05:
             self.out.pop(one)
-        if self.prompts.done(ordinal, digest, rollout, version=version):
+        if self.prompts.done(ordinal, ticket, rollout, version=version):
             self.back[ordinal, rollout] = text
 
     def fail(self) -> None:
@@ -235,7 +235,7 @@ class Life:
     def save(self) -> None:
         """A checkpoint; with the rollouts that wait to be trained, or without."""
         kept = [] if self.draw.random() < 0.5 else self.kept()
-        said = {ordinal: text for ordinal, text in self.said.items() if ordinal < self.prompts.next}
+        said = {ordinal: text for ordinal, text in self.said.items() if ordinal < self.prompts.next_ordinal}
         self.commit(json.dumps(self.prompts.state_dict()).encode(), [*self.weights], kept, said)
 
     def kept(self) -> list[list[Any]]:

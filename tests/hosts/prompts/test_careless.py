@@ -17,13 +17,13 @@ from tests.hosts.prompts.simulated import Texts
 from tests.hosts.prompts.test_prompts import bare, finish, made, resumed
 
 
-@pytest.mark.parametrize("digest", [None, ""])
-def test_a_rollout_without_a_digest_is_not_matched_after_a_resume(digest: Any) -> None:
+@pytest.mark.parametrize("ticket", [None, ""])
+def test_a_rollout_without_a_ticket_is_not_matched_after_a_resume(ticket: Any) -> None:
     prompts = made()
     prompts.issue(2)
     again = resumed(prompts)
     with pytest.raises(StateError, match="of another prompt"):
-        again.done(0, digest)
+        again.done(0, ticket)
     assert [prompt.ordinal for prompt in again.issue(2)] == [0, 1]
 
 
@@ -32,12 +32,12 @@ def test_numbers_of_numpy_and_torch_mean_what_they_say(number: Any) -> None:
     prompts = made(rollouts=40)
     first, second = prompts.issue(2)
     for rollout in range(40):
-        assert prompts.done(number(0), first.digest, number(rollout), version=number(0))
+        assert prompts.done(number(0), first.ticket, number(rollout), version=number(0))
     prompts.trained(number(1), [(number(0), number(39))])
     prompts.trained(number(2), [number(0)])
     prompts.drop(number(1), "failed", requeue=True, rollout=number(9))
     (again,) = prompts.issue(number(1))
-    assert (again.ordinal, again.rollouts, again.digest) == (1, (9,), second.digest.replace(".0", ".1"))
+    assert (again.ordinal, again.rollouts, again.ticket) == (1, (9,), second.ticket.replace(".0", ".1"))
     assert type(again.ordinal) is int
     assert prompts.in_flight == [1]
     json.dumps(prompts.state_dict())
@@ -65,7 +65,7 @@ def test_what_is_no_whole_number_is_refused(call: Any) -> None:
     prompts = made()
     (prompt,) = prompts.issue(1)
     with pytest.raises(UsageError, match=r"^bad "):
-        call(prompts, prompt.digest)
+        call(prompts, prompt.ticket)
     finish(prompts, prompt)
     prompts.trained(1, [0])
 
@@ -90,19 +90,19 @@ def test_what_a_full_disk_kept_out_of_the_ledger_is_in_the_next_line(tmp_path: P
 def test_a_rollout_is_as_old_as_its_own_weights(on_stale: Any) -> None:
     prompts = made(rollouts=3, min_rollouts=1, max_staleness=1, on_stale=on_stale)
     one, two = prompts.issue(2)
-    assert prompts.done(0, one.digest, 0, version=0)
-    assert prompts.done(1, two.digest, 0, version=0)
+    assert prompts.done(0, one.ticket, 0, version=0)
+    assert prompts.done(1, two.ticket, 0, version=0)
     prompts.trained(1, [(1, 0)])
     assert prompts.advance(1) == []
-    assert prompts.done(0, one.digest, 1, version=1)
-    assert prompts.done(1, two.digest, 1, version=1)
+    assert prompts.done(0, one.ticket, 1, version=1)
+    assert prompts.done(1, two.ticket, 1, version=1)
     # Rollouts 1 are new enough, whatever rollouts 0 of their prompts were made by.
     assert prompts.advance(2) == [(0, 0)]
     prompts.trained(2, [(0, 1), (1, 1)])
     wanted = [(0, (0,)), (2, (0, 1, 2))] if on_stale == "requeue" else [(2, (0, 1, 2)), (3, (0, 1, 2))]
     assert [(prompt.ordinal, prompt.rollouts) for prompt in prompts.issue(2)] == wanted
     if on_stale == "requeue":  # made again: as old as the weights that made it now
-        assert prompts.done(0, one.digest, 0, version=2)
+        assert prompts.done(0, one.ticket, 0, version=2)
         assert prompts.advance(3) == []
 
 
@@ -110,9 +110,9 @@ def test_weights_that_advance_has_not_named() -> None:
     prompts = made(max_staleness=4)
     (prompt,) = prompts.issue(1)
     with pytest.raises(UsageError, match="no weights of this version yet"):
-        prompts.done(0, prompt.digest, version=1)
+        prompts.done(0, prompt.ticket, version=1)
     prompts.advance(1)
-    assert prompts.done(0, prompt.digest, version=1)
+    assert prompts.done(0, prompt.ticket, version=1)
 
 
 def test_after_a_resume_no_prompt_waits_for_a_rollout_that_was_refused() -> None:
@@ -120,17 +120,17 @@ def test_after_a_resume_no_prompt_waits_for_a_rollout_that_was_refused() -> None
     prompts.issue(1)
     again = resumed(prompts, max_staleness=4)
     (prompt,) = again.issue(1)
-    assert not again.done(0, prompt.digest, version=1)
+    assert not again.done(0, prompt.ticket, version=1)
     assert again.counts == {"of later weights": 1}
     assert bare(*again.issue(1)) == bare(prompt)
-    assert again.done(0, prompt.digest, version=0)
+    assert again.done(0, prompt.ticket, version=0)
 
 
 def test_the_error_says_how_many_are_missing() -> None:
     prompts = made(rollouts=3)
     (prompt,) = prompts.issue(1)
     for rollout in (0, 1):
-        assert prompts.done(0, prompt.digest, rollout)
+        assert prompts.done(0, prompt.ticket, rollout)
     prompts.drop(0, "failed", rollout=0)
     with pytest.raises(StateError) as whole:
         prompts.trained(1, [0])
@@ -151,7 +151,7 @@ def test_a_ledger_of_which_the_beginning_is_gone(tmp_path: Path) -> None:
     again = made(ledger=ledger)
     with pytest.raises(StateError, match="the ledger of prompts has a gap"):
         again.load_state_dict(state)
-    assert again.next == 0
+    assert again.next_ordinal == 0
     made().load_state_dict(state)
 
 

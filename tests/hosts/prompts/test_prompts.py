@@ -30,14 +30,14 @@ def resumed(prompts: Prompts, items: int = 20, **options: Any) -> Prompts:
 
 def bare(*issued: Any) -> list[Any]:
     """Without the start and the attempt that issued them."""
-    return [prompt._replace(digest=prompt.digest[:16]) for prompt in issued]
+    return [prompt._replace(ticket=prompt.ticket[:16]) for prompt in issued]
 
 
 def finish(prompts: Prompts, *issued: Any) -> None:
     """All their rollouts come back."""
     for prompt in issued:
         for rollout in prompt.rollouts:
-            assert prompts.done(prompt.ordinal, prompt.digest, rollout)
+            assert prompts.done(prompt.ordinal, prompt.ticket, rollout)
 
 
 def test_the_order_is_that_of_the_loader() -> None:
@@ -73,22 +73,22 @@ def test_what_was_in_flight_comes_first_and_in_order() -> None:
     prompts.trained(1, [5, 4, 7])
     prompts.drop(0, "filtered")
     again = resumed(prompts)
-    assert (again.frontier, again.next, again.in_flight) == (1, 10, [1, 2, 3, 6, 8, 9])
+    assert (again.frontier, again.next_ordinal, again.in_flight) == (1, 10, [1, 2, 3, 6, 8, 9])
     assert bare(*again.issue(4)) == bare(*(issued[k] for k in (1, 2, 3, 6)))
     assert bare(*again.issue(4)[:2]) == bare(issued[8], issued[9])
-    assert again.next == 12
+    assert again.next_ordinal == 12
 
 
-def test_a_rollout_that_was_kept_is_matched_by_ordinal_and_digest() -> None:
+def test_a_rollout_that_was_kept_is_matched_by_ordinal_and_ticket() -> None:
     prompts = made()
     issued = prompts.issue(4)
     finish(prompts, *issued)
     prompts.trained(1, [0])
     again = resumed(prompts)
-    assert again.done(2, issued[2].digest)
+    assert again.done(2, issued[2].ticket)
     with pytest.raises(StateError, match="of another prompt"):
-        again.done(3, issued[2].digest)
-    assert not again.done(0, issued[0].digest)
+        again.done(3, issued[2].ticket)
+    assert not again.done(0, issued[0].ticket)
     assert [prompt.ordinal for prompt in again.issue(3)] == [1, 3, 4]
     again.trained(2, [2])
     assert again.counts == {"late": 1, "trained": 1}
@@ -99,11 +99,11 @@ def test_groups_come_back_and_are_trained_in_parts() -> None:
     (prompt,) = prompts.issue(1)
     assert prompt.rollouts == (0, 1, 2, 3)
     for rollout in (0, 2, 3):
-        assert prompts.done(0, prompt.digest, rollout)
+        assert prompts.done(0, prompt.ticket, rollout)
     prompts.trained(1, [(0, 2)])
     again = resumed(prompts, rollouts=4)
-    assert again.done(0, prompt.digest, 3)
-    assert not again.done(0, prompt.digest, 2)
+    assert again.done(0, prompt.ticket, 3)
+    assert not again.done(0, prompt.ticket, 2)
     (rest,) = again.issue(1)
     assert (rest.ordinal, rest.rollouts) == (0, (0, 1))
     finish(again, rest)
@@ -117,15 +117,15 @@ def test_groups_come_back_and_are_trained_in_parts() -> None:
 def test_a_group_that_is_large_enough() -> None:
     prompts = made(rollouts=4, min_rollouts=2)
     first, second = prompts.issue(2)
-    assert prompts.done(0, first.digest, 1)
+    assert prompts.done(0, first.ticket, 1)
     with pytest.raises(StateError, match="has not come back"):
         prompts.trained(1, [0])
-    assert prompts.done(0, first.digest, 3)
+    assert prompts.done(0, first.ticket, 3)
     prompts.trained(1, [0])
-    assert not prompts.done(0, first.digest, 0)
+    assert not prompts.done(0, first.ticket, 0)
     for rollout in range(3):
         prompts.drop(1, "failed", rollout=rollout)
-    assert prompts.done(1, second.digest, 3)
+    assert prompts.done(1, second.ticket, 3)
     prompts.trained(2, [1])
     assert prompts.counts == {"trained": 2, "late": 1, "dropped: failed": 3}
 
@@ -152,23 +152,23 @@ def test_requeued() -> None:
 def test_rollouts_of_weights_that_are_too_old(on_stale: Any) -> None:
     prompts = made(max_staleness=1, on_stale=on_stale)
     issued = prompts.issue(4)
-    assert prompts.done(0, issued[0].digest, version=0)
+    assert prompts.done(0, issued[0].ticket, version=0)
     assert prompts.advance(1) == []
-    assert prompts.done(1, issued[1].digest, version=1)
+    assert prompts.done(1, issued[1].ticket, version=1)
     assert prompts.advance(2) == [(0, 0)]
-    assert not prompts.done(2, issued[2].digest, version=0)
-    assert prompts.done(3, issued[3].digest, version=1)
+    assert not prompts.done(2, issued[2].ticket, version=0)
+    assert prompts.done(3, issued[3].ticket, version=1)
     prompts.trained(1, [3, 1])
     word = {"requeue": "requeued: stale", "drop": "dropped: stale"}[on_stale]
     assert prompts.counts == {word: 2, "trained": 2}
     assert [prompt.ordinal for prompt in prompts.issue(3)] == ([0, 2, 4] if on_stale == "requeue" else [4, 5, 6])
     with pytest.raises(UsageError, match="version"):
-        prompts.done(prompts.in_flight[-1], prompts_digest(prompts.in_flight[-1]))
+        prompts.done(prompts.in_flight[-1], ticket_of(prompts.in_flight[-1]))
 
 
-def prompts_digest(ordinal: int) -> str:
+def ticket_of(ordinal: int) -> str:
     """Of the prompts of `made`."""
-    return made().issue(ordinal + 1)[-1].digest
+    return made().issue(ordinal + 1)[-1].ticket
 
 
 def test_rollouts_of_weights_that_a_resume_went_back_before() -> None:
@@ -178,7 +178,7 @@ def test_rollouts_of_weights_that_a_resume_went_back_before() -> None:
     prompts.advance(1)
     again = made(max_staleness=8)
     again.load_state_dict(state)
-    assert not again.done(0, prompt.digest, version=1)
+    assert not again.done(0, prompt.ticket, version=1)
     assert again.counts == {"of later weights": 1}
 
 
@@ -299,8 +299,8 @@ MISUSES: dict[str, Any] = {
     "dropped for no reason": lambda p: p.drop(0, ""),
     "dropped and never issued": lambda p: p.drop(99, "filtered"),
     "done and never issued": lambda p: p.done(99, "0" * 16),
-    "done of another prompt": lambda p: p.done(1, p.issue(1)[0].digest),
-    "done of a rollout that is not there": lambda p: p.done(1, prompts_digest(1), 7),
+    "done of another prompt": lambda p: p.done(1, p.issue(1)[0].ticket),
+    "done of a rollout that is not there": lambda p: p.done(1, ticket_of(1), 7),
     "weights that get older": lambda p: (p.advance(3), p.advance(2)),
     "no rollouts": lambda p: made(rollouts=0),
     "a smaller group than none": lambda p: made(rollouts=4, min_rollouts=5),
@@ -422,10 +422,10 @@ def test_how_old_the_rollouts_were_that_were_trained(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     prompts = made(rollouts=2, max_staleness=2, ledger=path)
     first, second, third = prompts.issue(3)
-    assert all(prompts.done(0, first.digest, k, version=0) for k in range(2))
-    assert prompts.done(1, second.digest, 0, version=0)
+    assert all(prompts.done(0, first.ticket, k, version=0) for k in range(2))
+    assert prompts.done(1, second.ticket, 0, version=0)
     prompts.advance(2)
-    assert prompts.done(1, second.digest, 1, version=1) and prompts.done(2, third.digest, 0, version=2)
+    assert prompts.done(1, second.ticket, 1, version=1) and prompts.done(2, third.ticket, 0, version=2)
     prompts.trained(1, [0, 1, (2, 0)])
     line = prompts.state_dict()["line"]
     assert PromptHistory.read(path).lines[line].staleness == {0: 1, 1: 1, 2: 3}

@@ -28,7 +28,7 @@ def test_a_state_that_was_not_loaded(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(StateError, match=r"no state was loaded(.|\n)*1 lines of .* up to step 7"):
             again.issue(1)
-    assert again.next == 0
+    assert again.next_ordinal == 0
     again.load_state_dict(state)
     assert [prompt.ordinal for prompt in again.issue(3)] == [0, 3, 4]
     ledger.unlink()
@@ -100,23 +100,23 @@ def test_a_rollout_of_lost_weights_whose_number_came_again() -> None:
     prompts.advance(2)  # of these weights there is no checkpoint
     again = made(max_staleness=4)
     again.load_state_dict(state)
-    assert again.done(kept.ordinal, kept.digest, version=1)
+    assert again.done(kept.ordinal, kept.ticket, version=1)
     new = again.issue(2)
     again.advance(2)
-    assert not again.done(zombie.ordinal, zombie.digest, version=2)
-    assert again.done(new[0].ordinal, new[0].digest, version=2)  # it is still out, and wanted
-    assert again.done(other.ordinal, other.digest, version=1)  # by weights of the checkpoint
-    assert not again.done(new[1].ordinal, new[1].digest, version=2)
+    assert not again.done(zombie.ordinal, zombie.ticket, version=2)
+    assert again.done(new[0].ordinal, new[0].ticket, version=2)  # it is still out, and wanted
+    assert again.done(other.ordinal, other.ticket, version=1)  # by weights of the checkpoint
+    assert not again.done(new[1].ordinal, new[1].ticket, version=2)
     assert again.counts == {"of later weights": 1, "repeated": 1}
 
 
 def test_a_rollout_of_a_start_that_saved_nothing() -> None:
     before, prompts = made(max_staleness=4), made(max_staleness=4)
     (zombie,), (prompt,) = before.issue(1), prompts.issue(1)
-    assert not prompts.done(0, zombie.digest, version=3)
+    assert not prompts.done(0, zombie.ticket, version=3)
     prompts.advance(3)
-    assert not prompts.done(0, zombie.digest, version=3)
-    assert prompts.done(0, prompt.digest, version=3)
+    assert not prompts.done(0, zombie.ticket, version=3)
+    assert prompts.done(0, prompt.ticket, version=3)
 
 
 def test_an_object_that_goes_back_to_its_own_state() -> None:
@@ -124,7 +124,7 @@ def test_an_object_that_goes_back_to_its_own_state() -> None:
     (zombie,) = prompts.issue(1)
     prompts.load_state_dict(prompts.state_dict())
     prompts.advance(1)
-    assert not prompts.done(0, zombie.digest, version=1)
+    assert not prompts.done(0, zombie.ticket, version=1)
 
 
 @pytest.mark.parametrize("on_stale", ["requeue", "drop"])
@@ -133,26 +133,26 @@ def test_a_stale_rollout_that_was_asked_for_again(on_stale: Any) -> None:
     (first,) = prompts.issue(1)
     prompts.drop(0, "slow", requeue=True, rollout=1)
     prompts.advance(1)
-    assert not prompts.done(0, first.digest, 1, version=0)  # it waits to be issued again
+    assert not prompts.done(0, first.ticket, 1, version=0)  # it waits to be issued again
     (second,) = prompts.issue(1)
     assert (second.ordinal, second.rollouts) == (0, (1,))
-    assert not prompts.done(0, first.digest, 1, version=0)  # it is out again
-    assert prompts.done(0, second.digest, 1, version=1)
+    assert not prompts.done(0, first.ticket, 1, version=0)  # it is out again
+    assert prompts.done(0, second.ticket, 1, version=1)
     assert prompts.counts == {"requeued: slow": 1, "superseded": 2}
-    assert not prompts.done(0, first.digest, 0, version=0)  # asked for once: what on_stale says
+    assert not prompts.done(0, first.ticket, 0, version=0)  # asked for once: what on_stale says
     assert [prompt.ordinal for prompt in prompts.issue(1)] == ([0] if on_stale == "requeue" else [1])
 
 
 def test_what_is_out() -> None:
     prompts = made(rollouts=2)
     first, *_ = prompts.issue(3)
-    prompts.done(0, first.digest, 1)
+    prompts.done(0, first.ticket, 1)
     prompts.drop(1, "slow", requeue=True)
     prompts.advance(4)
-    assert [one[:4] for one in prompts.out()] == [(0, (0,), (1,), 0), (2, (0, 1), (), 0)]
+    assert [one[:4] for one in prompts.outstanding()] == [(0, (0,), (1,), 0), (2, (0, 1), (), 0)]
     prompts.issue(1)
-    found = prompts.out()
+    found = prompts.outstanding()
     assert [one[:4] for one in found] == [(0, (0,), (1,), 0), (2, (0, 1), (), 0), (1, (0, 1), (), 4)]
     assert found[0].seconds >= found[2].seconds >= 0
     prompts.load_state_dict(prompts.state_dict())
-    assert prompts.out() == []
+    assert prompts.outstanding() == []

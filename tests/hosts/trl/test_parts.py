@@ -18,7 +18,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import megaresume
 from megaresume import Prompts
-from megaresume.hosts.trl import FILE, Arrivals, Issuer, Member, Sample, _read, begin, newest_whole
+from megaresume.hosts.trl import FILE, Arrivals, GroupMember, Issuer, Sample, _read, begin, newest_whole
 from megaresume.runs.prompts import prove
 from megaresume.stream.errors import StateError
 from tests.hosts.prompts.simulated import Texts
@@ -29,7 +29,7 @@ def sample(prompt: Any, rollout: int, *, rows: int = 1, version: int = 0) -> Sam
     empty: Any = np.zeros(1)
     of_trl: dict[str, Any] = {field.name: empty for field in fields(RolloutSample)}
     of_trl |= {"model_version": version, "group_id": 7}
-    return Sample(**of_trl, ordinal=prompt.ordinal, digest=prompt.digest, rollout=rollout, rows=rows)
+    return Sample(**of_trl, ordinal=prompt.ordinal, ticket=prompt.ticket, rollout=rollout, rows=rows)
 
 
 def arrivals(prompts: Prompts, *, requeues: bool = True, version: int = 0) -> Arrivals:
@@ -45,8 +45,8 @@ def test_a_worker_is_given_prompts_in_order() -> None:
     rows = iter(dataset)
     found = [next(rows) for _ in range(3)]
     expected = Prompts(Texts("data", 20)).issue(3)
-    assert [(ordinal, digest[:16], content) for ordinal, digest, content in found] == [
-        (prompt.ordinal, prompt.digest[:16], prompt.content) for prompt in expected
+    assert [(ordinal, ticket[:16], content) for ordinal, ticket, content in found] == [
+        (prompt.ordinal, prompt.ticket[:16], prompt.content) for prompt in expected
     ]
     dataset.lost(1, found[1][1], [0, 1])
     assert prompts.in_flight == [0, 2]
@@ -61,7 +61,7 @@ def test_what_leaves_the_queue_is_wanted() -> None:
         arriving._queue.put(one)
     got = [arriving.get(timeout=1) for _ in range(3)]
     assert [(one.group_id, one.group_id.rollout) for one in got] == [(0, 0), (0, 0), (1, 1)]
-    assert all(isinstance(one.group_id, Member) for one in got)
+    assert all(isinstance(one.group_id, GroupMember) for one in got)
     with pytest.raises(queue.Empty):
         arriving.get(timeout=0.01)
     assert prompts.counts == {"repeated": 1}
@@ -124,7 +124,7 @@ def test_a_run_begins_again_only_if_it_has_no_checkpoint(tmp_path: Path) -> None
 
     prompts = made()
     (first,) = prompts.issue(1)
-    assert prompts.done(0, first.digest)
+    assert prompts.done(0, first.ticket)
     prompts.trained(1, [0])
     prompts.state_dict()
     (tmp_path / "checkpoint-1").mkdir()  # and killed while it saved

@@ -30,7 +30,7 @@ class Worker:
         """The next prompts, rolled out: ordinal and answer of those that are wanted."""
         done = []
         for prompt in ray.get(self._account.issue.remote(AT_A_TIME)):
-            wanted = [self._account.done.remote(prompt.ordinal, prompt.digest, k) for k in prompt.rollouts]
+            wanted = [self._account.done.remote(prompt.ordinal, prompt.ticket, k) for k in prompt.rollouts]
             if all(ray.get(wanted)):
                 done.append((prompt.ordinal, f"{prompt.content}: an answer"))
         return done

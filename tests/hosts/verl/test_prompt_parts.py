@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaresume.hosts.verl_prompts import FILE, IssuedPrompts, attach, parsed, uid_of
+from megaresume.hosts.verl_prompts import FILE, IssuedPrompts, attach, parsed_uid, uid_of
 from megaresume.runs.prompts import prove
 from megaresume.stream.errors import StateError, UsageError
 
@@ -156,8 +156,8 @@ def test_what_becomes_of_a_group(on_stale: Any, tmp_path: Path) -> None:
     prompts = driver._megaresume
     issued = prompts.issue(8)
     uids = [uid_of(prompt) for prompt in issued]
-    assert [parsed(uid) for uid in uids] == [(prompt.ordinal, prompt.digest) for prompt in issued]
-    assert not any("_" in uid for uid in uids) and parsed("1b4e28ba-2fa1-11d2-883f-0016d3cca427")[0] == -1
+    assert [parsed_uid(uid) for uid in uids] == [(prompt.ordinal, prompt.ticket) for prompt in issued]
+    assert not any("_" in uid for uid in uids) and parsed_uid("1b4e28ba-2fa1-11d2-883f-0016d3cca427")[0] == -1
     driver.global_steps = 1
     keys = [f"{uids[0]}_0_0", f"{uids[0]}_1_0", f"{uids[0]}_1_1", f"{uids[1]}_1_0", "padding_0_0"]
     tags: list[dict[str, Any]] = [{"min_global_steps": 0} for _ in keys[:4]] + [{"is_padding": True}]
