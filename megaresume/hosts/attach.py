@@ -42,7 +42,7 @@ class KnownTrainer:
     extra: str | None = None
     #: whether `megaresume replay` was tried with it.
     replays: bool = False
-    #: an instance is attached right after the first of these methods that its class has; empty: as soon as it is made.
+    #: an instance is attached right after the first of these methods that it calls; empty: as soon as it is made.
     made_by: tuple[str, ...] = ()
 
 
@@ -106,6 +106,13 @@ TRAINERS = (
         classes=(("verl", "PPOTrainer"), ("verl", "RayPPOTrainer")),
         module="megaresume.hosts.verl_prompts",
         made_by=("_init_dataloader", "_create_dataloader"),
+    ),
+    KnownTrainer(
+        name="the class of VeRL's SeparateRayPPOTrainer",
+        call="attach(SeparateRayPPOTrainer",
+        classes=(("verl", "SeparateRayPPOTrainer"),),
+        module="megaresume.hosts.verl_separate",
+        made_by=("_create_dataloader", "_init_worker_groups"),
     ),
     KnownTrainer(
         name="a ConfigContainer of Megatron-Bridge",
@@ -263,8 +270,8 @@ def _check_options(trainer: KnownTrainer, function: Callable[..., Any], options:
             )
 
 
-#: a class that is attached.
-_ATTACHED = "_megaresume_attached_class"
+#: a class that is attached; after which of its methods an instance was.
+_ATTACHED, _MADE_BY = "_megaresume_attached_class", "_megaresume_made_by"
 
 _NEEDED = {
     "global_batch_size": "samples of a step, of all replicas together",
@@ -275,8 +282,8 @@ _NEEDED = {
 
 def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], Any]) -> type:
     """Attach every instance as soon as it can be: what trains may be made by the trainer's own program."""
-    name = next((name for name in trainer.made_by if hasattr(cls, name)), None)
-    if name is None:
+    names = [name for name in trainer.made_by if hasattr(cls, name)]
+    if not names:
         raise UsageError(
             "this class makes no trainer that could be attached",
             found=f"{cls.__module__}.{cls.__qualname__}, without {' or '.join(trainer.made_by)}",
@@ -290,16 +297,21 @@ def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], 
             action="call megaresume.attach once, with the class that your program makes its trainer from",
         )
     setattr(cls, _ATTACHED, True)
-    before: Callable[..., Any] = getattr(cls, name)
+    for name in names:
+        setattr(cls, name, _then_attached(getattr(cls, name), name, attach_one))
+    return cls
 
+
+def _then_attached(before: Callable[..., Any], name: str, attach_one: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(before)
     def made(self: Any, *args: Any, **more: Any) -> Any:
         result = before(self, *args, **more)
-        attach_one(self)
+        if getattr(self, _MADE_BY, name) == name:
+            setattr(self, _MADE_BY, name)
+            attach_one(self)
         return result
 
-    setattr(cls, name, made)
-    return cls
+    return made
 
 
 #: where an object keeps what is attached to it.

@@ -59,64 +59,28 @@ def end_of(loader: DataLoader, epochs: int) -> int:
     return max(loader.epoch_end + math.ceil(after_this * loader.items), loader.samples)
 
 
-class IssuedPrompts:
-    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``: batches without an end.
+class SavedPrompts:
+    """The account, as VeRL saves and loads what it takes for its dataloader.
 
     Args:
         trainer: VeRL's.
         prompts: the account.
-        loader: that of ``prompts``.
-        settles: whether a batch is trained as a whole, before the next one is asked for.
     """
 
-    def __init__(self, trainer: Any, prompts: Prompts, loader: DataLoader, *, settles: bool) -> None:
-        theirs = trainer.train_dataloader
-        self._trainer, self._settles = trainer, settles
-        self.prompts, self.loader = prompts, loader
-        self.batch_size, self._collate = theirs.batch_size, theirs.collate_fn
-        #: the prompts of the last batch, and the step that it is for.
-        self.batch: list[Prompt] = []
-        self._step = 0
-        #: steps at the end of the data, since the start of the run.
-        self.total = 0
+    def __init__(self, trainer: Any, prompts: Prompts) -> None:
+        self.trainer, self.prompts = trainer, prompts
         #: whether a state was loaded.
         self.is_loaded = False
-        self.end(0)
 
-    def end(self, step: int) -> None:
-        """Count how many steps the run has, which is at this one."""
-        config, prompts = self._trainer.config, self.prompts
-        settled = prompts.next_ordinal - len(prompts.in_flight)
-        left = max(end_of(self.loader, config.trainer.total_epochs) - settled, 0)
-        self.total = step + left // config.data.train_batch_size
-
-    def __len__(self) -> int:
-        return self.total + 1
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self.collated(self.prompts.issue(self.batch_size))
-            self.settle()
-
-    def collated(self, batch: list[Prompt]) -> Any:
-        """A batch of prompts that were issued, as VeRL's dataloader makes it."""
-        self.batch, self._step = batch, self._trainer.global_steps
-        return self._collate([prompt.content for prompt in batch])
-
-    def settle(self) -> None:
-        """The last batch is trained, if that is how this trainer does it."""
-        if self._settles and self.batch:
-            for prompt in self.batch:
-                for rollout in prompt.rollouts:
-                    self.prompts.done(prompt.ordinal, prompt.ticket, rollout)
-            self.prompts.trained(self._step, [prompt.ordinal for prompt in self.batch])
-        self.batch = []
+    @property
+    def step(self) -> int:
+        """Of the checkpoint that is saved or loaded."""
+        return int(self.trainer.global_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """What VeRL saves as ``data.pt``, when the weights are saved."""
-        self.settle()
-        step, state = self._trainer.global_steps, self.prompts.state_dict()
-        directory = Path(self._trainer.config.trainer.default_local_dir, f"global_step_{step}")
+        step, state = self.step, self.prompts.state_dict()
+        directory = Path(self.trainer.config.trainer.default_local_dir, f"global_step_{step}")
         directory.mkdir(parents=True, exist_ok=True)
         write_atomic(directory / FILE, json.dumps({"step": step, "prompts": state}).encode())
         return {KEY: state, "step": step}
@@ -127,7 +91,7 @@ class IssuedPrompts:
         Raises:
             StateError: it was not written by megaresume, or is from another step or other prompts.
         """
-        step = self._trainer.global_steps
+        step = self.step
         if not isinstance(state, Mapping) or KEY not in state:
             raise _unknown(
                 step, "a data.pt that was written without megaresume", "it has the state of torchdata's loader"
@@ -142,6 +106,99 @@ class IssuedPrompts:
             )
         self.prompts.load_state_dict(state[KEY])
         self.is_loaded = True
+
+    def check_loaded(self, step: int) -> None:
+        """After VeRL has loaded the weights of this step, 0 if there are none: it continues without a ``data.pt``.
+
+        Raises:
+            StateError: there was no state with them; or the ledger has prompts of a run that was not loaded.
+        """
+        if step and not self.is_loaded:
+            raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
+        if not step:
+            # Here, so that what is refused is raised before workers are sent prompts. Without any checkpoint that is
+            # whole, what the ledger has is of a first save that was killed.
+            if Path(self.trainer.config.trainer.default_local_dir, "latest_checkpointed_iteration.txt").exists():
+                self.prompts.begin()
+            self.prompts.is_begun = True
+
+
+class IssuedPrompts(SavedPrompts):
+    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``: batches without an end.
+
+    Args:
+        trainer: VeRL's.
+        prompts: the account.
+        loader: that of ``prompts``.
+        settles: whether a batch is trained as a whole, before the next one is asked for.
+    """
+
+    def __init__(self, trainer: Any, prompts: Prompts, loader: DataLoader, *, settles: bool) -> None:
+        super().__init__(trainer, prompts)
+        theirs = trainer.train_dataloader
+        self.loader, self._settles = loader, settles
+        self.batch_size, self._collate = theirs.batch_size, theirs.collate_fn
+        #: the prompts of the last batch, and the step that it is for.
+        self.batch: list[Prompt] = []
+        self._step = 0
+        #: steps at the end of the data, since the start of the run.
+        self.total = 0
+        self.end(0)
+
+    def end(self, step: int) -> None:
+        """Count how many steps the run has, which is at this one."""
+        config, prompts = self.trainer.config, self.prompts
+        settled = prompts.next_ordinal - len(prompts.in_flight)
+        left = max(end_of(self.loader, config.trainer.total_epochs) - settled, 0)
+        self.total = step + left // config.data.train_batch_size
+
+    def __len__(self) -> int:
+        return self.total + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.collated(self.prompts.issue(self.batch_size))
+            self.settle()
+
+    def collated(self, batch: list[Prompt]) -> Any:
+        """A batch of prompts that were issued, as VeRL's dataloader makes it."""
+        self.batch, self._step = batch, self.trainer.global_steps
+        return self._collate([prompt.content for prompt in batch])
+
+    def settle(self) -> None:
+        """The last batch is trained, if that is how this trainer does it."""
+        if self._settles and self.batch:
+            settle_batch(self.prompts, self._step, self.batch)
+        self.batch = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `SavedPrompts`."""
+        self.settle()
+        return super().state_dict()
+
+
+def settle_batch(prompts: Prompts, step: int, batch: Sequence[Prompt]) -> None:
+    """A step has trained all rollouts of these prompts."""
+    for prompt in batch:
+        for rollout in prompt.rollouts:
+            prompts.done(prompt.ordinal, prompt.ticket, rollout)
+    prompts.trained(step, [prompt.ordinal for prompt in batch])
+
+
+def settle_groups(prompts: Prompts, step: int, groups: Mapping[str, Mapping[int, int | None]]) -> None:
+    """A step has trained these groups: by uid, the version of the weights that made each rollout. Others have failed.
+
+    Raises:
+        StateError: a rollout was trained or dropped before.
+    """
+    for uid, versions in groups.items():
+        ordinal, ticket = parsed_uid(uid)
+        for rollout in range(prompts.rollouts):
+            if rollout not in versions:
+                prompts.drop(ordinal, "failed", rollout=rollout)
+            elif not prompts.done(ordinal, ticket, rollout, version=versions[rollout]):
+                raise _trained_twice(uid, rollout)
+    prompts.trained(step, [parsed_uid(uid)[0] for uid in groups])
 
 
 def attach(
@@ -171,6 +228,22 @@ def attach(
         expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
         action="megaresume.attach(PPOTrainer), of the class, before an instance is made",
     )
+    has_queue = hasattr(trainer, "_fetch_one_gen_batch")
+    if not has_queue:
+        _check_fit(trainer)
+    prompts, loader = prompts_of(trainer, append, ledger)
+    issued = IssuedPrompts(trainer, prompts, loader, settles=not has_queue)
+    if has_queue:
+        QueuedGroups(trainer, issued, requeues=on_stale == "requeue")
+    put_in(trainer, issued)
+
+
+def prompts_of(trainer: Any, append: Append | None, ledger: str | Path | None) -> tuple[Prompts, DataLoader]:
+    """The account of a trainer's prompts, in the order of its config, and the loader that it reads.
+
+    Raises:
+        UsageError: a dataset that changes while it is trained.
+    """
     if hasattr(trainer.train_dataset, "on_batch_end"):
         raise UsageError(
             "prompts that change during training cannot be used with megaresume.attach",
@@ -178,9 +251,6 @@ def attach(
             expected="a dataset that stays as it is",
             action="leave data.datagen out",
         )
-    has_queue = hasattr(trainer, "_fetch_one_gen_batch")
-    if not has_queue:
-        _check_fit(trainer)
     config = trainer.config
     loader = DataLoader(
         trainer.train_dataset,
@@ -193,14 +263,15 @@ def attach(
     ).made_by("megaresume.attach")
     if ledger is None:
         ledger = Path(config.trainer.default_local_dir, PROMPTS)
-    prompts = Prompts(loader, rollouts=config.actor_rollout_ref.rollout.n, ledger=ledger)
-    issued = IssuedPrompts(trainer, prompts, loader, settles=not has_queue)
-    if has_queue:
-        QueuedGroups(trainer, issued, requeues=on_stale == "requeue")
+    return Prompts(loader, rollouts=config.actor_rollout_ref.rollout.n, ledger=ledger), loader
+
+
+def put_in(trainer: Any, issued: IssuedPrompts) -> None:
+    """Let a trainer that loads its own checkpoints iterate over these prompts."""
     trainer.train_dataloader = issued
-    setattr(trainer, SLOT, prompts)
+    setattr(trainer, SLOT, issued.prompts)
     _set_length(trainer, issued)
-    hook(trainer, "_load_checkpoint", lambda load: _load(trainer, issued, load))
+    hook(trainer, "_load_checkpoint", lambda before: _load(trainer, issued, before))
 
 
 def _check_fit(trainer: Any) -> None:
@@ -212,7 +283,9 @@ def _check_fit(trainer: Any) -> None:
             found=f"{owner.__module__}.{owner.__qualname__}.fit",
             expected="the fit of RayPPOTrainer, or a PPOTrainer of verl.trainer.ppo.v1",
             cause="prompts that it takes ahead, filters or rolls out in another process would count as trained",
-            action="call megaresume.Prompts in that loop: issue(), done(), drop(), trained()",
+            action="for fully_async_policy and one_step_off_policy: megaresume.attach(SeparateRayPPOTrainer), of "
+            "verl.experimental.separation.ray_trainer; for another: call megaresume.Prompts in that loop: issue(), "
+            "done(), drop(), trained()",
         )
 
 
@@ -265,14 +338,7 @@ class QueuedGroups:
             if not tag.get("is_padding", False):
                 uid, session, _ = key.rsplit("_", 2)
                 groups.setdefault(uid, {})[int(session)] = tag.get("min_global_steps")
-        for uid, versions in groups.items():
-            ordinal, ticket = parsed_uid(uid)
-            for rollout in range(prompts.rollouts):
-                if rollout not in versions:
-                    prompts.drop(ordinal, "failed", rollout=rollout)
-                elif not prompts.done(ordinal, ticket, rollout, version=versions[rollout]):
-                    raise _trained_twice(uid, rollout)
-        prompts.trained(number, [parsed_uid(uid)[0] for uid in groups])
+        settle_groups(prompts, number, groups)
         return batch
 
     def _evict(self, evict: Callable[..., Any], step: int, partition: str, reasons: Any) -> Any:
@@ -350,20 +416,13 @@ def _is_of(uid: str, prompt: Prompt | None) -> bool:
     return prompt is not None and parsed_uid(uid)[1].partition("-")[0] == prompt.ticket.partition("-")[0]
 
 
-def _load(trainer: Any, issued: IssuedPrompts, load: Callable[[], Any]) -> Any:
-    """VeRL's own, which continues without a ``data.pt``."""
+def _load(trainer: Any, issued: IssuedPrompts, before: Callable[[], Any]) -> Any:
+    """VeRL's own ``_load_checkpoint``, which continues without a ``data.pt``."""
     # The older trainer passes over a data.pt at what it takes for the end of an epoch, by today's batch size.
     issued.is_loaded, issued.total = False, sys.maxsize - 1
-    result = load()
+    result = before()
     step = trainer.global_steps
-    if step and not issued.is_loaded:
-        raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
-    if not step:
-        # Here, so that what is refused is raised before workers are sent prompts. Without any checkpoint that is
-        # whole, what the ledger has is of a first save that was killed.
-        if Path(trainer.config.trainer.default_local_dir, "latest_checkpointed_iteration.txt").exists():
-            issued.prompts.begin()
-        issued.prompts.is_begun = True
+    issued.check_loaded(step)
     issued.end(step)
     _set_length(trainer, issued)
     return result

@@ -53,11 +53,16 @@ def test_whom_it_goes_to(taken: list[Any]) -> None:
         ("torchtitan", "Trainer", "torchtitan"),
         ("verl", "SFTTrainer", "verl"),
         ("verl", "RayPPOTrainer", "verl_prompts"),
+        ("verl", "SeparateRayPPOTrainer", "verl_separate"),
         ("megatron", "ConfigContainer", "megatron_bridge"),
     ):
         made = type("Mine", (kind(package, name),), {"__module__": "__main__"})()
         checkpoints = megaresume.Checkpoints(save_dir="run")
-        options = {} if name in ("RayPPOTrainer", "AsyncGRPOTrainer") else {"checkpoints": checkpoints}
+        options = (
+            {}
+            if name in ("RayPPOTrainer", "SeparateRayPPOTrainer", "AsyncGRPOTrainer")
+            else {"checkpoints": checkpoints}
+        )
         options |= {"data": 1} if package in ("accelerate", "megatron") else {}
         assert megaresume.attach(made, **options) == "what it returns"
         assert taken[-1] == (room, made, options)
@@ -124,6 +129,17 @@ def test_every_instance_of_a_class(taken: list[Any]) -> None:
     assert len(taken) == 2
     driver._create_dataloader(1, 2)
     assert taken[2][1:] == (driver, {"append": "now"}) and driver.data == (1, 2)
+    # After the first of two that an instance calls; after each call of that one, so that a second one is refused.
+    methods = dict.fromkeys(("_create_dataloader", "_init_worker_groups"), lambda self: None)
+    separate = kind("verl", "SeparateRayPPOTrainer", **methods)
+    megaresume.attach(separate)
+    both, one = separate(), separate()
+    both._create_dataloader()
+    both._init_worker_groups()
+    one._init_worker_groups()
+    assert [thing for _, thing, _ in taken[3:]] == [both, one]
+    both._create_dataloader()
+    assert taken[5][1] is both
     with pytest.raises(UsageError, match=r"makes no trainer(.|\n)*without _build_ckpt_handler"):
         megaresume.attach(kind("verl", "SFTTrainer"))
 

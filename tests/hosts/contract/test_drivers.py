@@ -21,6 +21,7 @@ DRIVERS = {
     "torchtitan": "test_torchtitan.py",
     "verl": "test_verl.py",
     "verl_prompts": None,
+    "verl_separate": None,
     "megatron_bridge": "test_megatron_bridge.py",
     "torchft": None,
     "torchft_local_sgd": None,

@@ -21,25 +21,28 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megaresume import Prompts
 from tests.hosts.torch.record import ENVIRONMENT, ROOT
+from tests.hosts.verl.tiny_prompts import Numbers
+from tests.hosts.verl.warm import interpreter
 
 HERE = Path(__file__).parent
 ROLLOUTS, STEPS, SAVES = 4, 20, 3
 
 
-def processes(directory: Path) -> list[int]:
-    """Of the job of this directory: each has it in its environment."""
+def processes(directory: Path, but: int) -> list[int]:
+    """Of the job of this directory: each has it in its environment. Those that were forked have that of ``but``."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if f"TINY_DIRECTORY={directory}".encode() in (path / "environ").read_bytes().split(b"\0"):
                 found.append(int(path.name))
-    return found
+    return [pid for pid in found if pid != but]
 
 
-def kill(directory: Path) -> None:
+def kill(directory: Path, but: int) -> None:
     """All processes of the job, until there is none."""
-    while left := processes(directory):
+    while left := processes(directory, but):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -52,39 +55,57 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def environment_of(directory: Path, mode: str, attach: dict[str, Any] | None, fails: float = 0.0) -> dict[str, str]:
+    """Of a job."""
+    found = ENVIRONMENT | {"HOME": str(Path.home()), "OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}
+    found |= {"VERL_USE_EXTERNAL_MODULES": "tiny_rollout", "RAY_memory_monitor_refresh_ms": "0"}
+    found["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
+    found |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}  # its own niceness is 15
+    found.pop("CUDA_VISIBLE_DEVICES", None)  # Ray is told that it has GPUs
+    found |= {"TINY_DIRECTORY": str(directory), "TINY_FAILS": str(fails)}
+    if attach is not None:
+        found["TINY_ATTACH"] = json.dumps(attach)
+        if mode in ("fully_async", "one_step_off"):  # in each of their processes
+            found["VERL_USE_EXTERNAL_MODULES"] += ",exact_prompts"
+    return found
+
+
 def start(
     python: str,
     directory: Path,
+    environment: dict[str, str],
     *,
-    attach: dict[str, Any] | None,
+    forks: int = 0,
     until: int = 0,
     after: float = 0.0,
-    fails: float = 0.0,
     **options: Any,
 ) -> int | None:
-    """The exit status of a job that ended; None: it was killed, so many seconds after it had trained step ``until``."""
+    """The exit status of a job that ended; None: it was killed, so many seconds after it had trained step ``until``.
+
+    Args:
+        python: an interpreter that has VeRL, or what stands in for it.
+        directory: of the job.
+        environment: see `environment_of`.
+        forks: the process that forks for ``python``; 0: there is none.
+        until, after: when it is killed; 0: never.
+        options: see rl_program.py.
+    """
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:  # a path of Ray's sockets is short
-        environment = ENVIRONMENT | {"HOME": str(Path.home()), "OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}
-        environment |= {"VERL_USE_EXTERNAL_MODULES": "tiny_rollout", "RAY_memory_monitor_refresh_ms": "0"}
-        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
-        environment["RAY_worker_niceness"] = "0"  # its own is 15
-        environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray is told that it has GPUs
-        environment |= {"TINY_DIRECTORY": str(directory), "TINY_RAY": ray, "TINY_FAILS": str(fails)}
-        if attach is not None:
-            environment["TINY_ATTACH"] = json.dumps(attach)
         words = [python, str(HERE / "rl_program.py"), str(directory), json.dumps(options)]
+        environment = environment | {"TINY_RAY": ray, "TINY_PYTHON": python}
+        before = len(lines(directory))
         with (directory / "output.log").open("w") as log:
             process = subprocess.Popen(words, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
             while process.poll() is None:
-                last = lines(directory)[-1:]
+                last = lines(directory)[before:][-1:]
                 if until and any(line.get("step", line.get("saved", 0)) >= until for line in last):
                     time.sleep(after)
                     break
                 time.sleep(0.1)
             status = process.poll()
         finally:
-            kill(directory)
+            kill(directory, forks)
             process.wait()
     assert status in (None, 0), (directory / "output.log").read_text()[-6000:]
     return status
@@ -115,7 +136,16 @@ def issued_of(directory: Path) -> tuple[set[int], set[int]]:
 
 
 def run(
-    python: str, directory: Path, *, mode: str, attach: dict[str, Any] | None, kills: int, seed: int, **options: Any
+    python: str,
+    directory: Path,
+    *,
+    mode: str,
+    attach: dict[str, Any] | None,
+    kills: int,
+    seed: int,
+    steps: int = STEPS,
+    fails: float = 0.0,
+    **options: Any,
 ) -> dict[str, int]:
     """Killed so often, at moments that are drawn; then to its last step, within the first epoch.
 
@@ -127,17 +157,25 @@ def run(
     draw, done = random.Random(seed), 0
     directory.mkdir(parents=True)
     model(directory / "model")
-    while True:
-        # Each start goes on from the last checkpoint, and is killed some steps later.
-        path = directory / "run" / "latest_checkpointed_iteration.txt"
-        step = int(path.read_text()) if path.exists() else 0
-        until = min(step + draw.randrange(1, 2 * SAVES + 2), STEPS - 1) if done < kills else 0
-        job = {"until": until, "after": draw.random() * 3, "mode": mode, "steps": STEPS, **options}
-        if start(python, directory, attach=attach, **job) == 0:
-            break
-        done += 1
+    environment = environment_of(directory, mode, attach, fails)
+    with interpreter(python, directory, environment) as (warm, forks):
+        while True:
+            # Each start goes on from the last checkpoint, and is killed some steps later.
+            path = directory / "run" / "latest_checkpointed_iteration.txt"
+            step = int(path.read_text()) if path.exists() else 0
+            until = min(step + draw.randrange(1, 2 * SAVES + 1), steps - 1) if done < kills else 0
+            job = {"until": until, "after": draw.random() * 2, "mode": mode, "steps": steps, **options}
+            began = time.monotonic()
+            status = start(warm, directory, environment, forks=forks, **job)
+            with (directory / "progress.log").open("a") as log:
+                log.write(f"kills {done} step {step} until {until} took {time.monotonic() - began:.0f} s\n")
+            if status == 0:
+                break
+            done += 1
     times = Counter(prompt for prompts in steps_of(directory).values() for prompt in prompts)
     issued, in_flight = issued_of(directory)
+    if attach is not None and mode == "fully_async":
+        in_flight = in_state(directory / "run")
     return {
         "kills": done,
         "trained": len(times),
@@ -147,6 +185,15 @@ def run(
     }
 
 
+def in_state(run: Path) -> set[int]:
+    """The prompts that a resume from the last checkpoint would issue again."""
+    step = (run / "latest_checkpointed_iteration.txt").read_text()
+    state = json.loads((run / f"global_step_{step}" / "prompts.json").read_bytes())["prompts"]
+    prompts = Prompts(Numbers(), rollouts=ROLLOUTS, seed=5)
+    prompts.load_state_dict(state)
+    return {prompt.item for prompt in prompts.issue(len(prompts.in_flight))}
+
+
 def model(directory: Path) -> None:
     """A tiny model with its tokenizer, made in a process that has its packages."""
     code = "import sys; from tests.hosts.trl import tiny; from pathlib import Path; d = Path(sys.argv[1]);"
@@ -154,13 +201,14 @@ def model(directory: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(directory)], env=ENVIRONMENT, cwd=ROOT, check=True)
 
 
-def main(python: str, mode: str, seeds: int, kills: int, first: int = 0) -> None:
-    """Both ways."""
-    base = Path(tempfile.mkdtemp())
+def main(python: str, mode: str, seeds: int, kills: int, steps: int = STEPS, first: int = 0) -> None:
+    """Both ways, one after the other."""
+    base = Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))
+    print(base, flush=True)
     for seed in range(first, first + seeds):
         for attach in ({}, None):
             name = f"{mode}-{seed}-{attach is not None}"
-            found = run(python, base / name, mode=mode, attach=attach, kills=kills, seed=seed)
+            found = run(python, base / name, mode=mode, attach=attach, kills=kills, seed=seed, steps=steps)
             print(json.dumps({"mode": mode, "attached": attach is not None, "seed": seed} | found), flush=True)
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import cpu  # noqa: F401  before VeRL
-import torch
 from verl.workers.rollout import base, replica
 
 base._ROLLOUT_REGISTRY["tiny", "async"] = "tiny_server.TinyRollout"
@@ -43,29 +42,38 @@ def record(**line: Any) -> None:
 handed: list[int] = []
 
 
-class Numbers(torch.utils.data.Dataset[Any]):
-    """Prompt i says i. As VeRL makes a dataset of ``data.custom_cls``."""
-
-    def __init__(self, *_: Any, max_samples: int = 400, **__: Any) -> None:
-        self.items = max_samples
-
-    def __len__(self) -> int:
-        return self.items
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {
-            "raw_prompt": [{"role": "user", "content": f"p{i}"}],
-            "index": i,
-            "data_source": "tiny",
-            "reward_model": {"style": "rule", "ground_truth": str(i)},
-            "extra_info": {"index": i},
-            "ids": torch.tensor([i]),
-        }
-
-
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
     """A number of words, by which a group differs."""
     return float(len(solution_str.split()) % 3)
+
+
+def record_rollouter() -> None:
+    """In the process that starts the rollouter of a fully asynchronous trainer, which is sent its class."""
+    from verl.experimental.fully_async_policy.fully_async_rollouter import FullyAsyncRollouter
+
+    rollouter = FullyAsyncRollouter.__ray_metadata__.modified_class
+    save, generate = rollouter.save_checkpoint, rollouter._streaming_generation_main
+
+    async def saved(self: Any, directory: str) -> None:
+        import tiny_rollout  # of that process
+
+        await save(self, directory)
+        tiny_rollout.record(saved=int(directory.rpartition("_")[2]), handed=tiny_rollout.handed, open=[])
+
+    async def generated(self: Any) -> None:
+        import tiny_rollout
+
+        put = self.pending_queue.put
+
+        async def recorded(sample: Any) -> None:
+            if sample is not None:
+                tiny_rollout.handed.append(int(sample.full_batch.non_tensor_batch["index"][0]))
+            await put(sample)
+
+        self.pending_queue.put = recorded
+        await generate(self)
+
+    rollouter.save_checkpoint, rollouter._streaming_generation_main = saved, generated
 
 
 def record_saves() -> None:
@@ -82,6 +90,7 @@ def record_saves() -> None:
 
     PPOTrainer._save_checkpoint = recorded(PPOTrainer._save_checkpoint, True)
     RayPPOTrainer._save_checkpoint = recorded(RayPPOTrainer._save_checkpoint, False)
+    record_rollouter()
     submit, get = PPOTrainer._submit_batch_to_rollout, RayPPOTrainer._get_gen_batch
 
     def submitted(self: Any, batch: Any) -> Any:

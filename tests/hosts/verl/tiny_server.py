@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+from verl.workers.rollout.utils import ensure_async_iterator
 
 #: prompts, each of which is a token of its own, after two special ones.
 PROMPTS = 400
@@ -38,7 +39,7 @@ class TinyRollout(BaseRollout):
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **_: Any) -> None:
         """As a worker sends them."""
-        named = {name: weight.detach().clone() for name, weight in weights}
+        named = {name: weight.detach().clone() async for name, weight in ensure_async_iterator(weights)}
         await ray.get_actor("tiny_server").load.remote(named, global_steps)
 
 

@@ -1,0 +1,240 @@
+"""VeRL's experimental trainers that roll out beside the training, `fully_async_policy` and `one_step_off_policy`: each
+prompt trained exactly once, wherever the run is killed.
+
+    megaresume.attach(SeparateRayPPOTrainer)  # of verl.experimental.separation.ray_trainer: in each of its processes
+
+Both are made from this class. What VeRL saves is how far its dataloader was read: whatever was in flight then, it says
+itself, is lost.
+
+Fully asynchronous: two Ray actors. The rollouter has `Prompts`; a prompt's name is part of its sample's, and so of the
+uid that its rollouts carry through the message queue to the trainer:
+
+    rollouter    `Feed`, in place of the dataloader: what is in flight first, then the next ones. Its state is in
+                 ``data.pt``, and in ``prompts.json``
+    trainer      _fit_update_actor: tells the rollouter which rollouts the step has trained, and waits for it
+                 _save_checkpoint: tells it of which weights it is asked for its state
+                 fit_step: raises, before the first step, what the rollouter refuses
+
+Ray calls the methods of an actor's class: only those that an actor calls by itself can be hooked on the instance.
+
+One step off: one process, which rolls out a batch while it trains the one before.
+
+See docs/verl.md. Importing this imports neither VeRL nor Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.hosts.attach import SLOT, check_new, hook
+from megaresume.hosts.prompts import Prompt, Prompts
+from megaresume.hosts.verl_prompts import (
+    IssuedPrompts,
+    SavedPrompts,
+    end_of,
+    prompts_of,
+    put_in,
+    settle_batch,
+    settle_groups,
+    uid_of,
+)
+from megaresume.stream.data_yaml import Append
+
+log = logging.getLogger(__name__)
+
+#: what VeRL puts before and after the name of a prompt, to make a uid of it: ``uid_sample_NAME_NUMBER``.
+_BEFORE, _AFTER = "uid_sample_", "_"
+
+
+def attach(trainer: Any, *, append: Append | None = None, ledger: str | Path | None = None) -> None:
+    """Give VeRL's trainers that roll out beside the training each prompt exactly once. See `megaresume.attach`.
+
+    Prompts, batch sizes, rollouts, shuffling and seed are those of VeRL's config.
+
+    Args:
+        trainer: VeRL's ``FullyAsyncRollouter``, ``FullyAsyncTrainer`` or ``OneStepOffRayTrainer``, or of a class made
+            from them.
+        append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
+        ledger: see `megaresume.Prompts`; None: ``prompts.jsonl`` in ``default_local_dir``.
+
+    Raises:
+        UsageError: something else, prompts that change while it trains, or attached already.
+    """
+    if hasattr(trainer, "_get_samples_from_queue"):
+        check_new(trainer, "trainer")
+        setattr(trainer, SLOT, Told(trainer))
+        return
+    is_rollouter, is_ahead = hasattr(trainer, "_feed_samples"), hasattr(trainer, "_async_gen_next_batch")
+    needed = ("train_dataloader", "train_dataset", "_create_continuous_iterator", "config")
+    check_new(
+        trainer,
+        "trainer",
+        missing=[name for name in needed if not hasattr(trainer, name)]
+        or ([] if is_rollouter or is_ahead else ["_feed_samples and _async_gen_next_batch"]),
+        headline="this is not a trainer of VeRL's that rolls out beside the training, or it is not initialized yet",
+        expected="fully_async_policy or one_step_off_policy of verl.experimental; those of 0.9.1 were tried",
+        action="megaresume.attach(SeparateRayPPOTrainer), of the class, before an instance is made",
+    )
+    prompts, loader = prompts_of(trainer, append, ledger)
+    if is_rollouter:
+        Feed(trainer, prompts, loader)
+    else:
+        Ahead(trainer, prompts, loader)
+
+
+class Ahead(IssuedPrompts):
+    """Batches of which one rolls out while the one before trains: they are trained in the order that they are issued.
+
+    Args:
+        trainer: VeRL's ``OneStepOffRayTrainer``.
+        prompts: the account.
+        loader: that of ``prompts``.
+    """
+
+    def __init__(self, trainer: Any, prompts: Prompts, loader: DataLoader) -> None:
+        super().__init__(trainer, prompts, loader, settles=False)
+        self._out: deque[list[Prompt]] = deque()
+        put_in(trainer, self)
+        hook(trainer, "_fit_update_actor", self._train)
+
+    def collated(self, batch: list[Prompt]) -> Any:
+        """See `IssuedPrompts`."""
+        self._out.append(batch)
+        return super().collated(batch)
+
+    def _train(self, train: Callable[[Any], Any], batch: Any) -> Any:
+        result = train(batch)
+        settle_batch(self.prompts, self.trainer.global_steps, self._out.popleft())
+        return result
+
+
+class Feed(SavedPrompts):
+    """The prompts of a rollouter, one at a time, in place of torchdata's ``StatefulDataLoader``.
+
+    Args:
+        rollouter: VeRL's ``FullyAsyncRollouter``.
+        prompts: the account.
+        loader: that of ``prompts``.
+    """
+
+    def __init__(self, rollouter: Any, prompts: Prompts, loader: DataLoader) -> None:
+        super().__init__(rollouter, prompts)
+        self._loader, self._collate = loader, rollouter.train_dataloader.collate_fn
+        #: of the checkpoint that is saved next; None: that which VeRL has loaded.
+        self.saves: int | None = None
+        self._is_begun = False
+        rollouter.train_dataloader = self
+        setattr(rollouter, SLOT, self)
+        hook(rollouter, "_create_continuous_iterator", lambda _: self._named())
+
+    def __len__(self) -> int:
+        """Prompts of an epoch, as VeRL counts the batches of one prompt."""
+        return math.ceil(self._loader.items)
+
+    @property
+    def step(self) -> int:
+        """See `SavedPrompts`: VeRL names a checkpoint by the version of its weights."""
+        if self.saves is not None:
+            return self.saves
+        rollouter = self.trainer
+        a_version = rollouter.required_samples * rollouter.config.async_training.trigger_parameter_sync_step
+        return int(rollouter.global_steps - 1) // int(a_version)
+
+    def begin(self) -> None:
+        """Begin where the checkpoint ends, when VeRL has loaded it.
+
+        Raises:
+            StateError: see `SavedPrompts.check_loaded`.
+        """
+        if self._is_begun:
+            return
+        self.check_loaded(self.step)
+        self._is_begun = True
+        # VeRL counts what it feeds: from what is settled, to the end of the epochs as they are today.
+        rollouter, most = self.trainer, self.trainer.config.rollout.total_rollout_steps
+        end = end_of(self._loader, rollouter.config.trainer.total_epochs)
+        rollouter.total_rollout_steps = end if most is None else min(end, most)
+        rollouter.global_steps = self._settled + 1
+        log.info("megaresume: %d prompts in flight are issued again", len(self.prompts.in_flight))
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """Pairs of an epoch, which VeRL only makes the name of a sample from, and a batch: the name of the prompt."""
+        self.begin()
+        while self._settled < self.trainer.total_rollout_steps and (issued := self.prompts.issue(1)):
+            yield uid_of(issued[0]), self._collate([issued[0].content])
+
+    @property
+    def _settled(self) -> int:
+        return self.prompts.next_ordinal - len(self.prompts.in_flight)
+
+    def settle(self, rows: Sequence[tuple[str, int | None]], version: int) -> None:
+        """A step has trained these rollouts.
+
+        Args:
+            rows: of each, the uid, and the version of the weights that began it.
+            version: of the weights that roll out.
+
+        Raises:
+            StateError: one was trained or dropped before.
+        """
+        prompts = self.prompts
+        prompts.advance(max(version, prompts.version))
+        groups: dict[str, dict[int, int | None]] = {}
+        for uid, made in rows:
+            group = groups.setdefault(uid.removeprefix(_BEFORE).partition(_AFTER)[0], {})
+            group[len(group)] = made
+        # VeRL's own number of steps is one more after a resume.
+        settle_groups(prompts, prompts.step + 1, groups)
+
+
+class Told:
+    """In the trainer's process: what the rollouter is told.
+
+    Args:
+        trainer: VeRL's ``FullyAsyncTrainer``.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._is_begun = trainer, False
+        hook(trainer, "fit_step", self._step)
+        hook(trainer, "_fit_update_actor", self._train)
+        hook(trainer, "_save_checkpoint", self._save)
+
+    def _tell(self, what: Callable[..., None], *args: Any) -> None:
+        """Call a function in the rollouter's process, with its `Feed`."""
+        import ray
+
+        ray.get(self._trainer.rollouter.__ray_call__.remote(_with_feed, what, *args))
+
+    async def _step(self, step: Callable[..., Awaitable[Any]], *args: Any, **more: Any) -> Any:
+        if not self._is_begun:
+            self._tell(Feed.begin)
+            self._is_begun = True
+        return await step(*args, **more)
+
+    def _train(self, train: Callable[[Any], Any], batch: Any) -> Any:
+        result = train(batch)
+        fields = batch.non_tensor_batch
+        uids = [str(uid) for uid in fields["uid"]]
+        made = [None if one is None else int(one) for one in fields.get("min_global_steps", [None] * len(uids))]
+        rows = list(zip(uids, made, strict=True))
+        self._tell(Feed.settle, rows, int(self._trainer.current_param_version))
+        return result
+
+    def _save(self, save: Callable[[], Any]) -> Any:
+        self._tell(_saves, int(self._trainer.current_param_version))
+        return save()
+
+
+def _with_feed(rollouter: Any, what: Callable[..., None], *args: Any) -> None:
+    what(getattr(rollouter, SLOT), *args)
+
+
+def _saves(feed: Feed, step: int) -> None:
+    feed.saves = step
