@@ -2,9 +2,11 @@
 
     python -m tests.hosts.prompts.simulated DIRECTORY SEED     until it is killed; or to the end of the data
 
-Workers take prompts, answer in any order, fail; groups are filtered, cancelled, trained whole or in parts; the weights
-get newer; checkpoints hold the weights and the state of the prompts. The weights *are* the list of what they were
-trained on: (step, ordinal, rollout, what the worker was given), so that a checkpoint and the record cannot differ.
+Workers take prompts, answer in any order, fail, outlive a kill and answer the start after it; groups are filtered,
+cancelled, trained whole or in parts; the weights get newer; checkpoints hold the weights and the state of the prompts.
+A kill comes anywhere, also between a state and the checkpoint that it is for; it may cut the last line of the ledger,
+and the run may go on from an older checkpoint. The weights *are* the list of what they were trained on: (step, ordinal,
+rollout, what the worker was given), so that a checkpoint and the record cannot differ.
 """
 
 from __future__ import annotations
@@ -106,6 +108,9 @@ class World:
     state: bytes | None = None
     weights: list[list[Any]] = field(default_factory=list)
     kept: list[list[Any]] = field(default_factory=list)
+    #: what workers were sent before a kill, the newest last; earlier checkpoints.
+    outlived: list[tuple[int, str, int, str, int]] = field(default_factory=list)
+    earlier: list[tuple[Any, ...]] = field(default_factory=list)
     #: of every ordinal that a checkpoint knows, what it says; where a resume gave it another text.
     said: dict[int, str] = field(default_factory=dict)
     mismatched: int = 0
@@ -127,8 +132,11 @@ class Life:
     def __init__(self, plan: Plan, world: World, commit: Any) -> None:
         self.draw = draw = random.Random(f"life {plan.seed} {world.starts}")
         self.plan, self.world, self.commit = plan, world, commit
+        ledger = world.directory / "prompts.jsonl"
         if world.state is None:  # of a first checkpoint that was never whole
-            (world.directory / "prompts.jsonl").unlink(missing_ok=True)
+            ledger.unlink(missing_ok=True)
+        elif draw.random() < 0.1:  # cut by the kill
+            ledger.write_bytes(ledger.read_bytes() + b'{"id": "')
         self.prompts = plan.prompts(world, draw)
         #: (ordinal, ticket, rollout, text, version) with workers, and those that came back and are wanted.
         self.out: list[tuple[int, str, int, str, int]] = []
@@ -153,14 +161,17 @@ class Life:
         """
         while moves is None or moves > 0:
             move = self.draw.choices(
-                (self.issue, self.answer, self.fail, self.give_up, self.train, self.save, self.sync),
-                (4, 12, 1, 1, 4, 1, 1),
+                (self.issue, self.answer, self.answer_late, self.fail, self.give_up, self.train, self.save, self.sync),
+                (4, 12, 1, 1, 1, 4, 1, 1),
             )[0]
             if move() is False and not self.out and not self.prompts.in_flight:
                 self.save()
                 return True
             if moves is not None:
                 moves -= 1
+                if move == self.save and self.draw.random() < 0.1:
+                    self.prompts.state_dict()  # whose checkpoint never comes to be
+                    break
         raise Killed
 
     def issue(self) -> bool:
@@ -186,6 +197,19 @@ class Life:
             self.out.pop(one)
         if self.prompts.done(ordinal, ticket, rollout, version=version):
             self.back[ordinal, rollout] = text
+
+    def answer_late(self) -> None:
+        """A worker that was sent its prompt before a kill."""
+        if not self.world.outlived:
+            return
+        ordinal, ticket, rollout, text, version = self.draw.choice(self.world.outlived)
+        try:
+            wanted = self.prompts.done(ordinal, ticket, rollout, version=version)
+        except megaresume.MegaresumeError as error:  # the resume went back before it
+            assert "was never issued" in str(error) or "of another prompt" in str(error)
+        else:
+            if wanted:
+                self.back[ordinal, rollout] = text
 
     def fail(self) -> None:
         """A worker dies, or its prompt is cancelled."""
@@ -253,14 +277,19 @@ def lives(seed: int, kills: int, directory: Path) -> tuple[World, Plan]:
 
     def commit(*checkpoint: Any) -> None:
         world.state, world.weights, world.kept, world.said = checkpoint
+        world.earlier.append(checkpoint)
 
     draw = random.Random(f"kills {seed}")
     for _ in range(kills):
+        if world.earlier and draw.random() < 0.1:  # the newest one cannot be read
+            del world.earlier[draw.randrange(len(world.earlier)) + 1 :]
+            commit(*world.earlier.pop())
+        life = Life(plan, world, commit)
         try:
-            if Life(plan, world, commit).run(draw.randrange(1, 120)):
+            if life.run(draw.randrange(1, 120)):
                 return world, plan
         except Killed:
-            pass
+            world.outlived = [*world.outlived, *life.out][-50:]
     if plan.epochs is not None:
         Life(plan, world, commit).run(None)
     return world, plan
