@@ -224,7 +224,7 @@ def start(local: Path, url: str, *, salt: int = 0, saves: int = 1, patience: flo
         step += 10
         save_checkpoint(local, step, checksums=True, salt=salt)
         staged.submit(step, f"global_step{step}")
-    staged.close(20.0 if patience > 10 else 2.0)
+    staged.close(120.0 if patience > 10 else 2.0)
 
 
 def check_local(local: Path, step: int) -> None:
