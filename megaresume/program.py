@@ -176,13 +176,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) -> list[str]:
     """The same command line, with a directory for the URL of a run."""
-    from megaresume.runs.mirrored import COMMANDS as OF_URLS  # only here: it needs the client of a store
-    from megaresume.runs.mirrored import mirrored, url_in
+    from megaresume.runs.mirrored import (
+        check_command,
+        defaults,
+        mirrored,
+        url_in,
+    )  # only here: it needs a store's client
 
-    if command not in OF_URLS or (number := url_in(argv)) is None:
+    if (number := url_in(argv)) is None or not check_command(command, argv[number]):
         return argv
     directory = stack.enter_context(mirrored(argv[number], whole="--checksums" in argv))
-    return [*argv[:number], directory, *argv[number + 1 :]]
+    return [*argv[:number], directory, *argv[number + 1 :], *defaults(command, argv)]
 
 
 def module_of(command: str) -> str:

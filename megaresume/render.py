@@ -35,9 +35,20 @@ details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll
 """
 
 
+#: directories that stand for another place, as the mirror of a store does: what people are shown for them.
+STANDS_FOR: dict[str, str] = {}
+
+
+def in_place(text: str) -> str:
+    """Text with the places that directories stand for."""
+    for directory, name in STANDS_FOR.items():
+        text = text.replace(directory, name)
+    return text
+
+
 def escape(text: str) -> str:
     """Text as HTML, control characters made visible."""
-    return html.escape(visible(text))
+    return html.escape(visible(in_place(text)))
 
 
 class Visible:

@@ -18,16 +18,43 @@ from megaresume.checkpoint.manifest import FileEntry, read_manifest
 from megaresume.checkpoint.mirror import Mirror, by_name, file_name
 from megaresume.checkpoint.records import manifest_path, tag_iteration
 from megaresume.checkpoint.store import Store
+from megaresume.render import STANDS_FOR, in_place
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: the commands whose directory may be a URL.
 COMMANDS = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report", "top"})
+#: what they are told there, if they are told nothing: the mirror shows one moment, and goes with the command.
+_DEFAULTS = {"top": ("--once",), "report": ("--output", "report.html")}
+#: those whose directory may not: they read the weights, or a program does.
+_ON_DISK = frozenset({"convert", "replay"})
 _URL = re.compile(r"(?!https?:|file:)[a-z][a-z0-9+.-]*://.+")
 
 
 def url_in(words: Sequence[str]) -> int | None:
     """Which word of a command line is the URL of a run; None: none is."""
     return next((number for number, word in enumerate(words) if _URL.fullmatch(word)), None)
+
+
+def defaults(command: str, words: Sequence[str]) -> tuple[str, ...]:
+    """What is added to a command line that names a run in a store."""
+    added = _DEFAULTS.get(command, ())
+    return () if not added or any(word.split("=")[0] == added[0] for word in words) else added
+
+
+def check_command(command: str, url: str) -> bool:
+    """Whether a command may be given the URL of a run; False: what it means by a URL is its own affair.
+
+    Raises:
+        UsageError: it needs the files themselves.
+    """
+    if command in _ON_DISK:
+        raise UsageError(
+            f"megaresume {command} needs the files of a run on a disk",
+            found=url,
+            expected="a directory",
+            action="resume the run on this machine, or copy a checkpoint here: docs/object-store.md, What lies where",
+        )
+    return command in COMMANDS
 
 
 class Renamed:
@@ -96,7 +123,14 @@ def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
         out: Any = Renamed(sys.stdout, directory, store.url)
         error: Any = Renamed(sys.stderr, directory, store.url)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), by_name(root, store.url):
-            yield str(root / last if is_tag else root)
+            STANDS_FOR[directory] = store.url
+            try:
+                yield str(root / last if is_tag else root)
+            except OSError as refused:
+                refused.filename = in_place(str(refused.filename))
+                raise
+            finally:
+                del STANDS_FOR[directory]
 
 
 def _fill(mirror: Mirror, head: Head | None) -> None:
