@@ -75,7 +75,7 @@ def settings(directory: Path, *, mode: str, steps: int, batch: int, stale: int, 
         "+ray_kwargs.ray_init.num_gpus=2",
         "+ray_kwargs.ray_init.include_dashboard=False",
         f"+ray_kwargs.ray_init._temp_dir={os.environ['TINY_RAY']}",
-        *(beside(roll) if mode in ("fully_async", "one_step_off", "separate_async") else []),
+        *(beside(roll) if mode in ("fully_async", "one_step_off") else []),
         *(
             [
                 "data.train_batch_size=0",
@@ -88,7 +88,6 @@ def settings(directory: Path, *, mode: str, steps: int, batch: int, stale: int, 
             else []
         ),
         *(["hydra.searchpath=[pkg://verl.trainer.config]"] if mode == "one_step_off" else []),
-        *(["trainer.v1.separate_async.parameter_sync_step=1"] if mode == "separate_async" else []),
         *more,
     ]
 
