@@ -6,7 +6,8 @@
 A rank has the environment, arguments, working directory and output that it was asked to have, fresh random state, and
 runs its module or script as ``__main__``; it ends as any Python process does, at-exit handlers included. Nothing of
 megaresume or megatron is imported before the fork. Even and odd ranks are forked from two processes, so that their
-string hashes differ, as those of processes that were started do.
+string hashes differ, as those of processes that were started do. Programs with a trainer of Hugging Face's or of
+Lightning's are forked from two more, forked from these, which have imported their packages as well.
 
 Launches with torchrun, deepspeed or Slurm, and those of `megaresume demo` and `megaresume smoke`, start every process.
 """
@@ -18,9 +19,12 @@ import functools
 import importlib
 import json
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +50,10 @@ MODULES = (
     "multistorageclient",
     "deepspeed",
 )
+#: and what programs import whose text has one of these names.
+OF_TRAINERS = ("accelerate", "transformers", "lightning")
+#: of a process with such modules: requests and answers, in the directory that this variable names.
+PIPES, PLACE = ("requests", "answers"), "MEGARESUME_TESTS_WARM"
 #: read while these modules are imported.
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
@@ -56,43 +64,65 @@ ENVIRONMENT = {
 
 
 class Warm:
-    """The process that forks."""
+    """The process that forks.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    Args:
+        parity: of the ranks that it forks.
+        modules: that it imports, besides `MODULES`: it is forked from the one that has imported those.
+    """
+
+    def __init__(self, parity: int, modules: Sequence[str] = ()) -> None:
+        # transformers imports pyarrow, whose allocator would start a thread
+        env = os.environ | ENVIRONMENT | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        self._requests: IO[str]
+        self._answers: IO[str]
+        if modules:
+            pipes = Path(tempfile.mkdtemp(prefix="megaresume-warm-"))
+            for name in PIPES:
+                os.mkfifo(pipes / name)
+            words = [__file__, *modules]
+            warm(parity).ask(start=words, env=env | {PLACE: str(pipes)}, cwd=os.getcwd(), output=os.devnull)
+            self._requests, self._answers = _opened(pipes, "wr")
+            shutil.rmtree(pipes)
+        else:
+            command = [sys.executable, __file__]
+            self._process = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def ask(self, **request: object) -> Any:
         """Send a line, read one."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
+        return json.loads(self._answers.readline())
 
 
 @functools.cache
-def warm(parity: int) -> Warm:
-    """One for even ranks, one for odd ones; they end with this process, which closes their standard input."""
-    return Warm()
+def warm(parity: int, modules: Sequence[str] = ()) -> Warm:
+    """One for even ranks, one for odd ones; they end with this process, which closes what they read from."""
+    return Warm(parity, modules)
 
 
 class Forked:
-    """A rank, with what `subprocess.Popen` has."""
+    """A rank, or a program of one process, with what `subprocess.Popen` has."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], output: Path) -> None:
-        self._warm = _warm_for(env)
-        self.pid = int(self._warm.ask(start=list(words), env=dict(env), cwd=os.getcwd(), output=str(output)))
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], output: Path, cwd: Path | None = None) -> None:
+        directory = cwd or Path.cwd()
+        self._warm = warm(int(env.get("RANK", 0)) % 2, _modules_of(words, directory))
+        self.pid = int(self._warm.ask(start=list(words), env=dict(env), cwd=str(directory), output=str(output)))
         self.returncode: int | None = None
+        self._over: int | None = None
+        with contextlib.suppress(ProcessLookupError):  # it is over already
+            self._over = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
-        """Exit status, negative for a signal; None: it runs."""
-        if self.returncode is None:
+        """Exit status, negative for a signal; None: it runs. The other process is asked only once the rank is over."""
+        if self._over is not None and select.select([self._over], [], [], 0)[0]:
+            os.close(self._over)
+            self._over = None
+        if self.returncode is None and self._over is None:
             self.returncode = self._warm.ask(poll=self.pid)
         return self.returncode
 
@@ -101,6 +131,32 @@ class Forked:
         while (status := self.poll()) is None:
             time.sleep(0.01)
         return status
+
+
+def run_forked(
+    words: Sequence[str], env: Mapping[str, str], directory: Path, output: Path, *, kill_at: str = ""
+) -> tuple[int, list[str]]:
+    """A program of one process, to its end, without its imports.
+
+    Args:
+        words: script and arguments.
+        env: all of its environment.
+        directory: where it runs.
+        output: a new file, for what it says.
+        kill_at: it is killed with SIGKILL once it has said a line that begins so.
+
+    Returns:
+        exit status, negative for a signal; the lines that it said.
+    """
+    program = Forked(words, env, output, directory)
+    while (status := program.poll()) is None:
+        said = output.read_text(encoding="utf-8") if output.exists() and kill_at else ""
+        if any(line.startswith(kill_at) for line in said.splitlines()[:-1]):
+            os.kill(program.pid, signal.SIGKILL)
+            status = program.wait()
+            break
+        time.sleep(0.01)
+    return status, output.read_text(encoding="utf-8").splitlines()
 
 
 class WarmJob(LocalJob):
@@ -124,15 +180,29 @@ class WarmJob(LocalJob):
         return found
 
 
-def _warm_for(env: Mapping[str, str]) -> Warm:
-    return warm(int(env["RANK"]) % 2)
+def _opened(pipes: Path, modes: str) -> tuple[IO[str], IO[str]]:
+    """Requests and answers. Each waits for the other process, so both open them in this order."""
+    flags = {"r": os.O_RDONLY, "w": os.O_WRONLY}
+    requests, answers = (
+        os.fdopen(os.open(pipes / name, flags[mode]), mode) for name, mode in zip(PIPES, modes, strict=True)
+    )
+    return requests, answers
+
+
+def _modules_of(words: Sequence[str], directory: Path) -> tuple[str, ...]:
+    """Those of `OF_TRAINERS`, if the program speaks of one of them."""
+    paths = [directory / word for word in words if word.endswith(".py")]
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    return OF_TRAINERS if any(name in text for name in OF_TRAINERS for text in texts) else ()
 
 
 def can_fork(env: Mapping[str, str]) -> bool:
     """Whether the imports of such a rank read the same variables."""
     same = all(env.get(name, value) == value for name, value in ENVIRONMENT.items())
     folders = _folders(env.get("PYTHONPATH", ""))
-    return same and not any((folder / name.partition(".")[0]).exists() for folder in folders for name in MODULES)
+    return same and not any(
+        (folder / name.partition(".")[0]).exists() for folder in folders for name in (*MODULES, *OF_TRAINERS)
+    )
 
 
 def _folders(path: str) -> list[Path]:
@@ -204,12 +274,17 @@ def main() -> None:
     import runpy
     import threading
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # imports print
-    requests = os.fdopen(os.dup(0), "r")
-    for name in MODULES:
+    if PLACE in os.environ:
+        requests, answers = _opened(Path(os.environ[PLACE]), "rw")
+    else:
+        requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # imports print
+    for name in (*MODULES, *sys.argv[1:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    if "transformers" in sys.argv:
+        with contextlib.suppress(ImportError, AttributeError):
+            importlib.import_module("transformers").Trainer  # noqa: B018  imports most of it
     prepare_compiler()
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "forking is not safe"
     assert not {"megaresume", "megatron"} & {name.partition(".")[0] for name in sys.modules}

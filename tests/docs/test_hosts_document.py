@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
+from tests.warm import run_forked
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.process
@@ -47,15 +47,9 @@ def run(page: Path, folder: Path, *, first: str = "", at: str = "") -> tuple[int
     program = page / f"train{'_killed' * bool(first)}.py"
     program.write_text(first + (page / "train.py").read_text())
     env = os.environ | {"PYTHONPATH": str(DOCUMENT.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(program), str(folder)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line.strip())
-            if at and line.startswith(at):
-                process.kill()
-    return process.returncode, [line for line in lines if line.startswith("step ")], "\n".join(lines)
+    output = folder.with_name(f"{folder.name}-output-{time.monotonic_ns()}")
+    status, lines = run_forked([str(program), str(folder)], env, page, output, kill_at=at)
+    return status, [line for line in lines if line.startswith("step ")], "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
