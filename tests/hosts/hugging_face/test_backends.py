@@ -6,6 +6,7 @@ GPUs alone; `program.py` lets it take CPUs for such.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megaresume.checkpoint.records import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError
 from tests.hosts.hugging_face.program import ITEMS, make
-from tests.hosts.torch.record import items, launch, trained
+from tests.hosts.torch.record import items, launch_forked, trained
 
 pytestmark = pytest.mark.process
 
@@ -52,11 +53,13 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 
 def killed(output: Path, **options: Any) -> None:
-    """Killed with two ranks in the save of step 15, started again by torchrun, and trained to the end of epoch 2."""
-    done = launch(PROGRAM, output, 2, restarts=1, kill=("save", 15), num_train_epochs=2, **options)
-    assert done.returncode == 0 and "exitcode: -9" in done.stderr, done.stderr[-5000:]
-    assert "step 10 from checkpoint-10 | random state restored" in done.stdout
-    assert "repeated 0 skipped 0" in done.stdout
+    """Killed with two ranks in the save of step 15, started again, and trained to the end of epoch 2."""
+    status, said = launch_forked(PROGRAM, output, 2, kill=("save", 15), num_train_epochs=2, **options)
+    assert status == -signal.SIGKILL, said[-5000:]
+    status, said = launch_forked(PROGRAM, output, 2, attempt=2, num_train_epochs=2, **options)
+    assert status == 0, said[-5000:]
+    assert "step 10 from checkpoint-10 | random state restored" in said
+    assert "repeated 0 skipped 0" in said
 
 
 RELEASE = release(
@@ -91,13 +94,16 @@ def test_killed_in_a_save(tmp_path: Path, order: list[int], options: Any) -> Non
 def other_layouts(output: Path, options: Any) -> None:
     """Another back-end is refused; so is another number of ranks, by ZeRO."""
     backend = "DeepSpeed" if "deepspeed" in options else "FSDP"
-    done = launch(PROGRAM, output, 1, attempt=3, num_train_epochs=3, per_device_train_batch_size=4, **options)
+    status, said = launch_forked(
+        PROGRAM, output, 1, attempt=3, num_train_epochs=3, per_device_train_batch_size=4, **options
+    )
     if backend == "DeepSpeed":
-        assert "DeepSpeed cannot load ZeRO optimizer state on a different number of ranks" in done.stderr
-        assert "on 2 ranks; 1 now" in done.stderr
+        assert status == 1, said[-5000:]
+        assert "DeepSpeed cannot load ZeRO optimizer state on a different number of ranks" in said
+        assert "on 2 ranks; 1 now" in said
     else:
-        assert done.returncode == 0, done.stderr[-5000:]
-        assert "resumed at sample 200" in done.stdout and "dp 2->1" in done.stdout
+        assert status == 0, said[-5000:]
+        assert "resumed at sample 200" in said and "dp 2->1" in said
         assert sorted(items(trained(output))[200:]) == list(range(ITEMS))
     trainer = make(output, attempt=4, num_train_epochs=3)
     megaresume.attach(trainer)
