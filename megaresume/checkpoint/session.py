@@ -611,8 +611,6 @@ class Session:
         def record() -> tuple[int, list[tuple[int, str, str]]]:
             before = read_ledger(ledger_path(root)).entries
             saved = [entry.iteration for entry in before if entry.kind == "checkpoint"][-1:]
-            if saved and saved[0] > iteration:
-                print(f"megaresume: the run goes back: step {saved[0]} -> {iteration}", flush=True)
             load = self.host.load.format(directory=str(root))
             with contextlib.nullcontext() if copies is None else copies.by_name():
                 for directory in places:
@@ -628,6 +626,8 @@ class Session:
                 topology=topology,
                 details=None if trains else {NOTHING_TO_TRAIN: True},
             )
+            if saved and saved[0] > iteration:  # of a start that was refused it would not be true
+                print(f"megaresume: the run goes back: step {saved[0]} -> {iteration}", flush=True)
             if copies is not None:
                 copies.start()
             elif not trains:

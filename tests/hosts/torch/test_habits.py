@@ -298,6 +298,18 @@ def test_a_run_that_goes_back_says_so(directory: Path, tried: Tried, capfd: pyte
         assert [line for line in said if "goes back" in line] == words
 
 
+def test_a_load_that_was_forgotten_is_refused_and_does_not_say_that_the_run_goes_back(
+    directory: Path, tried: Tried, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tried.train_one()
+    tried.loop.save()
+    tried.loop.close()
+    with pytest.raises(UsageError, match="did not load a checkpoint"):
+        Tried(directory).train_one()
+    said = capfd.readouterr()
+    assert "goes back" not in said.out + said.err
+
+
 def test_a_state_that_no_resume_could_read_is_not_saved(
     directory: Path, tried: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
