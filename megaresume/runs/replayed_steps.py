@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.meter.record import meter_dir, read_lines
@@ -30,6 +31,8 @@ from megaresume.runs.trace.replan import Replan, open_corpora
 from megaresume.stream.errors import MegaresumeError
 
 _RANK = re.compile(r"rank_(\d+)\.jsonl")
+#: float64[segments, 2]: see `read_sums`.
+SumsOfSample = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,42 +149,75 @@ def compare_steps(run: Run, out: Path, first: int, last: int) -> list[StepAgain]
     if not wanted:
         return []
     span = begins.get(wanted[0] - 1, 0), max(begins[step] for step in wanted)
-    sums, recorded_sums = read_sums(meter_dir(out), *span), read_sums(meter_dir(run.root), *span)
     digests = _digests(run, before, {step: begins[step] for step in wanted}, span[0])
-    found: list[StepAgain] = []
-    for step in wanted:
-        replayed, recorded = again[step], before.get(step)
-        numbers = range(begins.get(step - 1, begins[step]), begins[step])
-        by_segment = bool(numbers) and all(n in sums and n in recorded_sums for n in numbers)
-        loss, recorded_loss = replayed.loss, None if recorded is None else recorded.loss
-        same: list[bool] = []
-        if by_segment:
-            loss, recorded_loss = _by_token(sums, numbers), _by_token(recorded_sums, numbers)
-            same.append(all(sums[n].tobytes() == recorded_sums[n].tobytes() for n in numbers))
-        losses = list(replayed.losses.values())
-        recorded_losses = [] if recorded is None else list(recorded.losses.values())
-        if losses and recorded_losses and (not by_segment or len(losses) == len(recorded_losses)):
-            same.append([*map(_bits, losses)] == [*map(_bits, recorded_losses)])
-        norm, recorded_norm = replayed.norm, None if recorded is None else recorded.norm
-        if norm is not None and recorded_norm is not None:
-            same.append(_bits(norm) == _bits(recorded_norm))
-        found.append(
-            StepAgain(
-                step=step,
-                digest=replayed.digest,
-                recorded_digest=digests.get(step),
-                loss=loss,
-                recorded_loss=recorded_loss,
-                norm=norm,
-                recorded_norm=recorded_norm,
-                bitwise=all(same) if same else None,
-            )
+    sums, recorded_sums = read_sums(meter_dir(out), *span), read_sums(meter_dir(run.root), *span)
+
+    def compared(step: int) -> StepAgain:
+        samples = range(begins.get(step - 1, begins[step]), begins[step])
+        segments = _Segments.of(samples, sums, recorded_sums)
+        return _compared(step, again[step], before.get(step, _Step(ranks={})), segments, digests.get(step))
+
+    return [compared(step) for step in wanted]
+
+
+def _compared(
+    step: int, replayed: _Step, recorded: _Step, segments: _Segments | None, recorded_digest: str | None
+) -> StepAgain:
+    """Compare one step.
+
+    Args:
+        step: its number.
+        replayed, recorded: what both have written down of it.
+        segments: the losses of its segments; None: one of them lacks some.
+        recorded_digest: of the run's records.
+    """
+    losses, recorded_losses = [*replayed.losses.values()], [*recorded.losses.values()]
+    same: list[bool] = []
+    if segments is not None:
+        same.append(segments.is_same)
+    # Of other ranks, the losses by process say less than the segments.
+    if losses and recorded_losses and (segments is None or len(losses) == len(recorded_losses)):
+        same.append([*map(_bits, losses)] == [*map(_bits, recorded_losses)])
+    if replayed.norm is not None and recorded.norm is not None:
+        same.append(_bits(replayed.norm) == _bits(recorded.norm))
+    return StepAgain(
+        step=step,
+        digest=replayed.digest,
+        recorded_digest=recorded_digest,
+        loss=replayed.loss if segments is None else segments.loss,
+        recorded_loss=recorded.loss if segments is None else segments.recorded_loss,
+        norm=replayed.norm,
+        recorded_norm=recorded.norm,
+        bitwise=all(same) if same else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Segments:
+    """The losses of all segments of a step, in a replay and in its run."""
+
+    #: by token; None: none counts.
+    loss: float | None
+    recorded_loss: float | None
+    #: bit for bit.
+    is_same: bool
+
+    @classmethod
+    def of(
+        cls, samples: range, sums: Mapping[int, SumsOfSample], recorded_sums: Mapping[int, SumsOfSample]
+    ) -> _Segments | None:
+        """Those of some samples; None: one of the two has not written down all of them."""
+        if not samples or not all(n in sums and n in recorded_sums for n in samples):
+            return None
+        return cls(
+            loss=_by_token(sums, samples),
+            recorded_loss=_by_token(recorded_sums, samples),
+            is_same=all(sums[n].tobytes() == recorded_sums[n].tobytes() for n in samples),
         )
-    return found
 
 
-def _by_token(sums: Mapping[int, np.ndarray[Any, Any]], numbers: range) -> float | None:
-    total = np.concatenate([sums[n] for n in numbers]).sum(axis=0)
+def _by_token(sums: Mapping[int, SumsOfSample], samples: range) -> float | None:
+    total = np.concatenate([sums[n] for n in samples]).sum(axis=0)
     return float(total[0] / total[1]) if total[1] else None
 
 
