@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data
 
+from megaresume.data.store_counts import Share, store_counts
 from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -278,6 +279,7 @@ class Workers:
         # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
         self.generator = torch.Generator()
         self._requests = _Requests(requests)
+        self._worker_init_fn = worker_init_fn
         if num_workers:
             # What torch itself puts into page-locked memory is no longer a room.
             ahead = None if options.get("pin_memory") else prefetch_factor or 2
@@ -288,7 +290,6 @@ class Workers:
             num_workers=num_workers,
             collate_fn=collate_fn,
             prefetch_factor=prefetch_factor,
-            worker_init_fn=functools.partial(_begin_worker, worker_init_fn) if num_workers else None,
             generator=self.generator,
             **options,
         )
@@ -302,7 +303,12 @@ class Workers:
         """
         if self.torch.num_workers:
             context = self.torch.multiprocessing_context
-            check_main_guard(None if context is None else context.get_start_method())
+            method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+            check_main_guard(method)
+            if self.torch.worker_init_fn is None or not self.torch.persistent_workers:
+                # Here, not in the constructor: it could not be pickled.
+                share = None if method == "fork" else store_counts.share(self.torch.num_workers)
+                self.torch.worker_init_fn = functools.partial(begin_worker, self._worker_init_fn, share)
         if not self.torch.persistent_workers:
             self.inbox = Inbox(pin_memory=self._copies_to_pinned)
         self.inbox.begin()
@@ -340,7 +346,7 @@ class Workers:
     def __getstate__(self) -> dict[str, Any]:
         """To be copied, or pickled: without the worker processes that are kept, and without their rooms."""
         loader = copy.copy(self.torch)
-        loader._iterator = None
+        loader._iterator = loader.worker_init_fn = None
         return self.__dict__ | {"torch": loader, "inbox": Inbox(pin_memory=self._copies_to_pinned)}
 
 
@@ -364,8 +370,17 @@ class _Requests:
             self.ended = error
 
 
-def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
+def begin_worker(worker_init_fn: Callable[[int], object] | None, share: Share | None, worker: int) -> None:
+    """In a worker process, before it reads.
+
+    Args:
+        worker_init_fn: of the user; None: none.
+        share: where it counts its requests to stores; None: where it was given a place as it was forked.
+        worker: its number.
+    """
     outlive_signals()
+    if share is not None:
+        store_counts.begin_worker(share, worker)
     if worker_init_fn is not None:
         worker_init_fn(worker)
 

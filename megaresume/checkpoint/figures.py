@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.goodput import all_marks, goodput_of
+from megaresume.checkpoint.goodput import all_marks, goodput_of, has_gaps
 from megaresume.checkpoint.host import GivesLosses, HasLoggers, Host
 from megaresume.checkpoint.ledger import LedgerEntry, newest_entries, read_ledger
 from megaresume.checkpoint.meter.clocks import Clocks
@@ -48,7 +48,7 @@ def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
             raise UsageError(
                 "metrics: this trainer's losses are not taken by themselves",
                 found="metrics: losses",
-                expected="Hugging Face's Trainer",
+                expected="Hugging Face's Trainer, a DeepSpeed engine or Megatron-LM",
                 action="leave losses out, and call meter.losses(batch, token_loss): docs/metrics.md",
             )
         host.take_losses(options.losses)
@@ -66,7 +66,7 @@ def figures_of_run(root: Path | None, marks: Sequence[Mark]) -> dict[str, Value]
     if root is not None:
         path = ledger_path(root)
         found |= _of_checkpoints(newest_entries(path))
-        if marks and marks[0].attempt > 1:  # not measured from its first start on
+        if has_gaps(marks):
             marks = all_marks(marks, read_ledger(path).entries)
     spent = goodput_of(marks)
     found["megaresume.run.starts"] = spent.starts

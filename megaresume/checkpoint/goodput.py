@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.meter.record import Mark
 from megaresume.checkpoint.position import Position, reached_of
@@ -72,10 +73,12 @@ def goodput_of(marks: Sequence[Mark]) -> Goodput:
     spent = dict.fromkeys(CAUSES, 0.0)
     spans: list[_Span] = []
     before: Mark | None = None
-    starts = repeated = 0
+    starts = repeated = attempt = 0
     for mark in marks:
         if mark.event == "start":
-            starts += 1
+            # After a load in the middle of a process it begins again, and is no other start of the run.
+            starts += not mark.attempt or mark.attempt != attempt
+            attempt = mark.attempt
             born = mark.born or mark.time
             spent["startup"] += max(mark.time - born, 0.0)
             if before is not None:
@@ -124,8 +127,9 @@ def _given_up(spans: list[_Span], step: int) -> list[_Span]:
 def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
     """The marks of a run that nobody measured."""
     marks: list[Mark] = []
-    saving = 0.0
+    saving, attempt = 0.0, 0
     for entry in entries:
+        attempt += entry.kind == "start"
         try:
             time = datetime.fromisoformat(entry.time.replace("Z", "+00:00")).timestamp()
         except ValueError:
@@ -141,7 +145,7 @@ def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
                         marks.append(Mark(event="last", time=stopped, step=step, samples=samples, saving=saving))
             saving = 0.0
             born = time - _number(entry.details.get("startup_seconds"))
-            marks.append(Mark(event="start", time=time, born=born, **place))
+            marks.append(Mark(event="start", time=time, born=born, attempt=attempt, **place))
         elif entry.kind == "checkpoint":
             saving += seconds
             marks.append(Mark(event="save", time=time + seconds, saving=saving, **place))
@@ -155,19 +159,36 @@ def _number(value: object) -> float:
 
 
 def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position: Position | None = None) -> list[Mark]:
-    """The marks of a run: as they were measured; before that, as the ledger tells; at their end how far it has come.
+    """The marks of a run: as they were measured; of starts that nobody measured, as the ledger tells; at their end how
+    far it has come.
 
     Args:
         measured: see `megaresume.checkpoint.meter.record.marks_of`.
         entries: of the ledger.
         position: as it was noted last; None: it was not.
     """
-    first = measured[0].time if measured else float("inf")
-    marks = [*(mark for mark in marks_of_ledger(entries) if mark.time < first - 1), *measured]
-    if marks and position is not None and position.start == sum(entry.kind == "start" for entry in entries):
+    starts = [entry for entry in entries if entry.kind == "start"]
+    idle = {attempt for attempt, entry in enumerate(starts, 1) if entry.details.get(NOTHING_TO_TRAIN)}
+    told = {attempt: marks for attempt, marks in _by_attempt(marks_of_ledger(entries)).items() if attempt not in idle}
+    marks = [mark for _, of in sorted((told | _by_attempt(measured)).items()) for mark in of]
+    if marks and position is not None and position.start == len(starts):
         now = datetime.fromisoformat(position.time.replace("Z", "+00:00")).timestamp()
         if now > marks[-1].time:
             last = marks[-1]
             place = {"step": position.iteration, "samples": position.samples}
             marks.append(Mark(event="now", time=now, waited=last.waited, saving=last.saving, **place))
     return marks
+
+
+def has_gaps(measured: Sequence[Mark]) -> bool:
+    """Whether the run had starts that nobody measured, before the last one."""
+    return bool(measured) and len(_by_attempt(measured)) < max(mark.attempt for mark in measured)
+
+
+def _by_attempt(marks: Sequence[Mark]) -> dict[int, list[Mark]]:
+    found: dict[int, list[Mark]] = {}
+    attempt = 0
+    for mark in marks:
+        attempt = mark.attempt or attempt
+        found.setdefault(attempt, []).append(mark)
+    return found

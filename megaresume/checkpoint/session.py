@@ -64,7 +64,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import claim_directory, release, take
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.meter.meter import Watched
+from megaresume.checkpoint.meter.looker import Watched
 from megaresume.checkpoint.parts import Parts
 from megaresume.checkpoint.position import Positions
 from megaresume.checkpoint.random_state import RandomState, Snapshot
@@ -755,6 +755,8 @@ class Session:
         # Before anything else could draw.
         random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
         state = envelope or self.snapshot()
+        if self.meter is not None:
+            self.meter.saves(state.iteration, state.samples)
         self.host.settle()
         written = self._with_retries(
             lambda: self._write(root, write, tag, state, random, pointers),

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import xxhash
 
+from megaresume.data.store_counts import store_counts
 from megaresume.files import leftover_name, open_file, write_all
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, require
 
@@ -53,8 +54,6 @@ LONGEST_WAIT = 20.0
 PATIENCE = 60.0
 #: seconds between two warnings of attempts that failed.
 QUIET = 30.0
-#: reads of this process that were tried again.
-tried_again = 0
 #: of a store's client, if its configuration says nothing else: as many connections as anybody makes requests at a time.
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connections": 64}}}
 #: spreads the attempts of many readers that a busy store turned away. Its own, as Python's global random numbers are
@@ -230,9 +229,8 @@ class RemoteStore:
 
     def _warn(self, url: str, what: str, state: tenacity.RetryCallState) -> None:
         """Say that an attempt failed; of many, a few."""
-        global tried_again
         self._failed += 1
-        tried_again += 1
+        store_counts.add("retries")
         if (now := time.monotonic()) < self._quiet_until:
             return
         self._quiet_until = now + QUIET
@@ -350,6 +348,11 @@ class DiskCache:
 
     def get(self, key: str, nbytes: int | None) -> bytes | None:
         """So many bytes (None: however many), if they were kept under this key."""
+        data = self._get(key, nbytes)
+        store_counts.add("misses" if data is None else "hits")
+        return data
+
+    def _get(self, key: str, nbytes: int | None) -> bytes | None:
         digest = xxhash.xxh3_128_digest(key.encode())
         path = self._path(digest)
         try:

@@ -87,6 +87,10 @@ class Now(Answer):
     starts: int
     repeated: int
     data_wait: float | None
+    #: requests to a store that were tried again; records that cache_dir had, and had not. None: nothing is known.
+    store_retries: int | None = None
+    cache_hits: int | None = None
+    cache_misses: int | None = None
     #: who trains together, the newest last; none if replicas do not leave and join.
     memberships: Sequence[Membership] = ()
     sources: Sequence[SourceNow] = ()
@@ -170,6 +174,9 @@ def look(root: Path) -> Now:
         starts=spent.starts,
         repeated=spent.repeated,
         data_wait=figures.get("megaresume.data.wait"),
+        store_retries=figures.get("megaresume.store.retries"),
+        cache_hits=figures.get("megaresume.cache.hits"),
+        cache_misses=figures.get("megaresume.cache.misses"),
         memberships=memberships(entries),
         sources=_sources(figures, state),
         next=[] if state is None else _next(state, last.samples, seconds, size),
@@ -320,6 +327,11 @@ def _text(now: Now) -> str:
     rows.append(["checkpoint", _checkpoint(now)])
     if now.data_wait is not None:
         rows.append(["data wait", f"{now.data_wait:.1f} s in this process"])
+    if now.store_retries:
+        rows.append(["store", f"{now.store_retries:,} requests tried again"])
+    if now.cache_hits is not None and now.cache_misses is not None:
+        read = now.cache_hits + now.cache_misses
+        rows.append(["cache", f"has {100 * now.cache_hits / max(read, 1):.1f} % of {read:,} records read"])
     if now.goodput is not None:
         lost = ", ".join(f"{cause} {_duration(now.badput[cause])}" for cause in CAUSES if now.badput.get(cause))
         rows.append(["goodput", f"{100 * now.goodput:.2f} %" + (f"; {lost}" if lost else "")])

@@ -46,7 +46,7 @@ def test_rules_ask_for_figures_that_there_are() -> None:
         for name, f in BY_NAME.items()
     }
     rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    assert len(rules) == 9
+    assert len(rules) == 10
     for rule in rules:
         assert {*re.findall(r"megaresume_\w+", rule["expr"])} <= known, rule
 

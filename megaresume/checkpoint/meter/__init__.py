@@ -9,7 +9,8 @@
     steps.py     the loss and the gradient norm of each step
     sinks.py     `SINKS`: TensorBoard, OpenTelemetry, Prometheus, Weights & Biases, MLflow, JSON lines
     words.py     what ``metrics=`` and ``--megaresume-metrics`` accept
-    meter.py     `Meter`: one thread of a process, which measures and feeds the sinks
+    meter.py     `Meter`: what the training tells, and the thread that it does not wait for
+    looker.py    `Looker`: that thread counts, writes the record and feeds the sinks
 
 Nothing rides in a batch, no collective is added to a step, and the training is looked at, not stopped: the thread reads
 how many samples are trained, and plans those again. See docs/metrics.md.

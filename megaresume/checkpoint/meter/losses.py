@@ -115,10 +115,14 @@ class SegmentSums:
             ids[row, column:end] = k
         return ids.reshape(-1)
 
-    def take(self) -> list[SegmentLosses]:
-        """Those whose sums have come from the device, in their order."""
+    def take(self, *, wait: bool = False) -> list[SegmentLosses]:
+        """Those whose sums have come from the device, in their order; ``wait``: for the device, so that all are."""
         done: list[SegmentLosses] = []
-        while self._waiting and self._waiting[0].sums.is_here():
+        while self._waiting:
+            if wait:
+                self._waiting[0].sums.wait()
+            elif not self._waiting[0].sums.is_here():
+                break
             one = self._waiting.popleft()
             sums = one.sums.here.numpy()[1:]
             done.append(SegmentLosses(one.samples, one.segments, sums[:, 0].copy(), sums[:, 1].astype(np.int64)))

@@ -1,109 +1,34 @@
-"""`Meter`: the figures of one process, measured in a thread of its own.
+"""`Meter`: the figures of one process, measured in a thread of its own, which is `Looker`'s.
 
     Session       began, saved, ended             -> a mark, written at once
     every second  how far is it?                  -> the pulse
     every 10 s    how many samples are trained?   -> a `Reading`, on rank 0 -> the sinks
                   the losses and waits of this process -> its file, which rank 0 reads
 
-The thread reads one number of the training, its samples; the step is what its schedule makes of them. `Shared` is all
-that both threads use. Nothing that fails here reaches the training.
+Nothing that fails here reaches the training.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.meter.figures import Reading, Value
-from megaresume.checkpoint.meter.record import (
-    Lines,
-    Mark,
-    RunRecord,
-    Tails,
-    counts_at,
-    marks_of,
-    meter_dir,
-    rank_path,
-    read_lines,
-)
-from megaresume.checkpoint.meter.segments import Documents
-from megaresume.checkpoint.meter.sinks import Function, Outlet, check, close_all, outlet_of
-from megaresume.checkpoint.meter.sources import SourceFigures
-from megaresume.checkpoint.meter.steps import Made, StepNumbers
+from megaresume.checkpoint.meter.figures import Reading
+from megaresume.checkpoint.meter.looker import Looker, Shared, Watched
+from megaresume.checkpoint.meter.record import Mark
+from megaresume.checkpoint.meter.sinks import check
 from megaresume.checkpoint.meter.words import MeterOptions
-from megaresume.stream.errors import MegaresumeError, UsageError
-from megaresume.stream.stream import Stream
-
-if TYPE_CHECKING:
-    from megaresume.checkpoint.meter.losses import Averages, SegmentSums
+from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-#: seconds between two pulses; after which a count that has not fallen is complete; that the end of a run waits for all.
-PULSE, SETTLED, JOIN_SECONDS = 1.0, 0.002, 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Watched:
-    """What a meter knows of its run, as training begins."""
-
-    #: what is trained; None if it is no stream: there are no figures by source then.
-    stream: Stream | None
-    #: how many samples are trained, now; and optimizer steps.
-    samples: Callable[[], int]
-    step: Callable[[], int]
-    #: the samples of this process that were handed out last; None: not known.
-    numbers: Callable[[], Sequence[int]] | None
-    #: where it saves; None if nowhere.
-    root: Path | None
-    #: of the run: 16 hex digits, the same after a resume.
-    run: str
-    #: starts of the run, this one included; when this process was started, in seconds since 1970.
-    attempt: int
-    born: float
-    #: figures of checkpoints, and of the time since the run's first start, from its marks. On rank 0.
-    of_run: Callable[[Sequence[Mark]], Mapping[str, Value]] = lambda marks: {}
-
-
-@dataclass(slots=True)
-class Shared:
-    """What the thread that trains (`Meter`) and the thread that measures (`Looker`) both use."""
-
-    options: MeterOptions
-    #: written by the training.
-    clocks: Clocks
-    #: of this process in the job; rank 0 feeds the sinks.
-    rank: int
-    #: (step, samples) at which training began; written by the training, before the other thread starts.
-    first: tuple[int, int] = (0, 0)
-    #: losses: the training adds, the other thread takes. None until there are any.
-    sums: SegmentSums | None = None
-    #: losses and gradient norms of steps: likewise.
-    steps: StepNumbers = field(default_factory=StepNumbers)
-    #: the newest reading; written by the thread that measures.
-    latest: Reading | None = None
-    #: the same, until the loggers of the trainer have it: the training takes it.
-    pending: Reading | None = None
-
-    def mark(self, event: str, step: int, samples: int) -> Mark:
-        """A mark of now."""
-        return Mark(
-            event=event,
-            time=time.time(),
-            step=step,
-            samples=samples,
-            waited=round(self.clocks.waited, 6),
-            saving=round(self.clocks.saving, 6),
-        )
+#: seconds between two pulses; that the end of a run waits for all.
+PULSE, JOIN_SECONDS = 1.0, 5.0
 
 
 class Meter:
@@ -162,12 +87,19 @@ class Meter:
             self._thread = threading.Thread(target=self._run, name="megaresume-meter", daemon=True)
             self._thread.start()
 
+    def saves(self, step: int, samples: int) -> None:
+        """A save begins: what is counted by source goes into the record before the checkpoint is complete."""
+        self._note("counts", step, samples)
+
     def saved(self, step: int, samples: int) -> None:
         """The training continues after a save."""
+        self._note("save", step, samples)
+
+    def _note(self, event: str, step: int, samples: int) -> None:
         if self._watched is None:
             return
         with self._changed:
-            self._events.append(self._shared.mark("save", step, samples))
+            self._events.append(self._shared.mark(event, step, samples))
             self._changed.notify()
         self.start()
 
@@ -250,14 +182,15 @@ class Meter:
         assert watched is not None
         looker, every = Looker(self._shared, watched), self._shared.options.every
         due, closing = time.monotonic() + every, False
+        events: list[Mark] = []
         while not closing:
             pause = min(due - time.monotonic(), PULSE, every)
             with self._changed:
                 self._changed.wait_for(lambda: self._events or self._closing, max(pause, 0.0))
-                events, self._events, closing = self._events, [], self._closing
+                events, self._events, closing = [*events, *self._events], [], self._closing
             try:
-                for mark in events:
-                    looker.note(mark)
+                while events:
+                    looker.note(events.pop(0))
                 if closing:
                     looker.note(self._shared.mark("end", *looker.position()))
                 else:
@@ -268,193 +201,3 @@ class Meter:
             except Exception as error:  # noqa: BLE001  nothing that fails here may reach the training
                 self._say("figures", error)
         looker.close()
-
-
-class Looker:
-    """What the thread of a meter does.
-
-    Args:
-        shared: with the meter.
-        watched: the run.
-    """
-
-    def __init__(self, shared: Shared, watched: Watched) -> None:
-        self._shared, self._watched = shared, watched
-        self._options, self._clocks, self._rank = shared.options, shared.clocks, shared.rank
-        self._step, self._samples = shared.first
-        self._last = time.time(), self._step
-        self._directory = None if watched.root is None else meter_dir(watched.root)
-        self._record: RunRecord | None = None
-        self._figures: Lines | None = None
-        self._own: Lines | None = None
-        self._tails: Tails | None = None
-        self._marks: list[Mark] = []
-        self._sources: SourceFigures | None = None
-        self._averages: Averages | None = None
-        self._waited_by_rank: dict[str, float] = {}
-        self._outlets: list[Outlet] = []
-        self._is_open = False
-
-    def _open(self) -> None:
-        """What needs files and the stream: in the thread, as it may take a while."""
-        if self._is_open:
-            return
-        self._is_open = True
-        watched, directory = self._watched, self._directory
-        lines: list[dict[str, Any]] = []
-        if self._rank == 0:
-            if directory is not None:
-                self._record = RunRecord(directory)
-                self._figures = Lines(directory / "figures.jsonl")
-                self._tails = Tails(directory)
-                lines = read_lines(directory / "run.jsonl")
-                self._marks = marks_of(lines)
-            if watched.stream is not None:
-                self._sources = SourceFigures(watched.stream, self._samples, counts_at(lines, self._samples))
-            self._outlets = [Outlet("a function", partial(Function, f)) for f in self._options.functions]
-            self._outlets += [
-                outlet_of(word, where, directory, watched.run)
-                for word, where in self._options.sinks
-                if (word, where) != ("jsonl", "")  # that is `_figures`
-            ]
-        if directory is not None:
-            self._own = Lines(rank_path(directory, self._rank))
-
-    def position(self) -> tuple[int, int]:
-        """(step, samples) that are trained."""
-        step, samples = self._settled()
-        watched = self._watched
-        if watched.stream is not None and watched.stream.schedule is not None:
-            first_step, first = self._shared.first
-            try:
-                schedule = watched.stream.schedule
-                step = first_step + schedule.steps_before(samples) - schedule.steps_before(first)
-            except MegaresumeError:  # within a step, or after a short one
-                pass
-        self._step, self._samples = max(step, self._step), max(samples, self._samples)
-        return self._step, self._samples
-
-    def _settled(self) -> tuple[int, int]:
-        """(step, samples) between two updates of the training.
-
-        It counts in another thread, without a lock, and perhaps in two parts: read in between, the samples may be too
-        many. Their number never falls, so one that has not fallen after `SETTLED` seconds was complete.
-        """
-        while True:
-            samples, step = self._watched.samples(), self._watched.step()
-            time.sleep(SETTLED)
-            if samples <= self._watched.samples():
-                return step, samples
-
-    def note(self, mark: Mark) -> None:
-        """Write a mark down, with what was counted by then."""
-        self._open()
-        self._marks.append(mark)
-        if self._rank:
-            return
-        more: dict[str, Any] = {}
-        if self._sources is not None and mark.samples >= self._sources.sample:
-            self._sources.count_to(mark.samples)
-            more = {"counts": self._sources.counts}
-        if self._record is not None:
-            self._record.note(mark, more)
-
-    def pulse(self) -> None:
-        """Say how far it is."""
-        if self._rank == 0 and self._record is not None:
-            self._record.pulse(self._shared.mark("now", *self.position()))
-
-    def look(self, *, is_last: bool = False) -> None:
-        """Make a reading, and give it to the sinks."""
-        self._open()
-        step, samples = self.position()
-        own = self._write_own(step, is_last)
-        if self._rank:
-            return
-        now = self._shared.mark("now", step, samples)
-        figures: dict[str, Value] = {"megaresume.step": step, "megaresume.samples": samples}
-        before, before_step = self._last
-        if step > before_step:
-            figures["megaresume.step.duration"] = (now.time - before) / (step - before_step)
-            self._last = now.time, step
-        if self._sources is not None:
-            figures |= self._sources.advance(samples)
-        figures["megaresume.data.wait"] = self._clocks.waited
-        figures["megaresume.data.wait.longest"] = self._clocks.take_longest()
-        figures["megaresume.checkpoint.wait"] = self._clocks.saving
-        if (workers := sys.modules.get("megaresume.batches.workers")) is not None:
-            figures["megaresume.data.ahead"] = workers.num_ready()
-        if (remote := sys.modules.get("megaresume.data.remote")) is not None:
-            figures["megaresume.store.retries"] = remote.tried_again
-        lines = [("", own)] if self._tails is None else self._tails.new()
-        figures |= self._of_all(lines, step - before_step)
-        figures |= self._watched.of_run([*self._marks, now])
-        if self._watched.root is not None:
-            figures["megaresume.disk.free"] = shutil.disk_usage(self._watched.root).free
-        self._give(Reading(time=now.time, step=step, samples=samples, figures=figures))
-
-    def _write_own(self, step: int, is_last: bool) -> dict[str, Any]:
-        """The waits, steps and losses of this process, also into its file."""
-        sums = self._shared.sums
-        done = [] if sums is None else sums.take()
-        line: dict[str, Any] = {"time": time.time(), "step": step, "waited": round(self._clocks.waited, 6)}
-        line["attempt"] = self._watched.attempt
-        if made := self._shared.steps.take(wait=is_last):
-            line["steps"] = [self._with_digest(one).to_dict() for one in made]
-        if done:
-            line |= {"losses": [one.to_dict() for one in done], "by_source": self._by_source(done)}
-        if self._own is not None:
-            self._own.append(line)
-        return line
-
-    def _with_digest(self, made: Made) -> Made:
-        """With the digest of what it and all steps before it have trained. On rank 0, of a stream."""
-        stream = self._watched.stream
-        if self._rank or stream is None or not made.samples:
-            return made
-        return replace(made, digest=f"{int(stream.plan(made.samples - 1, made.samples).digests[-1]):016x}")
-
-    def _by_source(self, done: Sequence[Any]) -> dict[str, list[float]]:
-        from megaresume.checkpoint.meter.losses import segments_of
-
-        stream = self._watched.stream
-        assert stream is not None
-        documents = Documents([source.label for source in stream.config.sources])
-        for one in done:
-            documents.add(segments_of(stream, one.samples)[1], one)
-        return {name: [total, tokens] for name, (total, tokens) in documents.by_source().items()}
-
-    def _of_all(self, lines: Iterable[tuple[str, Mapping[str, Any]]], steps: int) -> dict[str, Value]:
-        """What the processes of the run have written down since the last reading."""
-        found: dict[str, Value] = {}
-        sums: dict[str, list[float]] = {}
-        for name, line in lines:
-            self._waited_by_rank[name] = float(line.get("waited", 0.0))
-            for source, (total, tokens) in line.get("by_source", {}).items():
-                both = sums.setdefault(source, [0.0, 0.0])
-                both[0], both[1] = both[0] + total, both[1] + tokens
-        if self._waited_by_rank:
-            found["megaresume.data.wait.slowest_rank"] = max(self._waited_by_rank.values())
-        if sums or self._averages is not None:
-            from megaresume.checkpoint.meter.losses import Averages
-
-            self._averages = self._averages or Averages()
-            self._averages.add(sums, steps)
-            found["megaresume.source.loss"] = dict(self._averages)
-        return found
-
-    def _give(self, reading: Reading) -> None:
-        if self._figures is not None:
-            self._figures.append(reading.to_dict())
-        self._shared.latest = reading
-        if self._options.trainer:
-            self._shared.pending = reading
-        for outlet in self._outlets:
-            outlet.write(reading)
-
-    def close(self) -> None:
-        """No more readings."""
-        close_all(self._outlets)
-        for file in (self._record, self._figures, self._own):
-            if file is not None:
-                file.close()

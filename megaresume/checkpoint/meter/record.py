@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,7 @@ def meter_dir(root: Path) -> Path:
 class Mark:
     """Where a process of rank 0 stood at a time. All seconds but ``time`` and ``born`` are of this process."""
 
-    #: start: training begins. save: the training continues after a save of ``step``. last: a process that was killed
-    #: had come to here, as the next one writes. end: it ended by itself. now: it runs.
+    #: of `EVENTS`. counts: a save begins, and the line says what was counted; a mark of nothing else.
     event: str
     #: seconds since 1970.
     time: float
@@ -63,24 +63,45 @@ class Mark:
 
 
 _ALWAYS = ("event", "time", "step", "samples")
+#: start: training begins. save: the training continues after a save of ``step``. last: a process that was killed had
+#: come to here, as the next one writes. end: it ended by itself. now: it runs.
+EVENTS = ("start", "save", "last", "end", "now")
+
+
+#: lines that wait for a disk that is full; older ones are dropped.
+MAX_LINES = 1 << 12
 
 
 class Lines:
     """A file of JSON lines that one process appends to.
 
+    Args:
+        path: of the file.
+        keep: lines that could not be written, to be tried again with the next one.
+
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        if is_torn(self._file):
-            os.write(self._file, b"\n")  # closes off a line that a kill cut short
+        #: whether a kill, or a full disk, has cut the last line short.
+        self._is_torn = is_torn(self._file)
+        self._waiting: deque[bytes] = deque(maxlen=keep)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append one line. Raises OSError."""
-        write_all(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        """Append one line, after those that wait. Raises OSError."""
+        waiting = [*self._waiting, json.dumps(line, separators=(",", ":")).encode() + b"\n"]
+        try:
+            while waiting:
+                before, self._is_torn = b"\n" if self._is_torn else b"", True
+                write_all(self._file, before + waiting[0])
+                self._is_torn = False
+                del waiting[0]
+        finally:
+            self._waiting.clear()
+            self._waiting.extend(waiting)
 
     def close(self) -> None:
         """Nothing is written any more."""
@@ -98,10 +119,14 @@ class RunRecord:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._lines = Lines(directory / "run.jsonl")
-        last = read_pulse(directory)
-        if last is not None and last.event != "end":
-            self._lines.append(last.to_dict() | {"event": "last"})
+        self._lines = Lines(directory / "run.jsonl", keep=MAX_LINES)
+        #: the lines of the processes before this one.
+        self.before = read_lines(directory / "run.jsonl")
+        marks, last = marks_of(self.before), read_pulse(directory)
+        # Without a later line: a kill after that line may have come before its pulse.
+        if last is not None and last.event != "end" and not (marks and marks[-1].time >= last.time):
+            self._lines.append(line := last.to_dict() | {"event": "last"})
+            self.before.append(line)
         self._pulse = os.open(directory / "pulse.json", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def note(self, mark: Mark, more: Mapping[str, Any]) -> None:
@@ -152,21 +177,32 @@ def marks_of(lines: Iterable[Mapping[str, Any]], pulse: Mark | None = None) -> l
     marks: list[Mark] = []
     for line in lines:
         try:
-            marks.append(Mark.from_dict(line))
+            mark = Mark.from_dict(line)
         except (KeyError, TypeError, ValueError):
             continue
+        if mark.event in EVENTS:
+            marks.append(mark)
     if pulse is not None and (not marks or pulse.time > marks[-1].time):
         marks.append(pulse)
     return marks
 
 
 def counts_at(lines: Iterable[Mapping[str, Any]], samples: int) -> Mapping[str, Mapping[str, int]] | None:
-    """What was counted by source up to a sample: see `SourceFigures.counts`; None if no line of that sample tells."""
-    for line in reversed(list(lines)):
-        if line.get("samples") == samples and isinstance(line.get("counts"), dict):
-            counts: Mapping[str, Mapping[str, int]] = line["counts"]
-            return counts
-    return None
+    """What was counted by source up to a sample: see `SourceFigures.counts`; None if no line of that sample tells.
+
+    A run that went back has trained other samples since, perhaps of other weights: what was counted beyond the start
+    that went back is passed over.
+    """
+    found: dict[int, Mapping[str, Mapping[str, int]]] = {}
+    for line in lines:
+        place, counts = line.get("samples"), line.get("counts")
+        if not isinstance(place, int):
+            continue
+        if line.get("event") == "start":
+            found = {known: of for known, of in found.items() if known <= place}
+        if isinstance(counts, dict):
+            found[place] = counts
+    return found.get(samples)
 
 
 def rank_path(directory: Path, rank: int) -> Path:

@@ -68,8 +68,8 @@ class SourceFigures:
     Args:
         stream: of the training.
         sample: trained when this process began.
-        before: what was counted up to that sample, as `counts` gave it; None: not known, ``trained`` and ``cut`` count
-            from here.
+        before: what was counted up to that sample, as `counts` gave it; None: not known. Then ``trained`` and ``cut``,
+            which no state tells, are left out.
     """
 
     def __init__(self, stream: Stream, sample: int, before: Mapping[str, Mapping[str, int]] | None = None) -> None:
@@ -87,7 +87,11 @@ class SourceFigures:
             for k, source in enumerate(self._stream.sources)
             if isinstance(source, Source) and not is_document_source(source)
         ]
+        #: those that are known since the start of the run.
+        self._known = COUNTED
         for name in ("trained", "cut"):
+            if sample and name not in (before or {}):
+                self._known = tuple(one for one in self._known if one != name)
             known = (before or {}).get(name, {})
             self._counts[name] = np.array([known.get(source, 0) for source in self.names], np.int64)
 
@@ -96,8 +100,8 @@ class SourceFigures:
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """``tokens``, ``trained``, ``documents`` and ``cut`` by source, since the start of the run."""
-        return {name: dict(zip(self.names, of.tolist(), strict=True)) for name, of in self._counts.items()}
+        """``tokens``, ``trained``, ``documents`` and ``cut`` by source, since the start of the run; what is known."""
+        return {name: dict(zip(self.names, self._counts[name].tolist(), strict=True)) for name in self._known}
 
     def count_to(self, sample: int) -> None:
         """Count the samples before this one.
@@ -122,8 +126,9 @@ class SourceFigures:
         if self._stream.shape_at(max(sample - 1, 0))[0] > 1:  # else samples are items, whose tokens are not known
             counts = self.counts
             labelled = [self.names[source] for source in self._labelled]
-            found |= {f"megaresume.source.{name}": counts[name] for name in COUNTED if name != "trained"}
-            found["megaresume.source.trained"] = {name: counts["trained"][name] for name in labelled}
+            found |= {f"megaresume.source.{name}": counts[name] for name in counts if name != "trained"}
+            if "trained" in counts:
+                found["megaresume.source.trained"] = {name: counts["trained"][name] for name in labelled}
             found["megaresume.tokens"] = int(self._counts["tokens"].sum())
             if places:
                 found["megaresume.fill"] = tokens / places

@@ -63,7 +63,7 @@ class Truth:
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train to ``until`` steps, or to a SIGKILL after ``kill`` steps."""
+    """Train to ``until`` steps, or to a SIGKILL: after ``kill`` steps, or right after the checkpoint of a step."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -104,11 +104,23 @@ def main(job: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         now = truth.note("steps", now)
         if is_last and loop.step % job.get("save_every", 5) == 0:
+            if loop.step == job.get("kill_after_commit"):
+                loop.meter.saved = lambda step, samples: die_when_counted(directory, samples)
             loop.save()
             now = truth.note("saving", now)
         if is_last and loop.step == job["until"]:
             break
     loop.finish()
+
+
+def die_when_counted(directory: Path, samples: int) -> None:
+    """Once the record says what was counted; the checkpoint is complete by now, and its own mark is not written."""
+    while not any(
+        json.loads(line)["event"] == "counts" and json.loads(line)["samples"] == samples
+        for line in (directory / "run/megaresume/meter/run.jsonl").read_text().splitlines()
+    ):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def losses_of(tokens: torch.Tensor) -> torch.Tensor:

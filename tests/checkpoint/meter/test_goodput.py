@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.goodput import all_marks, goodput_of, marks_of_ledger
+from megaresume.checkpoint.goodput import all_marks, goodput_of, has_gaps, marks_of_ledger
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.meter.figures import BY_NAME
 from megaresume.checkpoint.meter.record import Mark
 from megaresume.checkpoint.system import Topology, utc
 
 
-def mark(event: str, time: float, step: int, waited: float = 0.0, saving: float = 0.0, born: float = 0.0) -> Mark:
-    place: dict[str, Any] = {"step": step, "samples": 8 * step, "waited": waited, "saving": saving}
+def mark(
+    event: str, time: float, step: int, waited: float = 0.0, saving: float = 0.0, born: float = 0.0, attempt: int = 0
+) -> Mark:
+    place: dict[str, Any] = {"step": step, "samples": 8 * step, "waited": waited, "saving": saving, "attempt": attempt}
     return Mark(event=event, time=1000 + time, born=1000 + born if event == "start" else 0.0, **place)
 
 
@@ -102,6 +104,40 @@ def test_a_run_that_nobody_measured() -> None:
 
 
 def test_what_was_measured_later_comes_after_what_the_ledger_tells() -> None:
-    measured = [mark("start", 230, 5, born=200), mark("end", 300, 15, waited=2)]
+    measured = [mark("start", 230, 5, born=200, attempt=2), mark("end", 300, 15, waited=2)]
+    assert has_gaps(measured)
     found = goodput_of(all_marks(measured, LEDGER))
     assert (found.starts, found.badput["startup"], found.badput["data"]) == (2, 40, 2)
+
+
+def test_a_start_that_nobody_measured_between_two_that_were() -> None:
+    """``metrics=`` was left out once: it is a start all the same, and its time is not one of waiting."""
+    ledger = [*LEDGER[:3], entry("checkpoint", 260, 10, save_seconds=5), entry("start", 330, 10, startup_seconds=10)]
+    measured = [
+        mark("start", 10, 0, born=0, attempt=1),
+        mark("save", 56, 5, saving=6),
+        mark("last", 90, 8, saving=6),
+        mark("start", 330, 10, born=320, attempt=3),
+        mark("now", 400, 20, waited=3),
+    ]
+    assert has_gaps(measured) and not has_gaps(measured[:3])
+    found = goodput_of(all_marks(measured, ledger))
+    assert (found.seconds, found.starts) == (400, 3)
+    startup, waiting = 10 + 30 + 10, (200 - 90) + (320 - 265)
+    assert found.badput == {"startup": startup, "data": 3, "saving": 6 + 5, "lost": 34, "waiting": waiting}
+
+
+def test_a_launch_of_a_run_that_is_over_is_none_of_its_time() -> None:
+    ledger = [*LEDGER, entry("start", 5000, 15, startup_seconds=5, nothing_to_train=True)]
+    assert goodput_of(all_marks([], ledger)).seconds == 300
+
+
+def test_a_load_in_the_middle_of_a_process_is_no_other_start() -> None:
+    marks = [
+        mark("start", 10, 0, born=0, attempt=1),
+        mark("end", 90, 8, waited=5),
+        mark("start", 91, 5, born=91, waited=5, attempt=1),
+        mark("now", 120, 9, waited=6),
+    ]
+    found = goodput_of(marks)
+    assert (found.starts, found.repeated, found.badput["data"]) == (1, 24, 1 + 5 * 5 / 8)

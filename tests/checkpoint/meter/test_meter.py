@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.meter.meter import Looker, Meter, Shared, Watched
+from megaresume.checkpoint.meter.looker import Looker, Shared, Watched
+from megaresume.checkpoint.meter.meter import Meter
 from megaresume.checkpoint.meter.words import parse
 
 
