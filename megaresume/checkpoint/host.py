@@ -94,7 +94,11 @@ class GivesLosses(Protocol):
     """A host that takes the losses of its trainer by itself, as ``metrics="losses"`` asks: a further method."""
 
     def take_losses(self, every: int) -> None:
-        """Give `Meter.losses` those of every so many micro-batches from now on. On every rank."""
+        """Give `Meter.losses` those of every so many micro-batches from now on. On every rank.
+
+        Raises:
+            UsageError: they cannot be had in this way of training.
+        """
 
 
 class Data(Protocol):

@@ -12,8 +12,8 @@
 One file a trainer:
 
     loop.py            a custom loop in torch
-    hugging_face.py    Hugging Face's Trainer; hugging_face_data.py: what it trains; hugging_face_losses.py: the loss of
-                       each label; hugging_face_launch.py: for scripts that do not know us
+    hugging_face.py    Hugging Face's Trainer; hugging_face_data.py: what it trains; hugging_face_launch.py: for
+                       scripts that do not know us
     trl.py             TRL's asynchronous GRPO: its prompts
     accelerate.py      a loop with Accelerate; accelerate_backends.py: DDP, DeepSpeed and FSDP, also under the Trainer
     lightning.py       Lightning's Trainer; lightning_trainer.py: its settings, its callback, the paths that it saves to
@@ -29,6 +29,7 @@ One file a trainer:
     deepspeed/         a DeepSpeed engine in the user's own loop
     megatron/          Megatron-LM and Megatron-DeepSpeed: hooks in their functions
     loaders.py         other people's loaders (Energon, torchdata), for both; loader_states.py: in the checkpoint
+    token_losses.py    the loss of each label without a call, from the logits of a model
     importing.py       how hooks come into programs that do not know us; startup/: into those that they start
 
 How to write another one: docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.

@@ -65,8 +65,8 @@ from megaresume.hosts.hugging_face_data import (
     let_epochs_end,
     loader_of,
 )
-from megaresume.hosts.hugging_face_losses import TokenLosses
 from megaresume.hosts.steps import words_of
+from megaresume.hosts.token_losses import LogitLosses
 from megaresume.hosts.trainer import Hook, TrainerHost, of_trainer, write_all
 from megaresume.stream.errors import StateError, UsageError
 
@@ -235,7 +235,8 @@ class TransformersHost(TrainerHost):
             assert self.session.meter is not None
             self.session.meter.losses(self.steps.numbers(), losses, counts)
 
-        hook(self.trainer, "compute_loss", functools.partial(_with_outputs, TokenLosses(every, take)))
+        losses = LogitLosses(every, take, instead="call loader.meter.losses in compute_loss")
+        hook(self.trainer, "compute_loss", functools.partial(_with_outputs, losses))
 
     def _with_loss(self, train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
         self.steps.trains(inputs)
@@ -523,12 +524,12 @@ class TransformersHost(TrainerHost):
 
 
 def _with_outputs(
-    losses: TokenLosses, compute: Any, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **more: Any
+    losses: LogitLosses, compute: Any, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **more: Any
 ) -> Any:
     """``Trainer.compute_loss``, whose outputs are looked at while it trains."""
     if not model.training or not losses.wants():
         return compute(model, inputs, return_outputs, *args, **more)
-    labels = inputs.get("labels")
+    labels = {name: inputs[name] for name in ("labels", "shift_labels") if name in inputs}  # it may take them out
     loss, outputs = compute(model, inputs, True, *args, **more)
-    losses.look(labels, loss, outputs, more.get("num_items_in_batch"))
+    losses.look(labels, loss, outputs, items=more.get("num_items_in_batch"))
     return (loss, outputs) if return_outputs else loss

@@ -75,7 +75,9 @@ def read_sums(directory: Path, first: int, stop: int) -> dict[int, npt.NDArray[n
         begin = 0
         for sample, segments in zip(losses.samples.tolist(), losses.segments.tolist(), strict=True):
             end = begin + segments
-            if first <= sample < stop and time >= times.get(sample, 0.0):
+            # Of a forward of other tokens than its own nothing counts.
+            is_known = sample in found and not losses.tokens[begin:end].any()
+            if first <= sample < stop and time >= times.get(sample, 0.0) and not is_known:
                 times[sample] = time
                 found[sample] = np.stack([losses.sums[begin:end], losses.tokens[begin:end]], axis=1)
             begin = end

@@ -18,8 +18,8 @@ EVERY = 10.0
 #: words that are no sink of their own -> what they mean.
 OPTIONS = {
     "trainer": "the loggers that the trainer has already",
-    "losses": "losses by source and by document under Hugging Face's Trainer, from the logits of its model. losses=N: "
-    "of every Nth micro-batch",
+    "losses": "losses by source and by document without a call of yours, under Hugging Face's Trainer, DeepSpeed and "
+    "Megatron-LM. losses=N: of every Nth micro-batch",
     "every": "every=SECONDS between two readings; 10 if it is left out",
 }
 #: all words -> what they mean.

@@ -229,6 +229,13 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
     on_all_ranks(lambda: _check_loader(engine, loader))
     host = EngineHost(engine)
     session = _session_of(host, checkpoints)
+    if host.losses is not None:
+        raise UsageError(
+            "metrics: losses by source need the order of a data config",
+            found=f"metrics: losses, and a {type(loader).__name__}",
+            expected="a data.yaml, the mapping in it, or a Stream",
+            action="leave losses out, or megaresume.attach(engine, 'data.yaml', metrics=...)",
+        )
     session.start()
     attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
     _put_hooks(engine, attached)
@@ -354,7 +361,9 @@ def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **more: Any) -> 
 
 def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: Any) -> Any:
     slot.data.saw((*inputs, *more.values()))
-    return forward(*inputs, **more)
+    outputs = forward(*inputs, **more)
+    slot.data.gave(more, outputs)
+    return outputs
 
 
 def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:

@@ -88,6 +88,9 @@ class EngineData(Batches):
         self.host.batches = session.data = self
         self._is_pipeline = facts.is_pipeline(engine)
         self._witness = Witness()
+        #: the micro-batch that was forwarded last, and whether its losses are wanted.
+        self._with_losses: MicroBatch | None = None
+        self._wants_losses = False
         #: micro-batches of this rank in the step that is handed out.
         self._per_step = 0
         #: why nothing more is handed out, though nothing failed.
@@ -238,6 +241,24 @@ class EngineData(Batches):
         """The model is given these inputs."""
         self._witness.look(inputs, [taken.batch for taken in self._count.out])
 
+    def gave(self, inputs: Mapping[str, Any], outputs: Any) -> None:
+        """The model has given this, of inputs by name. Of several forwards of a micro-batch, those of other tokens than
+        its own count for nothing."""
+        losses, count = self.host.losses, self._count
+        if losses is None or not count.out or not torch.is_grad_enabled() or not self.engine.module.training:
+            return
+        batch = count.out[-1].batch
+        if batch is not self._with_losses:
+            self._with_losses, self._wants_losses = batch, losses.wants()
+        if self._wants_losses:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+            losses.look(inputs, loss, outputs, ours=self._witness.knows_last(batch))
+
+    def take_losses(self, losses: torch.Tensor, counts: torch.Tensor) -> None:
+        """See `Batches`."""
+        assert self.meter is not None
+        self.meter.losses(self._count.out[-1].batch.samples, losses, counts)
+
     def before_step(self) -> None:
         """Before ``engine.step()``.
 
@@ -382,6 +403,8 @@ class MicroBatch:
     #: fingerprint of its tokens, and their number; None if it cannot be recognised.
     key: int | None = None
     tokens: int = 0
+    #: their numbers in the stream, if losses are taken of them.
+    samples: tuple[int, ...] = ()
     #: for the log of samples.
     noted: Noted | None = None
 
@@ -426,6 +449,12 @@ class Witness:
         if any(t.is_cuda for t in found) and torch.cuda.is_current_stream_capturing():
             found = []  # what is captured is only run later
         self._forwards.append([fingerprint(t) for t in found])
+
+    def knows_last(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Whether the last forward was given this micro-batch: bool[], on its device, which is not waited for. None:
+        the loop has changed its inputs, and nobody can tell."""
+        found = self._forwards[-1] if self._forwards else []
+        return (torch.stack(found) == batch.key).any() if found and batch.key is not None else None
 
     def seen(self, out: Sequence[MicroBatch]) -> list[MicroBatch] | None:
         """The outstanding micro-batches that the model was given, in the order of its forwards; each once.

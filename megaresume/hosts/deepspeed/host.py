@@ -34,6 +34,7 @@ from megaresume.hosts.deepspeed.load_rules import (
     is_zero_file,
     remove_converted,
 )
+from megaresume.hosts.token_losses import LogitLosses
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
@@ -62,6 +63,10 @@ class Batches(Data, Protocol):
     @abstractmethod
     def samples_trained(self) -> int:
         """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+
+    @abstractmethod
+    def take_losses(self, losses: Any, counts: Any) -> None:
+        """Give the meter the losses of the micro-batch that was handed out last."""
 
     @abstractmethod
     def not_restored(self, error: MegaresumeError) -> None:
@@ -94,6 +99,8 @@ class EngineHost:
         self.elastic = elastic
         #: set by the data itself.
         self.batches: Batches | None = None
+        #: of each micro-batch, if they are asked for.
+        self.losses: LogitLosses | None = None
         self._adopt = adopt
 
     def iteration(self) -> int:
@@ -110,6 +117,31 @@ class EngineHost:
         monitor, samples = self.engine.monitor, self.engine.global_samples
         if monitor.enabled:
             monitor.write_events([(name, value, samples) for name, value in figures.items()])
+
+    def take_losses(self, every: int) -> None:
+        """See `GivesLosses`: those of a model of transformers, which is given its labels."""
+        if facts.is_pipeline(self.engine):
+            raise UsageError(
+                "metrics: a pipeline engine shows nobody its losses by token",
+                found="metrics: losses, and a pipeline engine",
+                expected="an engine whose forward returns the logits of the model",
+                action="leave losses out, and call data.meter.losses(samples, token_loss) in loss_fn: docs/metrics.md",
+            )
+        layout = facts.topology(self.engine)
+        if (layout.tp or 1, layout.cp or 1) != (1, 1):
+            raise UsageError(
+                "metrics: losses are not taken where several ranks share a micro-batch",
+                found=f"metrics: losses, tensor parallelism {layout.tp}, sequence parallelism {layout.cp}",
+                expected="one rank for each micro-batch",
+                action="leave losses out, and call data.meter.losses(batch, token_loss) on one of them: "
+                "docs/metrics.md",
+            )
+
+        def take(losses: Any, counts: Any) -> None:
+            assert self.batches is not None
+            self.batches.take_losses(losses, counts)
+
+        self.losses = LogitLosses(every, take, instead="call data.meter.losses(batch, token_loss)")
 
     def topology(self) -> Topology:
         """See `Host`."""

@@ -166,6 +166,7 @@ class TrainingData(EngineData):
             name=f"samples {int(samples.min())} to {int(samples.max())}",
             key=None if self._is_pipeline else int(fingerprint(tokens)),
             tokens=tokens.numel(),
+            samples=() if self.host.losses is None else tuple(samples.tolist()),
             noted=None if self._log is None else noted(batch),
         )
         return self._transformed(batch), what

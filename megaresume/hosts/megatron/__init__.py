@@ -14,6 +14,7 @@ One training process, as the host of a session:
     host.py            `MegatronHost`; stopping in time; under Megatron-DeepSpeed, around the methods of its engine
     checkpointing.py   around save_checkpoint and load_checkpoint
     load_rules.py      is what Megatron will load complete, and may it be loaded? `megaresume plan` asks too
+    losses.py          the losses of tokens, as its schedules give them to the loss function
     checks.py          loud where stock Megatron is silent
 
 The stream as its data:

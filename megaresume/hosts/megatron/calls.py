@@ -124,6 +124,9 @@ def around_forward_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("forward_only", False):
             before_step(f"the forward and backward passes of a step ({original.__name__})")
+            current = _latest_host()
+            if current is not None and current.losses is not None and "forward_step_func" in kwargs:
+                kwargs["forward_step_func"] = current.losses.watched(kwargs["forward_step_func"])
         return original(*args, **kwargs)
 
     return forward_backward
@@ -215,7 +218,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
     if current.taken and current.taken[0].begin != samples:  # a further phase; else a further chunk
         current.taken.clear()
     size = int(current.args.micro_batch_size) * int(current.args.data_parallel_size)
-    counted = Counted(batches, samples, size, current.session.clocks)
+    counted = Counted(batches, samples, size, current.session.clocks, keeps=current.losses is not None)
     current.taken.append(counted)
     if inner is None:
         return (counted, *others)
@@ -256,11 +259,14 @@ class Counted:
         begin: samples trained before the first of them.
         size: of a micro-batch of all data-parallel ranks.
         clocks: of this process.
+        keeps: whether the last one is kept.
     """
 
-    def __init__(self, batches: Iterator[Any], begin: int, size: int, clocks: Clocks) -> None:
-        self._batches, self._size, self._clocks = batches, size, clocks
-        self.begin = begin
+    def __init__(self, batches: Iterator[Any], begin: int, size: int, clocks: Clocks, *, keeps: bool = False) -> None:
+        self._batches, self._clocks, self._keeps = batches, clocks, keeps
+        self.begin, self.size = begin, size
+        #: the micro-batch that was handed out last, for `megaresume.hosts.megatron.losses`.
+        self.latest: Any = None
         self.count: Count[str] = Count(_WORDS, samples=begin)
         self.count.begin(sys.maxsize)
 
@@ -273,8 +279,10 @@ class Counted:
         return self
 
     def __next__(self) -> Any:
-        self.count.take("", self.count.end + self._size)
-        return self._clocks.wait(next, self._batches)
+        self.count.take("", self.count.end + self.size)
+        batch = self._clocks.wait(next, self._batches)
+        self.latest = batch if self._keeps else None
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_batches"], name)

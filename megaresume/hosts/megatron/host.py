@@ -44,6 +44,7 @@ from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import EngineHost, around_load
+from megaresume.hosts.megatron import losses
 from megaresume.hosts.megatron.arguments import Settings, schedule_from_args
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
@@ -93,6 +94,10 @@ class MegatronHost:
         if settings.mode != "off" and (replay := Replay.asked()) is not None:
             _set_for_replay(args, replay)
         save_dir = getattr(args, "save", None)
+        #: of each micro-batch, if they are asked for.
+        self.losses: losses.ScheduleLosses | None = None
+        #: the training iterators of this rank, one for every chunk; empty: none, or such as cannot be counted.
+        self.taken: list[Counted] = []
         self.session = Session(
             self,
             save_dir=save_dir if can_be_written(save_dir) else None,
@@ -124,8 +129,6 @@ class MegatronHost:
         self.chunks = 0
         #: whether our hook is building the data just now; whether it has.
         self.building, self.built = False, False
-        #: the training iterators of this rank, one for every chunk; empty: none, or such as cannot be counted.
-        self.taken: list[Counted] = []
         #: iterations that were saved through our hook, as Megatron's tracker names them.
         self.saved: set[str] = set()
         #: samples trained before this process.
@@ -170,6 +173,21 @@ class MegatronHost:
         iters, end = getattr(self.args, "train_iters", None), getattr(self.args, "train_samples", None)
         return (iters is not None and iteration >= iters) or (end is not None and samples >= end)
 
+    def take_losses(self, every: int) -> None:
+        """See `GivesLosses`."""
+        losses.check(self.args, self.project, self.settings)
+
+        def give(samples: Any, token_losses: Any, mask: Any) -> None:
+            assert self.session.meter is not None
+            self.session.meter.losses(samples, token_losses, mask)
+
+        def stream() -> Any:
+            return getattr(self.order, "stream", None)
+
+        self.losses = losses.ScheduleLosses(
+            every, give, project=self.project, settings=self.settings, stream=stream, read=self.taken
+        )
+
     def note_step(self, result: tuple[Any, ...]) -> None:
         """Note the losses and the gradient norm that Megatron's ``train_step`` has returned, for live figures.
 
@@ -179,9 +197,11 @@ class MegatronHost:
         """
         meter, samples = self.session.meter, self.samples()
         assert meter is not None
-        losses, norm = result[0], result[2 if len(result) == 4 else 5] if len(result) > 3 else None
-        if isinstance(losses, Mapping) and losses:
-            meter.steps.loss(next(iter(losses.values())))
+        if self.losses is not None:
+            self.losses.step_made()
+        named, norm = result[0], result[2 if len(result) == 4 else 5] if len(result) > 3 else None
+        if isinstance(named, Mapping) and named:
+            meter.steps.loss(next(iter(named.values())))
         meter.steps.norm(norm)
         schedule = getattr(getattr(self.order, "stream", None), "schedule", None)
         size = self.topology().global_batch_size if schedule is None else schedule.size_at(samples)

@@ -6,6 +6,7 @@ import sys
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunState, get_rerun_state_machine
 
 from megatron.training.async_utils import maybe_finalize_async_save
@@ -151,9 +152,30 @@ def _cycled(loader):
 read_in_step = []
 
 
+def scheduled(forward_step_func, data_iterator, model, num_microbatches, forward_only=False):
+    """The forward and backward passes of a step, by a schedule of megatron-core."""
+    args = get_args()
+    return get_forward_backward_func()(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=args.seq_length,
+        forward_only=forward_only,
+    )
+
+
 def train_step(forward_step_func, iterators, model, optimizer, iteration):
     """One optimizer step; returns what Megatron does since 0.10: losses by name, ..., gradient norm, zeros in it."""
     args = get_args()
+    if "MINI_SCHEDULE" in os.environ:
+        optimizer.zero_grad()
+        read_in_step[:] = []
+        scheduled(forward_step_func, iterators, model, get_num_microbatches())
+        optimizer.step()
+        return {"lm loss": torch.zeros(())}, 0, False, False, 0, 0.0, None
     chunks = iterators if isinstance(iterators, list) else [iterators]
     read = read_in_step[:] = [[] for _ in chunks]
     optimizer.zero_grad()
@@ -255,6 +277,11 @@ def evaluate(forward_step_func, data_iterator, model, iteration):
     args = get_args()
     maybe_finalize_async_save(blocking=True)
     assert not args.mini_fail_in_evaluation
+    if "MINI_SCHEDULE" in os.environ:
+        with torch.no_grad():
+            scheduled(forward_step_func, data_iterator, model, args.eval_iters * get_num_microbatches(), True)
+        args.consumed_valid_samples += args.eval_iters * args.global_batch_size
+        return
     chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     read = []
     with torch.no_grad():
