@@ -113,7 +113,8 @@ class Parts:
         place = self.copies.place
         assert isinstance(place, StorePlace)
         step, path = found.step, manifest_path(place.root, found.step.iteration, found.tag)
-        place.mirror.refresh()
+        if not is_rank_0():  # which alone writes, and knows
+            place.mirror.refresh()
         if not path.is_file() or (manifest := read_manifest(path)).save_id != step.save_id:
             return f"{place.name} does not hold it as a whole"
         some = tuple(entry for entry in manifest.files if files is None or entry.path in files)

@@ -262,11 +262,6 @@ class Session:
             )
         return root
 
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether every node has a save directory of its own: what one makes there, the others do not see."""
-        return self._parts is not None
-
     def _on_nodes(self, root: Path, function: Callable[[], T]) -> T:
         """As `on_rank_0`, for what is done to a directory: see `Parts.on_nodes`."""
         parts = self._parts_of(root)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megaresume.checkpoint.ranks import on_all_ranks, on_all_ranks_for_long, on_rank_0_for_long, pauses, world_size
+from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0_for_long, pauses, world_size
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import StepFile
@@ -127,9 +127,7 @@ def prepare_load(
     on_rank_0_for_long(look, _DOING)
 
 
-def conversion(
-    choice: Choice, step: StepFile | None, now: Partitions, *, elastic: bool, everywhere: bool = False
-) -> str | None:
+def conversion(choice: Choice, step: StepFile | None, now: Partitions, *, elastic: bool) -> str | None:
     """The tag of the universal checkpoint to load in place of the chosen one; None if that one loads as it is.
 
     Args:
@@ -137,14 +135,12 @@ def conversion(
         step: its record, as this rank read it.
         now: how the engine divides the optimizer state.
         elastic: convert by itself where that is needed.
-        everywhere: ranks may have directories of their own: each sees to it, and those that share one take turns.
 
     Raises, on every rank: as `prepare_load`; or a rank does not see the conversion.
     """
     if step is None or not now.differ_from(step.topology):
         return None
-    on_those = on_all_ranks_for_long if everywhere else on_rank_0_for_long
-    tag = on_those(lambda beat: _settle(choice, now, elastic, beat), _DOING)
+    tag = on_rank_0_for_long(lambda beat: _settle(choice, now, elastic, beat), _DOING)
     on_all_ranks(lambda: _wait_for(choice.tag_dir, step.save_id))
     return tag
 

@@ -246,10 +246,7 @@ class EngineHost:
         def read_files(choice: Choice, beside: StepFile | None) -> Reading:
             nonlocal is_read
             facts.forget_gradients(self.engine)
-            everywhere = session.is_in_parts
-            choice, path, client_state = self.read(
-                read, choice, beside, optimizer=not module_only, everywhere=everywhere
-            )
+            choice, path, client_state = self.read(read, choice, beside, optimizer=not module_only)
             is_read = not module_only
             samples, within = int(self.engine.global_samples), (client_state or {}).get(KEY)
             envelope = None if within is None or module_only else on_all_ranks(lambda: Envelope.read(within))
@@ -290,12 +287,10 @@ class EngineHost:
         beside: StepFile | None,
         *,
         optimizer: bool,
-        everywhere: bool = False,
     ) -> tuple[Choice, Any, Any]:
         """Read what was chosen with DeepSpeed's method, or its universal form, where another number of ranks saved it.
 
         ``optimizer``: whether the optimizer's state is asked for; weights alone load on any number of ranks.
-        ``everywhere``: whether ranks may have directories of their own.
 
         Returns:
             what was read, DeepSpeed's path and client state.
@@ -312,7 +307,7 @@ class EngineHost:
 
         if optimizer and not facts.loads_universal(engine):
             now = Partitions(ranks=facts.partitions(engine), zero_stage=facts.zero_stage(engine))
-            tag = conversion(choice, beside, now, elastic=self.elastic, everywhere=everywhere)
+            tag = conversion(choice, beside, now, elastic=self.elastic)
         if tag is None:
             path, client_state = read_on_all_ranks(lambda: read_tag(choice.tag), choice, meeting)
             on_all_ranks(lambda: _check_loaded(path, choice))
