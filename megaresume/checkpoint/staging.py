@@ -185,8 +185,10 @@ class Stager:
         self._thread.start()
 
     def _is_worth_it(self, iteration: int, tag: str) -> bool:
-        if (iteration, tag) in self._submitted or not is_part_here(self.local, iteration, tag):
+        if (iteration, tag) in self._submitted:
             return True
+        if not is_part_here(self.local, iteration, tag):
+            return not isinstance(self.place, NodePlace)  # rank 0 copies whole ones; this disk was another node's
         return read_manifest(manifest_path(self.local, iteration, tag)).save_id in self.together
 
     def _write_note(self) -> None:

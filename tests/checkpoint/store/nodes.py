@@ -399,11 +399,12 @@ class Cluster:
             self.judge_start(before, ranks)
             self.counts[f"{ranks} nodes, asked to stop"] += 1
             before, ranks = self.best, self.random.choice((1, 2, 3))
-            statuses = self.start(ranks, before + 4)
+            end = before // 2 * 2 + 4
+            statuses = self.start(ranks, end)
             told.append(f"{ranks} nodes to the end: {statuses}")
             steps = self.judge()
             self.judge_start(before, ranks)
-            if any(statuses) or max(steps) < before + 4:
+            if any(statuses) or max(steps) < end:
                 raise Lost(f"the last start came to {steps}")
         except Lost as error:
             raise Lost(f"seed {self.seed}, {self.url}: {'; '.join(told)}: {error}\n{self.said()}") from None

@@ -12,10 +12,11 @@ import pytest
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.checkpoint.manifest import FileEntry, Manifest, read_manifest
-from megaresume.checkpoint.places import join_parts
+from megaresume.checkpoint.places import NodePlace, join_parts
+from megaresume.checkpoint.staging import Stager
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError
-from tests.checkpoint.conftest import MODEL, make_state, write_model
+from tests.checkpoint.conftest import MODEL, make_state, save_checkpoint, write_model
 from tests.release import release
 
 pytestmark = pytest.mark.process
@@ -49,6 +50,17 @@ def test_a_file_of_two_nodes() -> None:
     assert [entry.path for entry in whole.files] == [MODEL, "of_0", "of_1"] and whole.part is None
     with pytest.raises(CheckpointError, match=f"two nodes have written different files {MODEL}"):
         join_parts([_part(0, "a"), _part(1, "b")])
+
+
+def test_a_whole_checkpoint_on_the_disk_of_another_node(tmp_path: Path) -> None:
+    """It was rank 0's before machines changed places: the node, which brings parts, leaves it alone."""
+    pytest.importorskip("fsspec")
+    save_checkpoint(tmp_path, 10, checksums=True)
+    place = NodePlace(f"memory://{tmp_path.name}/run", print)
+    place.hold(tmp_path, lambda: None)
+    stager = Stager(tmp_path, place)
+    stager.start()
+    assert stager.close(10.0) == () and place.store.sizes() == {}
 
 
 def _tries(*words: str) -> str:
