@@ -33,6 +33,7 @@ NAMES = (
     "memory",
     "simulation",
     "saving",
+    "staging",
     "metrics",
     "vlm",
     "far",

@@ -215,7 +215,8 @@ class Lease:
                 break
             time.sleep(_POLL_SECONDS)  # somebody was faster, or the list that the store gave is older than its objects
         self.head, self._process = head, os.getpid()
-        if self.store.creates(head.name, head.to_bytes()):  # the same once more, which must be refused
+        # The same once more must be refused.
+        if not self.store.is_conditional or self.store.creates(head.name, head.to_bytes()):
             self.is_fenced = False
             self._say(
                 f"WARNING: {self.store} has no conditional writes (If-None-Match): nothing keeps two jobs apart that "

@@ -207,11 +207,22 @@ class Store:
                 raise
             return
         files, url = self._remote.opened(), self._url(name)
-        # Not in every filesystem of fsspec.
-        takes = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
-        if is_new and "mode" not in takes and files.exists(url):
+        how = self._condition() if is_new else {}
+        if how is None and files.exists(url):
             raise FileExistsError(url)
-        files.pipe_file(url, data, **({"mode": "create"} if is_new and "mode" in takes else {}))
+        files.pipe_file(url, data, **(how or {}))
+
+    def _condition(self) -> dict[str, Any] | None:
+        """What tells fsspec to write only what is not there; None: this filesystem cannot."""
+        files = self._remote.opened()
+        takes = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
+        conditions: dict[str, Any] = {"mode": "create", "overwrite": False}
+        return next(({name: value} for name, value in conditions.items() if name in takes), None)
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the store can be asked to write only what is not there; some then ignore it."""
+        return self._is_s3 or self._condition() is not None
 
     def _send(self, method: str, data: bytes | memoryview, **parameters: Any) -> Any:
         """Send bytes, and make sure that the store has received these."""

@@ -69,6 +69,7 @@ class SeaweedFS(Server):
     def __init__(self) -> None:
         self.directory = tempfile.mkdtemp(prefix="megaresume-weed-")
         names = [f"{name}.port{kind}" for name in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
+        names += ["s3.port.iceberg", "s3.port.lance"]  # or a second server finds them taken
         ports = dict(zip(names, _free_ports(len(names)), strict=True))
         words = ["server", f"-dir={self.directory}", "-ip=127.0.0.1", "-s3", "-master.telemetry=false"]
         words += ["-volume.max=100", "-master.volumeSizeLimitMB=256"]

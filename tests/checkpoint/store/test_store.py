@@ -303,6 +303,17 @@ def test_other_stores_by_the_same_code(local: Path, tmp_path: Path) -> None:
     assert place_of("file:///shared/run").root == Path("/shared/run")
 
 
+def test_a_filesystem_without_conditions_is_named(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of fsspec that cannot be asked to write only what is not there, as that of NVIDIA's multi-storage-client."""
+    memory = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
+    whole = memory.pipe_file
+    monkeypatch.setattr(memory, "pipe_file", lambda self, path, value: whole(self, path, value))
+    _copied(local, f"memory://{tmp_path.name}/plain")
+    assert "has no conditional writes" in capsys.readouterr().out
+
+
 @contextlib.contextmanager
 def full(
     local: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, *, attempts: int
