@@ -72,7 +72,8 @@ def _entries(files: list[tuple[Path, str]]) -> list[FileEntry]:
 
 def _clients(s3: Any) -> dict[str, Client]:
     """By name; those that are not installed are said."""
-    ours, known = store.Store(f"s3://{BUCKET}"), {}
+    ours = store.Store(f"s3://{BUCKET}")
+    known: dict[Path, list[FileEntry]] = {}
 
     def entries(files: list[tuple[Path, str]]) -> list[FileEntry]:
         return known.setdefault(files[0][0], _entries(files))

@@ -88,7 +88,7 @@ class SourceFigures:
             if isinstance(source, Source) and not is_document_source(source)
         ]
         #: those that are known since the start of the run.
-        self._known = COUNTED
+        self._known: tuple[str, ...] = COUNTED
         for name in ("trained", "cut"):
             if sample and name not in (before or {}):
                 self._known = tuple(one for one in self._known if one != name)
