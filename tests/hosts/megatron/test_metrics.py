@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[int, list[object], str]] = {
     "two stages": (2, ["--pipeline-model-parallel-size", 2], "sum"),
     "balanced": (2, ["--megaresume-balance", "step"], "sum"),
     "two tensor ranks": (2, ["--tensor-model-parallel-size", 2], "sum"),
-    "with evaluations": (1, ["--eval-interval", 2, "--eval-iters", 1], "sum"),
+    "with evaluations": (1, ["--eval-interval", 2, "--eval-iters", 1, "--split", "80,10,10"], "sum"),
 }
 _more = release(
     "`[balanced]`, `[two tensor ranks]`, `[with evaluations]`: further layouts",

@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.training import pretrain
 from megatron.training.global_vars import get_args
 from megatron.training.mini import log_step
-from mini_model import ModelType, gpt_config, is_dataset_built_on_rank
+from mini_model import ModelType, get_batch, gpt_config, is_dataset_built_on_rank
 
 from tests.upstream import cpu_shim
 
@@ -81,8 +81,8 @@ LOSSES = {"sum": loss_func, "mean": mean_loss_func, "other": other_loss_func}
 
 
 def forward_step(data_iterator, model):
-    batch = next(data_iterator)
-    if mpu.is_pipeline_last_stage() and model.training:
+    batch = get_batch(data_iterator)
+    if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
         rows = [batch[key].tolist() for key in ("tokens", "labels", "loss_mask")]
         log_step(get_args().mini_log, rows=rows, is_evaluation=not torch.is_grad_enabled())
     return model(batch["tokens"], batch["labels"]), partial(
