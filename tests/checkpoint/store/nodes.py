@@ -257,7 +257,7 @@ class Cluster:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     statuses[pid] = os.waitstatus_to_exitcode(status)
-                    if statuses[pid]:
+                    if statuses[pid] not in (0, STOPPED):
                         deadline, doomed = min(deadline, time.monotonic() + 3.0), pids
             if time.monotonic() > deadline:
                 for pid in set(doomed) - set(statuses):
@@ -394,8 +394,9 @@ class Cluster:
             told.append(f"{ranks} nodes, asked to stop: {statuses}")
             lines = [json.loads(line) for line in (self.record / "rank_0").read_text().splitlines()]
             done = max((line["done"] for line in lines if "done" in line), default=before)
-            if set(statuses) != {STOPPED} or max(self.judge(), default=0) != done:
-                raise Lost(f"they stopped after step {done}, and {self.best} is the newest")
+            newest = max(self.judge(), default=0)
+            if set(statuses) != {STOPPED} or newest != done:
+                raise Lost(f"they stopped after step {done}, and {newest} is the newest")
             self.judge_start(before, ranks)
             self.counts[f"{ranks} nodes, asked to stop"] += 1
             before, ranks = self.best, self.random.choice((1, 2, 3))
