@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megaresume.checkpoint.lease import HEADS, Head, Saved, newest_head, newest_name
+from megaresume.checkpoint.lease import Head, Saved, newest_head, newest_name
 from megaresume.checkpoint.ledger import append_lines
 from megaresume.checkpoint.position import position_path
 from megaresume.checkpoint.records import (
@@ -114,8 +114,9 @@ class Mirror:
             # Names become paths: those that would lead out of the mirror are nobody's.
             self.sizes = {name: size for name, size in self.store.sizes().items() if _is_path(name)}
             head = newest_head(self.store, self.sizes)
-            if self._fill(head) and newest_name(self.store.sizes(HEADS)) == (None if head is None else head.name):
-                return head  # nothing was removed meanwhile
+            # Nothing was removed meanwhile, and no list was damaged: stores give no checksums of theirs.
+            if self._fill(head) and _counting(self.store.sizes(), head) == _counting(self.sizes, head):
+                return head
         raise CheckpointError(
             "what is in the store changes faster than it can be looked at",
             found=f"{self.store}: another state at each of {_TRIES} looks",
@@ -231,6 +232,13 @@ class Mirror:
     def objects_of(self, tag: str, save_id: str) -> dict[str, int]:
         """Everything that is in the store of a save now: names and bytes."""
         return self.store.sizes(file_name(tag, save_id, "")) | self.store.sizes(record_name(save_id, ""))
+
+
+def _counting(sizes: Mapping[str, int], head: Head | None) -> tuple[str | None, dict[str, int]]:
+    """What counts of a list: the newest head, and the objects of the saves that a head names."""
+    saves = set() if head is None else {saved.save_id for saved in head.saves}
+    found = ((name, _SAVE.fullmatch(name)) for name in sizes)
+    return newest_name(sizes), {name: sizes[name] for name, match in found if match is not None and match[2] in saves}
 
 
 def _is_path(name: str) -> bool:

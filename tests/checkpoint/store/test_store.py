@@ -432,6 +432,22 @@ def test_a_clock_that_is_wrong(url: str, server: Server, monkeypatch: pytest.Mon
     proxy.close()
 
 
+def test_a_list_that_is_damaged(
+    local: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A byte of it is another one on its way: the start looks again, and does not go back to an older checkpoint."""
+    _copied(local, url)
+    proxy = Proxied(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    type(store.Store(url)._remote.opened()).clear_instance_cache()
+    proxy.plan(fault="size")
+    staged = Staged(str(tmp_path / "empty"), url, KEEP_ALL)
+    choice = _brought(staged, tmp_path / "empty")
+    staged.close()
+    assert choice is not None and choice.tag == "global_step30" and not choice.rejected
+    proxy.close()
+
+
 @pytest.mark.parametrize("fault", ["pages", "late", "terse"])
 def test_stores_that_answer_otherwise(
     fault: str, local: Path, url: str, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
