@@ -117,10 +117,12 @@ def main(job: Job) -> None:
                 made += 1
                 if made == job.sync_every:
                     with torch.no_grad():  # the last gradients are not in the weights yet
-                        taken = before - model.tally + model.tally.grad
+                        last = model.tally.grad
+                        assert last is not None
+                        taken = before - model.tally + last
                         scale = job.global_batch / max(float(taken.sum()), 1.0)
                         model.tally.copy_(before - taken * scale)
-                        model.tally.grad.zero_()
+                        last.zero_()
                     die_at("reduced")
                 inner.step()
                 inner.zero_grad()
