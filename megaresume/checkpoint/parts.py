@@ -211,12 +211,15 @@ def _never(beat: Callable[[], None]) -> bool:
 
 
 def _parts(root: Path) -> dict[Saved, tuple[int, int]]:
-    """The parts of checkpoints that this node holds."""
+    """The parts of checkpoints that this node holds; on rank 0 also whole ones, of a time when it was the only node."""
     found: dict[Saved, tuple[int, int]] = {}
     for _, candidate in committed_in(root):
         one = examine(root, candidate)
-        if one.status == "part" and one.step is not None and one.manifest is not None and one.manifest.part is not None:
-            found[Saved(iteration=one.step.iteration, tag=one.step.tag, save_id=one.step.save_id)] = one.manifest.part
+        if one.step is None or one.manifest is None or not one.is_settled:
+            continue
+        part = one.manifest.part or ((0, 1) if is_rank_0() else None)
+        if part is not None:
+            found[Saved(iteration=one.step.iteration, tag=one.step.tag, save_id=one.step.save_id)] = part
     return found
 
 

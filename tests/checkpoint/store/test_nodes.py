@@ -82,3 +82,28 @@ def test_killed_on_any_node_at_any_time() -> None:
 )
 def test_killed_on_any_node_at_any_time_150_times() -> None:
     assert "tries, 0 lost" in _tries("--count", "150", "--seed", "1")
+
+
+GROWS = """
+from tests.checkpoint.store.nodes import Cluster
+cluster = Cluster(91)
+try:
+    cluster.start(1, 5000, kill=(0, 4.0))
+    cluster.judge()
+    records = (cluster.disks[0] / "megaresume").glob("step_*.manifest.json")
+    newest = max(int(path.name[5:12]) for path in records)
+    assert cluster.start(3, newest // 2 * 2 + 4) == [0, 0, 0], cluster.said()
+    cluster.judge_start(newest, 3)
+    print("GREW from", newest, "the store had", cluster.best)
+finally:
+    cluster.close()
+"""
+
+
+def test_more_nodes_than_before_the_copies_were_made() -> None:
+    """What one machine has saved and not yet copied is copied first: the three go on from it."""
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    command = [sys.executable, "-c", GROWS]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert "GREW from" in done.stdout, done.stdout + done.stderr
