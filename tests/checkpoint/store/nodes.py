@@ -352,7 +352,9 @@ class Cluster:
         lines = (self.root / f"rank_{rank}.log").read_text().strip().splitlines()
         if status == REFUSED + 1:
             return any("a rank has ended while others waited for it" in line for line in lines[-8:])
-        return status != 1 or any(word in lines[-1] for word in ("gloo", "Connection", "Socket", "recv"))
+        return status != 1 or any(
+            word in lines[-1] for word in ("gloo", "torch.distributed.Dist", "Connection", "recv")
+        )
 
     def lose_disks(self) -> str:
         """Machines are replaced, or change places."""
