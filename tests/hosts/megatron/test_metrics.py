@@ -65,6 +65,7 @@ def trained(mini: Any, data: Path, directory: Path, *flags: object, ranks: int =
     sizes = ["--seed", 7, "--seq-length", 32, "--vocab-size", 64, "--global-batch-size", 8, "--micro-batch-size", 2]
     figures = ["--megaresume-data", data, "--megaresume-metrics", "jsonl", "every=0.05"]
     rest = ["--lr", 0.0, *figures, *flags]
+    env["PYTHONPATH"] = str(Path(__file__).parents[3])
     return mini(*where, *sizes, *rest, script="pretrain_schedule.py", num_processes=ranks, env=env)
 
 
