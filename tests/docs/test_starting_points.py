@@ -12,7 +12,7 @@ import pytest
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
-from tests.cli.test_new import lines_of
+from tests.cli.test_new import command_lines_of
 from tests.docs.pages import DOCS
 from tests.docs.starting_points import PLACE, file_of, renewed
 from tests.release import release
@@ -91,13 +91,13 @@ def test_steps_of_several_micro_batches(tmp_path: Path, trainer: str) -> None:
     (tmp_path / "whole" / "train.py").write_text(accumulating(trainer))
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     # Two epochs of 640 items, eight a step.
-    whole = lines_of(tmp_path / "whole", command)
+    whole = command_lines_of(tmp_path / "whole", command)
     assert [int(line.split()[1]) for line in whole] == list(range(1, 161))
-    killed = lines_of(tmp_path / "cut", command, kill_at=70)
+    killed = command_lines_of(tmp_path / "cut", command, kill_at=70)
     assert killed == whole[: len(killed)]
     choice = choose(tmp_path / "cut" / saves)
     assert choice is not None and choice.iteration is not None
-    resumed = lines_of(tmp_path / "cut", command)
+    resumed = command_lines_of(tmp_path / "cut", command)
     assert resumed == whole[choice.iteration :]
     last = choose(tmp_path / "cut" / saves)
     assert last is not None and last.manifest is not None and last.manifest.durable and last.manifest.has_checksums

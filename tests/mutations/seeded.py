@@ -62,8 +62,8 @@ class Mutation:
 CHECKPOINT = (
     Mutation(
         "commit a save that another one has overtaken",
-        "    _check_not_overtaken(pending)\n    files",
-        "    files",
+        "    _check_not_overtaken(pending)\n    if part",
+        "    if part",
         COMMIT,
     ),
     Mutation("commit without the files beside it", "    _check_beside(root, others)\n", "", COMMIT),
@@ -335,8 +335,8 @@ SESSION = (
     ),
     Mutation(
         "load damaged files",
-        "            words = None if choice is None or not self.checksums else find_damage(choice)\n",
-        "            words = None\n",
+        "if choice is None or not self.checksums or is_compared else find_damage(choice)\n",
+        "\n",
         ("tests/hosts/test_damaged.py", *ENGINE),
     ),
     Mutation(
