@@ -19,7 +19,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ from megaresume.checkpoint.step_file import (
     remove_marker,
     run_of,
 )
-from megaresume.checkpoint.system import Topology, process_age, utc
+from megaresume.checkpoint.system import Topology, process_age, seconds_of, utc
 from megaresume.files import make_dir, remove_leftovers
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
 
@@ -316,7 +315,7 @@ def record_start(
     kept: dict[str, Any] = dict(details or {})
     if (seconds := process_age()) is not None:
         kept["startup_seconds"] = round(seconds, 1)
-    if (before := reached(root, read_ledger(ledger_path(root)).entries)) is not None:
+    if (before := reached(root)) is not None:
         kept["reached"] = before
     if choice is not None and not same_place(choice.load_dir, root):
         kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.step is None else choice.step.run}
@@ -557,10 +556,10 @@ def starts_from(events: Sequence[LedgerEntry], iteration: int) -> list[LedgerEnt
 def _lived(starts: list[LedgerEntry]) -> str | None:
     """The longest time between two starts: an upper bound of how long each of them lived."""
     try:
-        times = [datetime.fromisoformat(entry.time.replace("Z", "+00:00")) for entry in starts]
+        times = [seconds_of(entry.time) for entry in starts]
     except ValueError:
         return None
-    longest = max((after - before).total_seconds() for before, after in pairwise(times))
+    longest = max(after - before for before, after in pairwise(times))
     return f"{longest / 60:.0f} minutes" if longest >= 120 else f"{longest:.0f} s"
 
 

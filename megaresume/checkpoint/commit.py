@@ -208,25 +208,20 @@ def commit_save(
     return Commit(step=step, manifest=manifest, notes=notes)
 
 
-def join_save(pending: PendingCheckpoint, root: Path, *, boots: Iterable[str]) -> PendingCheckpoint:
-    """The same save in the directory of another node than rank 0's, which it is announced in. By the rank that leads
-    the node.
+def join_save(pending: PendingCheckpoint) -> None:
+    """Announce a save in the directory of another node than rank 0's. By the rank that leads the node.
 
     Args:
-        pending: what `begin_save` gave on rank 0.
-        root: the directory.
-        boots: of the machine that will write there.
+        pending: what `begin_save` gave on rank 0, with the directory of this node and the boots of its machine.
 
     Raises:
         CheckpointError: it cannot be written, or has another owner by now.
     """
+    root, step = pending.save_dir, pending.step
     check_owned(root)
-    step = pending.step
-    pending = replace(pending, save_dir=root, marker=replace(pending.marker, boots=tuple(boots)))
     make_dir(records_dir(root))
     write_marker(marker_path(root, step.iteration, step.tag), pending.marker)
     make_dir(pending.tag_dir)
-    return pending
 
 
 def abandon_save(root: Path, *, iteration: int, tag: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megaresume.checkpoint.meter.record import Mark
 from megaresume.checkpoint.meter.words import parse
 from megaresume.checkpoint.ranks import rank
 from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.system import seconds_of
 from megaresume.stream.errors import UsageError
 
 
@@ -86,6 +86,6 @@ def _of_checkpoints(entries: Sequence[LedgerEntry]) -> dict[str, Value]:
                     found[f"megaresume.checkpoint.{name}"] = value
         elif entry.kind == "durable":
             found["megaresume.checkpoint.durable"] = entry.iteration
-            began = datetime.fromisoformat(entry.time.replace("Z", "+00:00")).timestamp()
+            began = seconds_of(entry.time)
             found["megaresume.checkpoint.age"] = max(time.time() - began, 0.0)
     return found

@@ -250,12 +250,11 @@ def find_damage(choice: Choice) -> str | None:
 
 
 def _place(tag_dir: Path) -> tuple[str, int, int]:
-    """The identity of a directory on any machine: boot, device and inode."""
+    """See `system.identity_of`. Raises CheckpointError."""
     try:
-        stat = os.stat(tag_dir)
+        return system.identity_of(tag_dir)
     except OSError as error:
         raise CheckpointError.unreadable(tag_dir, error, "a readable directory") from error
-    return system.boot_id(), stat.st_dev, stat.st_ino
 
 
 def _stats(tag_dir: Path, manifest: Manifest) -> _Stats:

@@ -22,12 +22,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.meter.record import Mark
 from megaresume.checkpoint.position import Position, reached_of
+from megaresume.checkpoint.system import seconds_of
 
 CAUSES = ("startup", "data", "saving", "lost", "waiting")
 
@@ -131,7 +131,7 @@ def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
     for entry in entries:
         attempt += entry.kind == "start"
         try:
-            time = datetime.fromisoformat(entry.time.replace("Z", "+00:00")).timestamp()
+            time = seconds_of(entry.time)
         except ValueError:
             continue
         seconds = _number(entry.details.get("save_seconds"))
@@ -140,7 +140,7 @@ def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
             if marks and (before := reached_of(entry.details)) is not None:
                 step, samples, when, _ = before
                 with contextlib.suppress(ValueError):
-                    stopped = datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
+                    stopped = seconds_of(when)
                     if marks[-1].time < stopped < time:
                         marks.append(Mark(event="last", time=stopped, step=step, samples=samples, saving=saving))
             saving = 0.0
@@ -172,7 +172,7 @@ def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position
     told = {attempt: marks for attempt, marks in _by_attempt(marks_of_ledger(entries)).items() if attempt not in idle}
     marks = [mark for _, of in sorted((told | _by_attempt(measured)).items()) for mark in of]
     if marks and position is not None and position.start == len(starts):
-        now = datetime.fromisoformat(position.time.replace("Z", "+00:00")).timestamp()
+        now = seconds_of(position.time)
         if now > marks[-1].time:
             last = marks[-1]
             place = {"step": position.iteration, "samples": position.samples}

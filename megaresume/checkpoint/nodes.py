@@ -67,8 +67,7 @@ def find_nodes(directory: str | os.PathLike[str]) -> Nodes:
 
     def where() -> tuple[str, int, int]:
         make_dir(records_dir(root))
-        stat = os.stat(records_dir(root))
-        return system.boot_id(), stat.st_dev, stat.st_ino
+        return system.identity_of(records_dir(root))
 
     places = gather(on_all_ranks(where))
     first = places.index(places[rank()])

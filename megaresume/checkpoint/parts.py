@@ -137,8 +137,6 @@ class Parts:
         together = {save for some in parts for save, (_, nodes) in some.items() if _is_whole(save, nodes, parts)}
         head = on_rank_0(self._head)
         done = {saved.save_id for saved in (*head.saves, *head.removed)}
-        if self.copies.stager is not None:
-            self.copies.stager.together = frozenset(save.save_id for save in together)
         if isinstance(self.copies.place, StorePlace):
             self.copies.place.together = frozenset(save.save_id for save in together)
         newest = max(together, key=lambda save: save.iteration, default=None)
@@ -186,13 +184,15 @@ class Parts:
         """
         kept = on_rank_0(lambda: [(iteration, candidate.tag) for iteration, candidate in committed_in(root)])
 
+        mine = replace(pending, save_dir=root, marker=replace(pending.marker, boots=tuple(boots)))
+
         def announce() -> None:
             if self.leads_other:
-                self._follow(kept, pending.step.iteration)
-                join_save(pending, root, boots=boots)
+                self._follow(kept, mine.step.iteration)
+                join_save(mine)
 
         on_all_ranks(announce)
-        return replace(pending, save_dir=root, marker=replace(pending.marker, boots=tuple(boots)))
+        return mine
 
     def _follow(self, kept: Iterable[tuple[int, str]], before: int) -> None:
         """Delete here what rank 0 no longer keeps, of the checkpoints before a step."""

@@ -122,6 +122,9 @@ class Place(Protocol):
     def share_ledger(self, local: Path) -> None:
         """Append the lines of the local ledger that are not there."""
 
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        """Whether a checkpoint that an earlier process left in a local root can become one here."""
+
     def refusal(self, step: StepFile) -> str | None:
         """Why a checkpoint is not to be copied; None: it is."""
 
@@ -175,6 +178,9 @@ class DirectoryPlace:
 
     def share_ledger(self, local: Path) -> None:
         share_ledger(local, self.root)
+
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        return part_here(local, iteration, tag) is None
 
     def refusal(self, step: StepFile) -> str | None:
         return None
@@ -287,6 +293,10 @@ class StorePlace:
             self.store.write(f"{LEDGERS}{self.lease.head.epoch:07d}.jsonl", b"".join(lines))
             self._lines = lines
             append_lines(there, missing)
+
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        part = part_here(local, iteration, tag)
+        return part is None or part.save_id in self.together
 
     def refusal(self, step: StepFile) -> str | None:
         if not self.lease.head.is_removed(step.save_id):
@@ -450,7 +460,7 @@ class StorePlace:
             if candidate.iteration is not None and "state" in candidate.records:
                 with contextlib.suppress(StateError):
                     save_id = read_step_file(step_path(local, candidate.iteration, candidate.tag)).save_id
-                    if save_id in self.together or not is_part_here(local, candidate.iteration, candidate.tag):
+                    if save_id in self.together or part_here(local, candidate.iteration, candidate.tag) is None:
                         ours.add(save_id)
         committed = {saved.save_id for saved in self.lease.head.saves}
         self._unfinished = [saved for saved in self._unfinished if saved not in older]
@@ -475,6 +485,10 @@ class NodePlace(StorePlace):
 
     def share_ledger(self, local: Path) -> None:
         pass
+
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        part = part_here(local, iteration, tag)  # rank 0 copies whole ones; this disk was another node's
+        return part is not None and part.save_id in self.together
 
     def refusal(self, step: StepFile) -> str | None:
         is_removed = self.head.is_removed(step.save_id)
@@ -523,11 +537,12 @@ def join_parts(parts: Iterable[Manifest]) -> Manifest:
     return replace(manifests[0], files=ordered[0], beside=ordered[1], part=None)
 
 
-def is_part_here(root: Path, iteration: int, tag: str) -> bool:
-    """Whether a local root holds one node's files of a checkpoint alone."""
+def part_here(root: Path, iteration: int, tag: str) -> Manifest | None:
+    """The manifest of a checkpoint of which a local root holds one node's files alone; None of all others."""
     with contextlib.suppress(MegaresumeError):
-        return read_manifest(manifest_path(root, iteration, tag)).part is not None
-    return False
+        manifest = read_manifest(manifest_path(root, iteration, tag))
+        return None if manifest.part is None else manifest
+    return None
 
 
 def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object] = say) -> Place:

@@ -14,13 +14,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.checkpoint.records import from_members, read_record, records_dir, seal
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.records import from_members, ledger_path, read_record, records_dir, seal
 from megaresume.checkpoint.system import utc
 from megaresume.files import leftover_name
 from megaresume.stream.errors import MegaresumeError, StateError
@@ -93,15 +93,15 @@ def share_position(source: Path, target: Path) -> None:
             write_position(target, theirs.to_bytes())
 
 
-def reached(root: Path, entries: Sequence[LedgerEntry]) -> dict[str, Any] | None:
-    """What the process before this start had reached, for the line of this start; None if that is not known.
-
-    Args:
-        root: the checkpoint root.
-        entries: of its ledger, before that line.
-    """
-    position, starts = read_position(root), sum(entry.kind == "start" for entry in entries)
-    if position is None or not entries or (position.run, position.start) != (entries[0].run, starts):
+def reached(root: Path) -> dict[str, Any] | None:
+    """What the process before this start had reached, for the line of this start in the ledger, which is not there yet;
+    None if that is not known. Raises StateError: the ledger cannot be read."""
+    position = read_position(root)
+    if position is None:
+        return None
+    entries = read_ledger(ledger_path(root)).entries
+    starts = sum(entry.kind == "start" for entry in entries)
+    if not entries or (position.run, position.start) != (entries[0].run, starts):
         return None
     names = ("iteration", "samples", "digest", "time", "every")
     return {name: getattr(position, name) for name in names}

@@ -601,7 +601,7 @@ class Session:
         assert data is not None
         iteration, samples = self._began()
         places = [] if place in self._own else [place] if copies is None else [place, copies.shared]
-        topology = self.host.topology()
+        topology, parts = self.host.topology(), self._parts_of(root)
 
         def record() -> tuple[int, list[tuple[int, str, str]]]:
             before = read_ledger(ledger_path(root)).entries
@@ -639,7 +639,7 @@ class Session:
             copies.start()
             return _left(root) if trains else []
 
-        parts, (self.attempt, left) = self._parts_of(root), on_rank_0(record)
+        self.attempt, left = on_rank_0(record)
         if parts is not None:
             left = on_all_ranks(record_on_node)
         for old_iteration, tag, save_id in left:  # of a process that was killed meanwhile

@@ -47,7 +47,7 @@ from megaresume.checkpoint.choose import choose_of_two
 from megaresume.checkpoint.fetch import fetch
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import claim_directory, hold_directory, release, say
-from megaresume.checkpoint.manifest import read_manifest, remove_orphans
+from megaresume.checkpoint.manifest import remove_orphans
 from megaresume.checkpoint.mirror import by_name
 from megaresume.checkpoint.nodes import Nodes, find_nodes, take_of_each
 from megaresume.checkpoint.places import (
@@ -56,7 +56,6 @@ from megaresume.checkpoint.places import (
     PartMissingError,
     Place,
     StorePlace,
-    is_part_here,
     place_of,
     share_ledger,
 )
@@ -70,7 +69,6 @@ from megaresume.checkpoint.records import (
     check_tag,
     data_path,
     ledger_path,
-    manifest_path,
     marker_path,
     read_record,
     records_dir,
@@ -163,8 +161,6 @@ class Stager:
         self._thread: threading.Thread | None = None
         #: of the checkpoint that was copied last; None if none was.
         self._last: StepFile | None = None
-        #: saves whose parts all nodes hold together. Of others that are in parts nothing can be made.
-        self.together: frozenset[str] = frozenset()
         #: checkpoints of this process.
         self._submitted: set[tuple[int, str]] = set()
 
@@ -185,11 +181,7 @@ class Stager:
         self._thread.start()
 
     def _is_worth_it(self, iteration: int, tag: str) -> bool:
-        if (iteration, tag) in self._submitted:
-            return True
-        if not is_part_here(self.local, iteration, tag):
-            return not isinstance(self.place, NodePlace)  # rank 0 copies whole ones; this disk was another node's
-        return read_manifest(manifest_path(self.local, iteration, tag)).save_id in self.together
+        return (iteration, tag) in self._submitted or self.place.takes(self.local, iteration, tag)
 
     def _write_note(self) -> None:
         """For people, who cannot ask a store at any time."""

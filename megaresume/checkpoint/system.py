@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,11 @@ def utc(seconds: float) -> str:
     milliseconds = round(seconds * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"
+
+
+def seconds_of(time: str) -> float:
+    """Seconds since 1970 of what `utc` gave. Raises ValueError if it is no time."""
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
 
 
 def process_age() -> float | None:
@@ -64,6 +70,12 @@ def boot_id() -> str:
 
 
 @functools.cache
+def identity_of(directory: Path) -> tuple[str, int, int]:
+    """What tells a directory from every other one, of any machine: boot, device and inode. Raises OSError."""
+    stat = os.stat(directory)
+    return boot_id(), stat.st_dev, stat.st_ino
+
+
 def _boot_session() -> str:
     """The name that macOS has for it, sysctl(8); "" on other systems."""
     try:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megaresume.checkpoint.mirror import is_mirror
 from megaresume.checkpoint.position import read_position
 from megaresume.checkpoint.prompt_ledger import PROMPTS
 from megaresume.checkpoint.records import split_root
+from megaresume.checkpoint.system import seconds_of
 from megaresume.command_line import at_least
 from megaresume.render import spell_bytes, text_table
 from megaresume.runs import prompts
@@ -376,5 +376,5 @@ def _checkpoint(now: Now) -> str:
         words += f" in {now.save_seconds:.1f} s"
     if now.durable is None:
         return f"{words}; none is on the disk yet"
-    began = datetime.fromisoformat(str(now.durable_time).replace("Z", "+00:00")).timestamp()
+    began = seconds_of(str(now.durable_time))
     return f"{words}; on the disk: step {now.durable:,}, {_duration(max(time.time() - began, 0.0))} ago"
