@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import numpy as np
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.rank_log import RankLog
 from megaresume.hosts.steps import Steps
-from megaresume.hosts.torchft_dealing import Contributors, Share
+from megaresume.hosts.torchft_dealing import Contributors, Share, who_contributes
 from megaresume.stream.dealing import deal_evenly
 from megaresume.stream.errors import StateError
 
@@ -90,6 +91,22 @@ class DealtSteps:
             what this process trained of it, and the membership; None if it does not count.
         """
         raise NotImplementedError
+
+    # Who trains together
+
+    def _see_members(self, samples: int) -> tuple[Contributors, tuple[Any, ...], int]:
+        """Who is in the quorum, for a step of so many samples.
+
+        Returns:
+            what `who_contributes` says; its value for ``members``; and its number for ``membership``. If others train
+            together than before, the first of them makes a new one up.
+        """
+        manager = self.manager
+        contributors = self.contributors = who_contributes(manager, processes=self.locals, samples=samples)
+        members = (manager._quorum_id, contributors.participants, *contributors.replicas)
+        if members == self.members or contributors.index != 0:
+            return contributors, members, self.membership
+        return contributors, members, max(self.membership + 1, time.time_ns() // 1000)
 
     # What the loop calls
 
@@ -183,10 +200,21 @@ class DealtSteps:
         self._lines = samples, plan.hashes[samples - first]
         self._write("vote", steps.step + 1)
 
-    def log_step(self) -> None:
-        """The step that it voted for was committed, and is counted."""
+    def _count_step(self, joined: str) -> None:
+        """The step is committed: count it, and write down what this process has trained of it.
+
+        Args:
+            joined: what it is called if this process was handed out nothing of it, and has the weights of those who
+                have trained it.
+        """
+        steps = self.steps
+        if steps.is_idle:
+            steps.begin(self.samples)
+            steps.take(joined, steps.samples + self.samples)
+            steps.use()
+        steps.stepped()
         if self._lines is not None:
-            self._write("step", self.steps.step)
+            self._write("step", steps.step)
 
     def _write(self, event: Literal["vote", "step"], step: int) -> None:
         assert self.log is not None and self._lines is not None

@@ -19,7 +19,6 @@ Every replica decides by the same sums, so that all decide alike: `LaneVote`.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
-from megaresume.hosts.torchft_dealing import Share, reduce_device, who_contributes
+from megaresume.hosts.torchft_dealing import Share, reduce_device
 from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.stream.errors import StateError, UsageError
 
@@ -119,17 +118,15 @@ class LaneSteps(DealtSteps):
         self._outer, self.boundary, self._inner_samples = outer, boundary, inner_samples
         #: as the loader was made.
         self._micro_batch_size = self.loader.micro_batch_size
-        #: the membership in which the lane was dealt.
-        self._dealt_in = 0
-        #: micro-batches after which each inner step ends; inner steps made; samples of this replica in the one now.
+        #: micro-batches after which each inner step ends; inner steps made.
         self._ends: list[int] = []
-        self._made = self._mine = 0
+        self._made = 0
         #: whether the outer step is being synchronised without inner steps.
         self._is_joining = False
-        #: the lane of the next outer step, and its membership, if the vote was heard.
+        #: the lane of the next outer step, and its membership, if the vote was heard. They become ``share`` and
+        #: ``membership``.
         self._dealt: tuple[Share, int] | None = None
-        #: the factor of this replica's weights while they are averaged; None: they are not.
-        self._factor: float | None = None
+        #: the vote on a whole outer step, while its weights are averaged; None: they are not.
         self._voted: LaneVote | None = None
         self._outer._local_optimizer.register_step_pre_hook(self._inner_step)
 
@@ -159,13 +156,14 @@ class LaneSteps(DealtSteps):
             self._join()
             return
         self._open(self.share)
+        of_inner_step = 0
         for _ in range(len(self._sizes)):
             batch = self._next(self.share)
             mine, number = self._take(batch, self.share), len(self.steps.out)
             if number - 1 in (0, *self._ends):
                 ends = next(end for end in self._ends if end >= number)
-                self._mine = sum(one for _, one in self._sizes[number - 1 : ends])
-            self._weight = mine / max(self._mine, 1)
+                of_inner_step = sum(one for _, one in self._sizes[number - 1 : ends])
+            self._weight = mine / max(of_inner_step, 1)
             yield batch
 
     def _open(self, share: Share) -> None:
@@ -223,7 +221,7 @@ class LaneSteps(DealtSteps):
         """See `DealtSteps`."""
         steps = self.steps
         steps.check()
-        self._lines = self._dealt = self._factor = self._voted = None
+        self._lines = self._dealt = self._voted = None
         if self._is_joining:
             return
         steps.check_step()
@@ -242,12 +240,7 @@ class LaneSteps(DealtSteps):
         """The quorum is there: vote on the outer step, and deal the next one to those who are there."""
         self._quorum_is_there()
         manager, steps = self.manager, self.steps
-        contributors = who_contributes(manager, processes=self.locals, samples=self._inner_samples)
-        self.contributors = contributors
-        members = (manager._quorum_id, contributors.participants, *contributors.replicas)
-        membership = self.membership
-        if members != self.members and contributors.index == 0:
-            membership = max(membership + 1, time.time_ns() // 1000)
+        contributors, members, membership = self._see_members(self._inner_samples)
         vote = self._vote(None if contributors.index is None else membership * (contributors.index == 0))
         if vote is None:
             self.members = ()
@@ -265,9 +258,8 @@ class LaneSteps(DealtSteps):
             self._dealt = contributors.share(self.local), vote.next_membership
             if vote.is_whole(self.samples):
                 self._voted = vote
-                self._factor = contributors.participants * self._trained / self.samples
                 if self.share is not None:
-                    self.log_vote(self.share, self._dealt_in)
+                    self.log_vote(self.share, self.membership)
                 return
             found, expected = f"{vote.samples} samples in {vote.lanes} lanes", f"{self.samples}"
             cause = "replicas have left or joined, or the run begins"
@@ -293,13 +285,13 @@ class LaneSteps(DealtSteps):
         mine = LaneVote()
         if membership is not None:
             has_lane = lane is not None and lane.rank is not None
-            bucket, weights = self._dealt_in % _BUCKETS, 0 if steps.step else self._hash_weights()
+            bucket, weights = self.membership % _BUCKETS, 0 if steps.step else self._hash_weights()
             mine = LaneVote(
                 samples=self._trained,
                 lanes=int(has_lane),
                 memberships=bucket * has_lane,
                 squares=bucket**2 * has_lane,
-                membership=self._dealt_in if lane is not None and lane.rank == 0 else 0,
+                membership=self.membership if lane is not None and lane.rank == 0 else 0,
                 next_membership=membership,
                 position=steps.samples,
                 weights=weights,
@@ -338,37 +330,33 @@ class LaneSteps(DealtSteps):
         """Weights, or what they have moved by: torchft takes the mean over the replicas that are there, and the lanes
         of some may be larger, or of none."""
         average = torch.distributed.ReduceOp.AVG
-        if self._factor is None or more.get("reduce_op", args[1] if len(args) > 1 else average) != average:
+        if self._voted is None or more.get("reduce_op", args[1] if len(args) > 1 else average) != average:
             return
+        assert self.contributors is not None
+        factor = self.contributors.participants * self._trained / self.samples
         with torch.no_grad():
-            if not self._factor:
+            if not factor:
                 tensor.zero_()
-            elif self._factor != 1:
-                tensor.mul_(self._factor)
+            elif factor != 1:
+                tensor.mul_(factor)
 
     def commit(self, should_commit: Callable[[], Any]) -> tuple[Share, int] | None:
         """See `DealtSteps`."""
-        steps, lane, vote = self.steps, self.share, self._voted
+        steps, lane, dealt_in, vote = self.steps, self.share, self.membership, self._voted
         try:
             is_committed = bool(should_commit())
         finally:
-            self._factor = None
-        self.share, dealt_in = None, self._dealt_in
+            self._voted = None
+        self.share = None
         if is_committed and vote is None:
             raise steps.fail(steps.untrained("torchft has committed an outer step that the replicas do not make up"))
         if vote is not None and not is_committed:
             self.members = ()  # some may not have heard what the others have
         elif self._dealt is not None:
-            self.share, self._dealt_in = self._dealt
-            self.membership = self._dealt_in
+            self.share, self.membership = self._dealt
         if vote is None or not is_committed:
             steps.return_all()
             self.boundary.restore()
             return None
-        if steps.is_idle:  # it has joined, or has no lane
-            steps.begin(self.samples)
-            steps.take("the outer step in which it joined", steps.samples + self.samples)
-            steps.use()
-        steps.stepped()
-        self.log_step()
+        self._count_step("the outer step in which it joined")
         return lane or Share(vote.lanes, None, vote.lanes), dealt_in if lane is not None else vote.membership

@@ -19,13 +19,12 @@ many of them as any other. The vote compares that.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from megaresume.hosts.torchft_dealing import Ballot, Contributors, Share, reduce_device, who_contributes
+from megaresume.hosts.torchft_dealing import Ballot, Contributors, Share, reduce_device
 from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.stream.errors import StateError, UsageError
 
@@ -58,16 +57,13 @@ class ReplicaSteps(DealtSteps):
         """Wait for the quorum, deal its step, and begin the vote on it; once a step."""
         if self.share is not None or not self.is_asked:
             return
-        manager, size = self.manager, self.samples
+        size = self.samples
         early, self._early = self._early, None  # now: our own all-reduces come here, too
-        manager.wait_quorum()
+        self.manager.wait_quorum()
         self._quorum_is_there()
-        contributors = who_contributes(manager, processes=self.locals, samples=size)
-        members = (manager._quorum_id, contributors.participants, *contributors.replicas)
+        contributors, members, self.membership = self._see_members(size)
         self._is_new, self.members = members != self.members, members
-        if self._is_new and contributors.index == 0:
-            self.membership = max(self.membership + 1, time.time_ns() // 1000)
-        self.contributors, self.share = contributors, contributors.share(self.local)
+        self.share = contributors.share(self.local)
         self._sizes = self.share.sizes(size, self.loader.micro_batch_size)
         self._ballot = self._begin_vote(contributors)
         self.steps.begin(size)
@@ -225,7 +221,7 @@ class ReplicaSteps(DealtSteps):
                 cause="replicas train different numbers of samples, and torchft divides by the number of replicas",
                 action="multiply each loss by loop.weight; a loss that is a sum of tokens: see loop.total",
             )
-        size, members, membership = self.samples, self.members, ballot.decide()
+        members, membership = self.members, ballot.decide()
         try:
             is_committed = bool(should_commit())
         finally:
@@ -235,12 +231,7 @@ class ReplicaSteps(DealtSteps):
             steps.return_all()
             return None
         self.members = members  # also if it was healed just now: the others go on from this step
-        if steps.is_idle:  # with the weights before this step just now, with the weights before this step
-            steps.begin(size)
-            steps.take("the step in which it joined", steps.samples + size)
-            steps.use()
-        steps.stepped()
-        self.log_step()
+        self._count_step("the step in which it joined")
         if membership is not None:
             self.membership = membership
         return share, self.membership
