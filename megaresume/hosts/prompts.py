@@ -418,6 +418,11 @@ class Prompts:
         return self._flights.frontier
 
     @property
+    def num_settled(self) -> int:
+        """Prompts that are settled."""
+        return self._flights.next - len(self._flights.open)
+
+    @property
     def next_ordinal(self) -> int:
         """The first that was never issued."""
         return self._flights.next

@@ -344,7 +344,7 @@ def attach(
     def start(before: Any) -> None:
         # What TRL has read of its own position: prompts are counted here.
         worker._loop_kwargs["dataset_start_index"] = 0
-        trainer._groups_before_resume = prompts.next_ordinal - len(prompts.in_flight)
+        trainer._groups_before_resume = prompts.num_settled
         before()
 
     def save(before: Any, *args: Any, **more: Any) -> None:

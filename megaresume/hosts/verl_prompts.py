@@ -147,9 +147,8 @@ class IssuedPrompts(SavedPrompts):
 
     def end(self, step: int) -> None:
         """Count how many steps the run has, which is at this one."""
-        config, prompts = self.trainer.config, self.prompts
-        settled = prompts.next_ordinal - len(prompts.in_flight)
-        left = max(end_of(self.loader, config.trainer.total_epochs) - settled, 0)
+        config = self.trainer.config
+        left = max(end_of(self.loader, config.trainer.total_epochs) - self.prompts.num_settled, 0)
         self.total = step + left // config.data.train_batch_size
 
     def __len__(self) -> int:

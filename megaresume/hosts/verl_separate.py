@@ -160,18 +160,15 @@ class Feed(SavedPrompts):
         rollouter, most = self.trainer, self.trainer.config.rollout.total_rollout_steps
         end = end_of(self._loader, rollouter.config.trainer.total_epochs)
         rollouter.total_rollout_steps = end if most is None else min(end, most)
-        rollouter.global_steps = self._settled + 1
+        rollouter.global_steps = self.prompts.num_settled + 1
         log.info("megaresume: %d prompts in flight are issued again", len(self.prompts.in_flight))
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         """Pairs of an epoch, which VeRL only makes the name of a sample from, and a batch: the name of the prompt."""
         self.begin()
-        while self._settled < self.trainer.total_rollout_steps and (issued := self.prompts.issue(1)):
+        prompts = self.prompts
+        while prompts.num_settled < self.trainer.total_rollout_steps and (issued := prompts.issue(1)):
             yield uid_of(issued[0]), self._collate([issued[0].content])
-
-    @property
-    def _settled(self) -> int:
-        return self.prompts.next_ordinal - len(self.prompts.in_flight)
 
     def settle(self, rows: Sequence[tuple[str, int | None]], version: int) -> None:
         """A step has trained these rollouts.

@@ -74,6 +74,7 @@ def test_what_was_in_flight_comes_first_and_in_order() -> None:
     prompts.drop(0, "filtered")
     again = resumed(prompts)
     assert (again.frontier, again.next_ordinal, again.in_flight) == (1, 10, [1, 2, 3, 6, 8, 9])
+    assert again.num_settled == 4
     assert bare(*again.issue(4)) == bare(*(issued[k] for k in (1, 2, 3, 6)))
     assert bare(*again.issue(4)[:2]) == bare(issued[8], issued[9])
     assert again.next_ordinal == 12
