@@ -176,12 +176,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) -> list[str]:
     """The same command line, with a directory for the URL of a run."""
-    from megaresume.runs.mirrored import (
-        check_command,
-        defaults,
-        mirrored,
-        url_in,
-    )  # only here: it needs a store's client
+    # Only here: it needs the client of a store.
+    from megaresume.runs.mirrored import check_command, defaults, mirrored, url_in
 
     if (number := url_in(argv)) is None or not check_command(command, argv[number]):
         return argv

@@ -58,20 +58,18 @@ def check_command(command: str, url: str) -> bool:
 
 
 class Renamed:
-    """A stream on which a directory has another name.
+    """A stream on which a directory that stands for another place has the name of that place: see `in_place`.
 
     Args:
         out: where it goes.
-        directory: as it is written.
-        name: as it is shown.
     """
 
-    def __init__(self, out: TextIO, directory: str, name: str) -> None:
-        self._out, self._directory, self._name = out, directory, name
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
 
     def write(self, text: str) -> int:
         """Write, with the other name."""
-        self._out.write(text.replace(self._directory, self._name))
+        self._out.write(in_place(text))
         return len(text)
 
     def flush(self) -> None:
@@ -120,14 +118,15 @@ def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
             )
         if whole:
             _fill(mirror, head)
-        out: Any = Renamed(sys.stdout, directory, store.url)
-        error: Any = Renamed(sys.stderr, directory, store.url)
+        out: Any = Renamed(sys.stdout)
+        error: Any = Renamed(sys.stderr)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), by_name(root, store.url):
             STANDS_FOR[directory] = store.url
             try:
                 yield str(root / last if is_tag else root)
             except OSError as refused:
-                refused.filename = in_place(str(refused.filename))
+                if refused.filename is not None:  # a full disk names none
+                    refused.filename = in_place(str(refused.filename))
                 raise
             finally:
                 del STANDS_FOR[directory]

@@ -3,6 +3,7 @@ they print and refuse, and read nothing but records."""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.program import main
+from megaresume.runs.mirrored import mirrored
 from tests.checkpoint.store.recorder import Bucket
 from tests.checkpoint.store.server import Proxied, Server
 from tests.corpora import simple_corpus
@@ -129,3 +131,13 @@ def test_what_a_url_is_not_for(where: tuple[Path, Proxied, Bucket], capsys: pyte
     assert main(["replay", URL, "--step", "3"]) == 2
     said = capsys.readouterr().err
     assert "megaresume replay needs the files of a run on a disk" in said and URL in said
+
+
+def test_what_the_system_refuses_of_a_url(where: tuple[Path, Proxied, Bucket]) -> None:
+    """A path in it is one of the URL; an error that names none, as that of a full disk, gets none."""
+    with pytest.raises(OSError) as named, mirrored(URL) as directory:
+        raise OSError(errno.EACCES, "Permission denied", f"{directory}/ledger")
+    assert named.value.filename == f"{URL}/ledger"
+    with pytest.raises(OSError) as nameless, mirrored(URL):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert nameless.value.filename is None
