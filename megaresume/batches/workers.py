@@ -451,22 +451,21 @@ def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]
             thread.join()
 
 
-def check_main_guard(start_method: str | None) -> None:
+def check_main_guard(start_method: str) -> None:
     """To be called before worker processes are started.
 
     Args:
-        start_method: how; None: Python's default.
+        start_method: how.
 
     Raises:
         UsageError: workers would run the statement of the script again that wants them.
     """
-    if (start_method or multiprocessing.get_start_method()) == "fork" or (line := _unguarded_line()) is None:
+    if start_method == "fork" or (line := _unguarded_line()) is None:
         return
-    method = start_method or multiprocessing.get_start_method()
     raise UsageError(
         "worker processes would begin the training again",
         found=f'{sys.modules["__main__"].__file__}, line {line}, is not under if __name__ == "__main__":, and a worker '
-        f"that is started by {method} runs the script from its beginning",
+        f"that is started by {start_method} runs the script from its beginning",
         expected="a script that only defines things when it is imported",
         action='put the training into a function, and call it under if __name__ == "__main__":; or read without '
         "workers (num_workers=0)",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.checkpoint.position import reached_of, read_position
+from megaresume.checkpoint.position import reached, reached_of
 from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs import prompts
@@ -253,11 +253,8 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
 
 
 def _unsaved(run: Run, saved: int) -> int | None:
-    position = read_position(run.root)
-    starts = sum(entry.kind == "start" for entry in run.ledger.entries)
-    if position is None or position.start != starts or position.iteration <= saved:
-        return None
-    return position.iteration - saved
+    newest = reached(run.root, run.ledger.entries)
+    return None if newest is None or newest["iteration"] <= saved else int(newest["iteration"]) - saved
 
 
 def _points(history: History) -> list[RunPoint]:
