@@ -49,23 +49,26 @@ def environment() -> dict[str, str]:
     }
 
 
-def forked_lines_of(directory: Path, command: list[str], kill_at: int | None = None) -> list[str]:
-    """`command_lines_of`, of a process that need not import the trainer."""
-    end = "" if kill_at is None else f"step {kill_at} "
-    output = directory / f"output-{time.monotonic_ns()}"
-    status, lines = run_forked(command[1:], environment(), directory, output, kill_at=end)
+def steps_of(status: int, lines: list[str], kill_at: int | None) -> list[str]:
+    """Of a program that ended as it should."""
     assert (status == 0) == (kill_at is None), "\n".join(lines[-30:])
     return [line for line in lines if re.match(r"step \d+ ", line)]
 
 
+def forked_lines_of(directory: Path, command: list[str], kill_at: int | None = None) -> list[str]:
+    """`command_lines_of`, of a process that need not import the trainer."""
+    end = "" if kill_at is None else f"step {kill_at} "
+    output = directory / f"output-{time.monotonic_ns()}"
+    return steps_of(*run_forked(command[1:], environment(), directory, output, kill_at=end), kill_at)
+
+
 def command_lines_of(directory: Path, command: list[str], kill_at: int | None = None) -> list[str]:
     """``step N loss X`` as the program prints them; killed with SIGKILL as soon as it says a step."""
-    env = environment()
     lines: list[str] = []
     with subprocess.Popen(
         command,
         cwd=directory,
-        env=env,
+        env=environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -78,8 +81,7 @@ def command_lines_of(directory: Path, command: list[str], kill_at: int | None = 
                 for one in [program, *program.children(recursive=True)]:  # torchrun's ranks have sessions of their own
                     one.kill()
         status = process.wait()
-    assert (status == 0) == (kill_at is None), "\n".join(lines[-30:])
-    return [line for line in lines if re.match(r"step \d+ ", line)]
+    return steps_of(status, lines, kill_at)
 
 
 @pytest.mark.parametrize("name", STARTS)

@@ -119,8 +119,7 @@ def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
     reached = job.until_trained(dp=3, beyond=reached)
     # The workers that stopped for the newcomer saved first.
     assert job.records.lost == lost
-    for name in list(job.alive):
-        job.kill(name)
+    job.close()
 
     records = job.records
     assert compare(records, uninterrupted(max(records.steps))) is None

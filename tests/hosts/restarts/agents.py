@@ -10,6 +10,7 @@ from typing import Any
 
 from megaresume.cluster.local import free_port
 from tests.agents import Agents
+from tests.hosts.restarts.program import lines_of, newest_step
 from tests.hosts.torch.record import ENVIRONMENT
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -44,16 +45,9 @@ class Recorded(Agents):
 
     def until_trained(self, *, ranks: int, beyond: int) -> int:
         """Wait until so many ranks have made a step beyond this one; returns it."""
-
-        def newest(lines: list[Any]) -> int:
-            last = max((line["launch"] for line in lines), default=0)
-            return max((line["step"] for line in lines if line["launch"] == last and line["ranks"] == ranks), default=0)
-
-        self.until(lambda lines: newest(lines) > beyond)
-        return newest(self.lines())
+        self.until(lambda lines: newest_step(lines, ranks) > beyond)
+        return newest_step(self.lines(), ranks)
 
     def lines(self) -> list[Any]:
-        """Of the record; a last one that is being written is left out."""
-        directory = self.directory / "record"
-        texts = [path.read_text() for path in directory.iterdir()] if directory.exists() else []
-        return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        """See `lines_of`."""
+        return lines_of(self.directory)

@@ -125,6 +125,18 @@ def main(directory: Path, *, steps: int, save_every: int = 3, seconds: float = 0
     dist.destroy_process_group()
 
 
+def lines_of(directory: Path) -> list[Any]:
+    """Of the record, so far; a last one that is being written is left out."""
+    texts = [path.read_text() for path in (directory / "record").glob("*.jsonl")]
+    return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def newest_step(lines: list[Any], ranks: int) -> int:
+    """That the newest group of workers has made, if there are so many of them; else 0."""
+    last = max((line["launch"] for line in lines), default=0)
+    return max((line["step"] for line in lines if line["launch"] == last and line["ranks"] == ranks), default=0)
+
+
 @dataclass(frozen=True)
 class Record:
     """What the weights of a run have gone through."""

@@ -41,20 +41,11 @@ def train(config: dict[str, Any]) -> None:
         program.loop(directory, fail=fail, **config)
 
 
-def lines(directory: Path) -> list[Any]:
-    """Of the record, so far."""
-    texts = [path.read_text() for path in (directory / "record").glob("*.jsonl")]
-    return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
 def wait(directory: Path, ranks: int, beyond: int) -> int:
     """Until so many ranks have made a step beyond this one; returns it."""
     deadline = time.monotonic() + 540
     while time.monotonic() < deadline:
-        found = lines(directory)
-        last = max((line["launch"] for line in found), default=0)
-        step = max((line["step"] for line in found if line["launch"] == last and line["ranks"] == ranks), default=0)
-        if step > beyond:
+        if (step := program.newest_step(program.lines_of(directory), ranks)) > beyond:
             return step
         time.sleep(0.1)
     raise TimeoutError(f"no {ranks} ranks beyond step {beyond}")
