@@ -253,7 +253,7 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
 
 
 def _unsaved(run: Run, saved: int) -> int | None:
-    newest = reached(run.root, run.ledger.entries)
+    newest = reached(run.root)
     return None if newest is None or newest["iteration"] <= saved else int(newest["iteration"]) - saved
 
 
