@@ -12,17 +12,15 @@ became of each is in `InFlight`; this adds which item an ordinal is, and what th
 A change at a resume (prompts appended, other weights) begins with the next ordinal that was never issued: those in
 flight are what they were. So a state holds one state of the stream for each order that prompts in flight came from.
 
-A prompt is handed out with a *ticket*, which comes back with its rollouts: ``DIGEST-START.ATTEMPT``, of which DIGEST is
-16 hex digits of what the prompt holds, and must match; START says which start of the run issued it, and ATTEMPT how
-often that had issued it before. A rollout that another start asked for is wanted if the checkpoint has the weights that
-made it. Workers that outlive a crash hold other weights under the same numbers: they are to load those of the
-checkpoint before they are sent prompts.
+A prompt is handed out with a *ticket*, which comes back with its rollouts: it says what the prompt holds, and which
+start of the run issued it (tickets.py). A rollout that another start asked for is wanted if this run still has the
+weights that made it. Workers that outlive a crash hold other weights under the same numbers: they are to load those of
+the checkpoint before they are sent prompts.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +32,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.items import item_hash
 from megaresume.batches.loader import available, process_rank
 from megaresume.checkpoint.prompt_ledger import PromptLedger
+from megaresume.hosts.tickets import Tickets, reached_of
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.in_flight import Flight, InFlight, OnStale, PromptOrRollout, as_number
 from megaresume.stream.state import StreamState, open_envelope
@@ -134,8 +133,8 @@ class Prompts:
         self.is_begun = False
         #: the orders that prompts in flight came from; the last one goes on.
         self._orders = [_Order(self._loader.stream)]
-        #: in each ticket: other with every start, and every state that is loaded.
-        self._start = secrets.token_hex(4)
+        #: others with every start, and every state that is loaded.
+        self._tickets = Tickets()
         #: blocks, the last used first: the first ordinal, and (epoch, item, dataset, place) of each.
         self._planned: list[tuple[int, list[tuple[int, int, str, Any]]]] = []
         self._lock = threading.RLock()
@@ -159,7 +158,7 @@ class Prompts:
         with self._lock:
             if not self.is_begun:
                 self.begin()
-            flights = self._flights
+            flights, tickets = self._flights, self._tickets
             # First those that wait: they are the oldest, the frontier does not move past them, and their place in the
             # order is before any new one.
             again = flights.take_waiting(n)
@@ -178,7 +177,7 @@ class Prompts:
             new = flights.new(digests[len(again) :])
             asked += [(0, everything)] * len(new)
             return [
-                Prompt(ordinal, epoch, item, f"{digest}-{self._start}.{attempt}", dataset, content, wanted)
+                Prompt(ordinal, epoch, item, tickets.new(digest, attempt), dataset, content, wanted)
                 for ordinal, (epoch, item, dataset, _), digest, content, (attempt, wanted) in zip(
                     [*again, *new], places, digests, contents, asked, strict=True
                 )
@@ -218,8 +217,8 @@ class Prompts:
         Returns:
             whether it is to be trained. Not if it is there already, its prompt is trained or dropped, it is too old
             (`counts` says which), or it was made by weights that a resume went back before: of an earlier start, by a
-            version after that of the state that was loaded. One that is too old is requeued or dropped, by
-            ``on_stale``, unless it was asked for again since.
+            version after the last one of that start which this run goes on from. One that is too old is requeued or
+            dropped, by ``on_stale``, unless it was asked for again since.
 
         Raises:
             StateError: it is of another prompt, or of one that was never issued.
@@ -232,7 +231,7 @@ class Prompts:
             if flight is None:
                 flights.counts["late"] += 1
                 return False
-            digest, attempt = self._parsed(ticket)
+            digest, attempt, newest = self._tickets.parsed(ticket)
             if (flight.digest or self._digest(ordinal, flight)) != digest:
                 raise StateError(
                     "a rollout is of another prompt",
@@ -242,15 +241,7 @@ class Prompts:
                     "item is another each time it is read",
                     action="discard it; pass ordinal and ticket of a prompt along with its rollouts",
                 )
-            return flights.done(flight, ordinal, rollout, version, attempt)
-
-    def _parsed(self, ticket: Any) -> tuple[Any, int | None]:
-        """The digest in a ticket; and the attempt, None if another start issued it, or nobody knows."""
-        if not isinstance(ticket, str):
-            return ticket, None
-        digest, _, issue = ticket.partition("-")
-        start, _, attempt = issue.partition(".")
-        return digest, int(attempt) if start == self._start and attempt.isdecimal() else None
+            return flights.done(flight, ordinal, rollout, version, attempt, newest)
 
     def drop(self, ordinal: int, reason: str, requeue: bool = False, *, rollout: int | None = None) -> None:
         """Give a prompt up, or issue it again: filtered, failed, cancelled because others were enough.
@@ -319,7 +310,7 @@ class Prompts:
             self._orders = [one for one in self._orders if one.stop is None or one.stop > frontier]
             streams = [self._state_at(one.stream, frontier).to_dict() for one in self._orders]
             body = {"format": FORMAT, "version": VERSION, **flights.to_dict(), "streams": streams}
-            body["line"] = None
+            body |= {"starts": self._tickets.to_list(flights.weights_version), "line": None}
             trained, dropped = flights.settled
             if self._ledger is not None:
                 body["line"] = self._ledger.append(
@@ -349,7 +340,7 @@ class Prompts:
                 max_staleness=options.max_staleness,
                 on_stale=options.on_stale,
             )
-            streams, line = open_envelope(
+            streams, line, reached = open_envelope(
                 state, lambda body: _read(body, flights), format_name=FORMAT, version=VERSION, texts=()
             )
             if self._ledger is not None and line is not None:
@@ -364,7 +355,7 @@ class Prompts:
                 self._ledger.go_on_from(line, step=flights.step, next=flights.next, open=flights.open)
             self.is_begun = True
             self._flights, self._orders, self._planned = flights, orders, []
-            self._start = secrets.token_hex(4)
+            self._tickets = Tickets(reached, flights.weights_version)
             for said in self._loader.stream.accepted:
                 log.info("megaresume: %s", said)
 
@@ -519,7 +510,7 @@ def _packed(found: str) -> UsageError:
     )
 
 
-def _read(body: Mapping[str, Any], flights: InFlight) -> tuple[list[StreamState], str | None]:
+def _read(body: Mapping[str, Any], flights: InFlight) -> tuple[list[StreamState], str | None, dict[str, int] | None]:
     flights.load(body)
     line = body["line"]
     if line is not None and not isinstance(line, str):
@@ -527,4 +518,4 @@ def _read(body: Mapping[str, Any], flights: InFlight) -> tuple[list[StreamState]
     streams = [StreamState.from_json(stream) for stream in body["streams"]]
     if not streams:
         raise ValueError("no stream")
-    return streams, line
+    return streams, line, reached_of(body.get("starts"))

@@ -124,8 +124,8 @@ class InFlight:
         self._waiting: list[int] = []
         #: the next ordinal; the last step that trained; the version of the weights that roll out.
         self.next, self.step, self.weights_version = 0, 0, 0
-        #: whether there may be rollouts of weights that a resume went back before; the version it went back to.
-        self.is_resumed, self.resumed_version = False, 0
+        #: whether there may be rollouts of weights that a resume went back before.
+        self.is_resumed = False
         #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
         self.counts: Counter[str] = Counter()
         #: what was settled since `forget_settled`, in that order; and rollouts that were trained since, by staleness.
@@ -206,11 +206,14 @@ class InFlight:
             )
         return flight
 
-    def done(self, flight: Flight, ordinal: int, rollout: int, version: int | None, attempt: int | None) -> bool:
+    def done(
+        self, flight: Flight, ordinal: int, rollout: int, version: int | None, attempt: int | None, newest: int
+    ) -> bool:
         """A rollout of an open prompt came back. Whether it is wanted: not there already, not settled, not stale.
 
         Args:
             attempt: that asked for it; None: one of another start.
+            newest: version of the weights of that start that this run still has.
         """
         bit = 1 << self._number(rollout)
         if (flight.done | flight.gone) & bit:
@@ -226,7 +229,7 @@ class InFlight:
                 )
         else:
             version = as_number("version", version)
-            if attempt is None and version > self.resumed_version:
+            if attempt is None and version > newest:
                 # Whatever number the weights have by now: those that made it are lost. Who was asked since is out.
                 self.counts["of later weights"] += 1
                 return False
@@ -484,7 +487,7 @@ class InFlight:
         }
         self._waiting = opened  # ascending, and so a heap
         self.next, self.step = stop, as_count(fields["step"])
-        self.weights_version = self.resumed_version = as_count(fields["weights_version"])
+        self.weights_version = as_count(fields["weights_version"])
         self.is_resumed = True
         self.counts.clear()
         self.forget_settled()

@@ -13,6 +13,7 @@ import pytest
 import megaresume
 from megaresume import Prompts
 from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.state_text import checksum
 from tests.hosts.prompts.simulated import Texts
 from tests.hosts.prompts.test_prompts import finish, made
 from tests.hosts.torch.record import ENVIRONMENT, ROOT
@@ -125,6 +126,73 @@ def test_an_object_that_goes_back_to_its_own_state() -> None:
     prompts.load_state_dict(prompts.state_dict())
     prompts.advance(1)
     assert not prompts.done(0, zombie.ticket, version=1)
+
+
+def from_state(state: dict[str, Any], **options: Any) -> Prompts:
+    """Another start."""
+    found = made(max_staleness=4, **options)
+    found.load_state_dict(json.loads(json.dumps(state)))
+    return found
+
+
+def test_lost_weights_whose_number_is_in_a_later_checkpoint() -> None:
+    first = made(max_staleness=4)
+    kept, zombie, *_ = first.issue(4)
+    state = first.state_dict()
+    first.advance(1)  # killed: of these weights there is no checkpoint
+    second = from_state(state)
+    again = second.issue(4)
+    second.advance(1)
+    third = from_state(second.state_dict())  # whose version 1 is the second start's
+    assert not third.done(zombie.ordinal, zombie.ticket, version=1)
+    assert third.done(kept.ordinal, kept.ticket, version=0)
+    assert third.done(again[2].ordinal, again[2].ticket, version=1)
+    assert third.done(again[3].ordinal, again[3].ticket[:16], version=1)  # kept with the checkpoint
+    assert third.counts == {"of later weights": 1}
+
+
+def test_starts_that_were_killed_before_they_saved() -> None:
+    first = made(max_staleness=4)
+    first.issue(4)
+    first.advance(1)
+    state = first.state_dict()
+    second = from_state(state)
+    out = second.issue(4)
+    second.advance(2)
+    third = from_state(state)
+    assert third.done(0, out[0].ticket, version=1)
+    third.issue(3)
+    third.advance(2)
+    fourth = from_state(third.state_dict())
+    assert fourth.done(1, out[1].ticket, version=1)
+    assert not fourth.done(2, out[2].ticket, version=2)
+    older = from_state(made(max_staleness=4).state_dict())  # of another branch
+    older.issue(4)
+    older.advance(1)
+    assert not older.done(3, out[3].ticket, version=1)
+    assert len(out[3].ticket) < 48
+
+
+def test_a_state_that_does_not_name_its_starts() -> None:
+    first = made(max_staleness=4)
+    (prompt, *_) = first.issue(2)
+    first.advance(1)
+    body = {name: value for name, value in first.state_dict().items() if name not in ("starts", "checksum")}
+    again = from_state(body | {"checksum": checksum(body)})
+    assert again.done(0, prompt.ticket, version=1)
+    for wrong in (3, [3], [["5be1a0d2", -1]], [["5be1a0d2", "1"]]):
+        body["starts"] = wrong
+        with pytest.raises(StateError, match="lacks a field or has one of the wrong kind"):
+            from_state(body | {"checksum": checksum(body)})
+
+
+def test_a_state_names_a_few_starts_alone() -> None:
+    prompts = made(max_staleness=4)
+    for version in range(1, 60):
+        prompts.issue(1)
+        prompts.advance(version)
+        prompts = from_state(prompts.state_dict())
+    assert [version for _, version in prompts.state_dict()["starts"]] == list(range(28, 60))
 
 
 @pytest.mark.parametrize("on_stale", ["requeue", "drop"])
