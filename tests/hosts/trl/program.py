@@ -65,10 +65,11 @@ class Recorder(AsyncGRPOTrainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
         """A micro-batch: the prompt of each of its rollouts."""
-        before = inputs["input_ids"].flatten()[inputs["token_index"].flatten()]
-        segments = inputs["segment_id"].flatten().tolist()
-        firsts = [k for k in range(len(segments)) if not k or segments[k] != segments[k - 1]]
-        found = [int(before[k]) - 2 for k in firsts if before[k] >= 2]  # another is padding, of a rank's row
+        places = inputs["token_index"].flatten()
+        is_trained = places >= 0  # others pad the row of a rank
+        before = inputs["input_ids"].flatten()[places[is_trained]]
+        segments = inputs["segment_id"].flatten()[is_trained].tolist()
+        found = [int(before[k]) - 2 for k in range(len(segments)) if not k or segments[k] != segments[k - 1]]
         result = super().training_step(model, inputs, *args, **more)
         with self.log_path.open("a") as file:
             line = {"rank": self.accelerator.process_index, "step": self.state.global_step + 1, "prompts": found}
