@@ -298,7 +298,7 @@ def attach(
         the prompts; None on other ranks than the main one.
 
     Raises:
-        UsageError: another worker than TRL's own, a streaming dataset, or it is attached already.
+        UsageError: another worker than TRL's own, a streaming dataset, another ``on_stale``, or it is attached already.
     """
     needed = ("rollout_worker", "rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop")
     check_new(
@@ -330,6 +330,7 @@ def attach(
     prompts = Prompts(
         dataset,
         rollouts=args.num_generations,
+        on_stale=on_stale,
         ledger=Path(args.output_dir, PROMPTS) if ledger is None else ledger,
         seed=args.seed if args.data_seed is None else args.data_seed,
         append=append,

@@ -216,7 +216,7 @@ def attach(
 
     Raises:
         UsageError: something else, prompts that change while it trains, a sampler of one's own that is not made from
-            VeRL's, or a ``fit`` other than RayPPOTrainer's; or attached already.
+            VeRL's, a ``fit`` other than RayPPOTrainer's, or another ``on_stale``; or attached already.
     """
     needed = ("train_dataloader", "train_dataset", "_load_checkpoint", "_save_checkpoint", "config")
     check_new(
@@ -230,18 +230,20 @@ def attach(
     has_queue = hasattr(trainer, "_fetch_one_gen_batch")
     if not has_queue:
         _check_fit(trainer)
-    prompts, loader = prompts_of(trainer, append, ledger)
+    prompts, loader = prompts_of(trainer, append, ledger, on_stale)
     issued = IssuedPrompts(trainer, prompts, loader, settles=not has_queue)
     if has_queue:
         QueuedGroups(trainer, issued, requeues=on_stale == "requeue")
     put_in(trainer, issued)
 
 
-def prompts_of(trainer: Any, append: Append | None, ledger: str | Path | None) -> tuple[Prompts, DataLoader]:
+def prompts_of(
+    trainer: Any, append: Append | None, ledger: str | Path | None, on_stale: OnStale = "requeue"
+) -> tuple[Prompts, DataLoader]:
     """The account of a trainer's prompts, in the order of its config, and the loader that it reads.
 
     Raises:
-        UsageError: a dataset that changes while it is trained.
+        UsageError: a dataset that changes while it is trained, or another ``on_stale``.
     """
     if hasattr(trainer.train_dataset, "on_batch_end"):
         raise UsageError(
@@ -262,7 +264,7 @@ def prompts_of(trainer: Any, append: Append | None, ledger: str | Path | None) -
     ).made_by("megaresume.attach")
     if ledger is None:
         ledger = Path(config.trainer.default_local_dir, PROMPTS)
-    return Prompts(loader, rollouts=config.actor_rollout_ref.rollout.n, ledger=ledger), loader
+    return Prompts(loader, rollouts=config.actor_rollout_ref.rollout.n, on_stale=on_stale, ledger=ledger), loader
 
 
 def put_in(trainer: Any, issued: IssuedPrompts) -> None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _AsyncRolloutLoop
 
 import megaresume
 from megaresume import Prompts
@@ -136,7 +136,7 @@ def test_a_run_begins_again_only_if_it_has_no_checkpoint(tmp_path: Path) -> None
         begin(made(), tmp_path)
 
 
-def test_a_worker_of_ones_own_is_refused() -> None:
+def test_what_is_refused() -> None:
     kind = type("AsyncGRPOTrainer", (), {"__module__": "trl.experimental.async_grpo"})
     trainer: Any = kind()
     with pytest.raises(megaresume.MegaresumeError, match="not an asynchronous GRPO trainer"):
@@ -147,3 +147,7 @@ def test_a_worker_of_ones_own_is_refused() -> None:
     trainer.rollout_worker = object()
     with pytest.raises(megaresume.MegaresumeError, match="a rollout worker of your own"):
         megaresume.attach(trainer)
+    trainer.rollout_worker, trainer.train_dataset = SimpleNamespace(_loop_cls=_AsyncRolloutLoop), ["p0", "p1"]
+    trainer.args = SimpleNamespace(num_generations=2, output_dir="run", seed=1, data_seed=None)
+    with pytest.raises(megaresume.MegaresumeError, match=r"bad on_stale(.|\n)*'keep'"):
+        megaresume.attach(trainer, on_stale="keep")

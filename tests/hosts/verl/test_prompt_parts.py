@@ -117,6 +117,8 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a reinforcement-learning trainer of VeRL's"):
         attach(SimpleNamespace())
     other = Driver(tmp_path, 2, seed=1)
+    with pytest.raises(UsageError, match=r"bad on_stale(.|\n)*'keep'"):
+        attach(other, on_stale="keep")  # type: ignore[arg-type]
     other.train_dataset = SimpleNamespace(on_batch_end=None)
     with pytest.raises(UsageError, match="prompts that change"):
         attach(other)
