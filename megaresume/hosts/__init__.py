@@ -6,7 +6,7 @@
     feeds.py     where they come from; whether those of all ranks make one run
     trainer.py   `TrainerHost`: a trainer as a host, declared
     prompts.py   `Prompts`: those of reinforcement learning, each trained once in whatever order rollouts end;
-                 tickets.py: what comes back with a rollout
+                 prompt_order.py: which item each is; tickets.py: what comes back with a rollout
     files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file
     contract.py  `HostContract`: what every host must do, as tests for people who write one; driver.py: its runs
 

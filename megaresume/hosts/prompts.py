@@ -6,44 +6,37 @@
     prompts.trained(step, ordinals)                   after the optimizer's step
     checkpoint["prompts"] = prompts.state_dict()      with the weights
 
-An ordinal is the number of a sample in the order of `megaresume.DataLoader`: epochs, blends, stages, new prompts. What
-became of each is in `InFlight`; this adds which item an ordinal is, and what that holds.
+An ordinal is the number of a sample in the order of `megaresume.DataLoader`. Four parts know of it:
 
-A change at a resume (prompts appended, other weights) begins with the next ordinal that was never issued: those in
-flight are what they were. So a state holds one state of the stream for each order that prompts in flight came from.
+    InFlight        what became of it: stream/in_flight.py
+    PromptOrder     which item it is: prompt_order.py
+    Tickets         which issue of it a rollout was made for, and whether this run still has the weights that made it
+    PromptLedger    the proof, a line for each state: checkpoint/prompt_ledger.py
 
-A prompt is handed out with a *ticket*, which comes back with its rollouts: it says what the prompt holds, and which
-start of the run issued it (tickets.py). A rollout that another start asked for is wanted if this run still has the
-weights that made it. Workers that outlive a crash hold other weights under the same numbers: they are to load those of
-the checkpoint before they are sent prompts.
+A prompt is handed out with a *ticket*, which comes back with its rollouts. Workers that outlive a crash hold other
+weights under the same numbers: they are to load those of the checkpoint before they are sent prompts.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.items import item_hash
-from megaresume.batches.loader import available, process_rank
+from megaresume.batches.loader import process_rank
 from megaresume.checkpoint.prompt_ledger import PromptLedger
+from megaresume.hosts.prompt_order import PromptOrder, loader_of
 from megaresume.hosts.tickets import Tickets, reached_of
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.in_flight import Flight, InFlight, OnStale, PromptOrRollout, as_number
 from megaresume.stream.state import StreamState, open_envelope
 from megaresume.stream.state_text import checksum
-from megaresume.stream.stream import Stream
-
-log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "megaresume.prompts", 1
-#: ordinals planned at a time, and how many such blocks are kept, for prompts that are issued again.
-BLOCK, BLOCKS = 4096, 32
 
 
 class Prompt(NamedTuple):
@@ -82,14 +75,6 @@ def digest_of(content: Any) -> str:
     return f"{item_hash(content):016x}"
 
 
-@dataclass(slots=True)
-class _Order:
-    """An order, and the first ordinal that is not of it; None: it goes on."""
-
-    stream: Stream
-    stop: int | None = None
-
-
 class Prompts:
     """Issues prompts, and keeps account of them. Safe to use from several threads; one object for a run, in the process
     that saves, or in a Ray actor. In a job of several ranks that is rank 0, which sends the prompts to the others;
@@ -126,17 +111,13 @@ class Prompts:
         )
         #: whether the process's rank decides who may issue: a loader whose ranks were given says it by itself.
         self._by_process = not isinstance(data, DataLoader) or data.ranks.is_default
-        self._loader = _loader_of(data, order)
+        self._order = PromptOrder(loader_of(data, order))
         self._check_rank()
         self._ledger = None if ledger is None else PromptLedger(Path(ledger))
         #: whether `issue` may go on from here: the ledger was asked, or a state was loaded.
         self.is_begun = False
-        #: the orders that prompts in flight came from; the last one goes on.
-        self._orders = [_Order(self._loader.stream)]
         #: others with every start, and every state that is loaded.
         self._tickets = Tickets()
-        #: blocks, the last used first: the first ordinal, and (epoch, item, dataset, place) of each.
-        self._planned: list[tuple[int, list[tuple[int, int, str, Any]]]] = []
         self._lock = threading.RLock()
 
     # A run
@@ -163,10 +144,10 @@ class Prompts:
             # order is before any new one.
             again = flights.take_waiting(n)
             try:
-                places = [self._place(ordinal) for ordinal in again]
-                while some := self._places_from(flights.next + len(places) - len(again), n - len(places)):
+                places = [self._order.place(ordinal) for ordinal in again]
+                while some := self._order.places(flights.next + len(places) - len(again), n - len(places)):
                     places += some
-                contents = self._loader.read([place for *_, place in places]) if places else []
+                contents = self._order.read(places)
                 digests = [digest_of(content) for content in contents]
             except BaseException:
                 flights.put_back(again)
@@ -194,7 +175,7 @@ class Prompts:
         if self._by_process:
             rank, size = process_rank()
         else:
-            rank, size = self._loader.dp_rank, self._loader.dp_size
+            rank, size = self._order.loader.dp_rank, self._order.loader.dp_size
         if rank:
             raise UsageError(
                 "Prompts is one object for all ranks, and this is not rank 0",
@@ -233,15 +214,23 @@ class Prompts:
                 return False
             digest, attempt, newest = self._tickets.parsed(ticket)
             if (flight.digest or self._digest(ordinal, flight)) != digest:
+                _, item, dataset, _ = self._order.place(ordinal)
                 raise StateError(
                     "a rollout is of another prompt",
                     found=f"ticket {ticket!r:.40}, of ordinal {ordinal}",
-                    expected=f"{flight.digest}, item {self._place(ordinal)[1]} of dataset '{self._place(ordinal)[2]}'",
+                    expected=f"{flight.digest}, item {item} of dataset '{dataset}'",
                     cause="it was kept from another run or another dataset, or matched by its place in a batch; or the "
                     "item is another each time it is read",
                     action="discard it; pass ordinal and ticket of a prompt along with its rollouts",
                 )
             return flights.done(flight, ordinal, rollout, version, attempt, newest)
+
+    def _digest(self, ordinal: int, flight: Flight) -> str:
+        """Of a prompt that was not read since the resume."""
+        if flight.digest is None:
+            (content,) = self._order.read([self._order.place(ordinal)])
+            flight.digest = digest_of(content)
+        return flight.digest
 
     def drop(self, ordinal: int, reason: str, requeue: bool = False, *, rollout: int | None = None) -> None:
         """Give a prompt up, or issue it again: filtered, failed, cancelled because others were enough.
@@ -299,16 +288,7 @@ class Prompts:
         """
         with self._lock:
             flights = self._flights
-            if self._loader.samples != self._loader.stream.start:
-                raise StateError(
-                    "something else read from the loader",
-                    found=f"the DataLoader at sample {self._loader.samples}",
-                    expected=f"at sample {self._loader.stream.start}: Prompts alone reads from it",
-                    cause="a `for` over the loader itself",
-                )
-            frontier = flights.frontier
-            self._orders = [one for one in self._orders if one.stop is None or one.stop > frontier]
-            streams = [self._state_at(one.stream, frontier).to_dict() for one in self._orders]
+            streams = self._order.to_list(flights.frontier)
             body = {"format": FORMAT, "version": VERSION, **flights.to_dict(), "streams": streams}
             body |= {"starts": self._tickets.to_list(flights.weights_version), "line": None}
             trained, dropped = flights.settled
@@ -345,34 +325,12 @@ class Prompts:
             )
             if self._ledger is not None and line is not None:
                 self._ledger.check_has(line)
-            before = self._loader.stream.base_state
-            try:
-                orders = self._orders_of(streams, flights)
-            except BaseException:
-                self._loader.stream.restore(before)
-                raise
+            self._order.load(streams, flights.next)
             if self._ledger is not None:
                 self._ledger.go_on_from(line, step=flights.step, next=flights.next, open=flights.open)
             self.is_begun = True
-            self._flights, self._orders, self._planned = flights, orders, []
+            self._flights = flights
             self._tickets = Tickets(reached, flights.weights_version)
-            for said in self._loader.stream.accepted:
-                log.info("megaresume: %s", said)
-
-    def _orders_of(self, states: Sequence[StreamState], flights: InFlight) -> list[_Order]:
-        """The orders of a state; whatever is other today begins with the next ordinal."""
-        loader, next_one = self._loader, flights.next
-        stops = [after.samples for after in states[1:]]
-        orders = [_Order(loader.as_recorded(state), stop) for state, stop in zip(states, stops, strict=False)]
-        loader.restore(states[-1])
-        if loader.stream.accepted and states[-1].samples < next_one:
-            before = loader.as_recorded(states[-1])
-            orders.append(_Order(before, next_one))
-            loader.restore(self._state_at(before, next_one))
-        return [*orders, _Order(loader.stream)]
-
-    def _state_at(self, stream: Stream, ordinal: int) -> StreamState:
-        return stream.state_at(max(ordinal, stream.start), batches=((0, self._loader.step_samples),))
 
     # What is known
 
@@ -427,87 +385,6 @@ class Prompts:
     def version(self) -> int:
         """Of the weights, as `advance` said."""
         return self._flights.weights_version
-
-    # Which item an ordinal is
-
-    def _digest(self, ordinal: int, flight: Flight) -> str:
-        """Of a prompt that was not read since the resume."""
-        if flight.digest is None:
-            (content,) = self._loader.read([self._place(ordinal)[-1]])
-            flight.digest = digest_of(content)
-        return flight.digest
-
-    def _place(self, ordinal: int) -> tuple[int, int, str, Any]:
-        return self._places_from(ordinal, 1)[0]
-
-    def _places_from(self, ordinal: int, n: int) -> list[tuple[int, int, str, Any]]:
-        """Of at most so many ordinals from this one on; none at the end of the data."""
-        if n <= 0:
-            return []
-        for at, (first, places) in enumerate(self._planned):
-            if first <= ordinal < first + len(places):
-                if at:
-                    self._planned.insert(0, self._planned.pop(at))
-                return places[ordinal - first : ordinal - first + n]
-        order = next(one for one in self._orders if one.stop is None or ordinal < one.stop)
-        first = max(order.stream.start, ordinal - ordinal % BLOCK)
-        there = order.stop - first if order.stop is not None else available(order.stream, first, BLOCK)
-        if ordinal - first >= there:
-            return []
-        places = self._loader.places(first, first + min(there, BLOCK), order.stream)
-        self._planned = [(first, places), *self._planned[: BLOCKS - 1]]
-        return places[ordinal - first : ordinal - first + n]
-
-
-def _loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
-    if not isinstance(data, DataLoader):
-        if "seq_length" in order:
-            raise _packed("seq_length=")
-        if wrong := [name for name in order if name not in _OF_ORDER]:
-            raise _of_batches(wrong, "leave them out")
-        return DataLoader(data, 1, dp_rank=0, dp_size=1, **order).made_by("megaresume.Prompts")
-    if order:
-        raise UsageError(
-            "the order is that of the DataLoader",
-            found=", ".join(f"{name}=" for name in order),
-            expected="a dataset with these options, or a DataLoader alone",
-            action="give them to the DataLoader",
-        )
-    if data.is_packed:
-        raise _packed("a DataLoader with seq_length")
-    given = {"drop_last": data.drop_last, "accumulation": data.accumulation > 1, "balance": data.balance is not None}
-    if wrong := [name for name, is_given in (given | {"collate_fn": data.collates}).items() if is_given]:
-        raise _of_batches(wrong, "leave them out of the DataLoader")
-    if data.samples:
-        raise UsageError(
-            "the loader was read from already",
-            found=f"a DataLoader at sample {data.samples}",
-            expected="a new one, which Prompts alone reads",
-            action="load the state of the prompts: prompts.load_state_dict",
-        )
-    return data
-
-
-#: options of `DataLoader` that have a meaning here.
-_OF_ORDER = ("seed", "shuffle", "max_epochs", "append", "on_change", "blend", "stages", "skip", "keyed")
-
-
-def _of_batches(wrong: Sequence[str], action: str) -> UsageError:
-    return UsageError(
-        "Prompts makes no batches",
-        found=", ".join(f"{name}=" for name in wrong),
-        expected=f"options of the order: {', '.join(_OF_ORDER)}",
-        action=f"{action}: issue(n) gives as many prompts as are asked for, to one process for all",
-    )
-
-
-def _packed(found: str) -> UsageError:
-    return UsageError(
-        "packed items are no prompts",
-        found=found,
-        expected="samples that are items",
-        action="leave seq_length and packing out: rollouts are packed by whoever trains them",
-    )
 
 
 def _read(body: Mapping[str, Any], flights: InFlight) -> tuple[list[StreamState], str | None, dict[str, int] | None]:
