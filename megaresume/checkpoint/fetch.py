@@ -23,7 +23,15 @@ from megaresume.checkpoint.candidates import read_pointers, write_latest, write_
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.mirror import file_name, record_name
 from megaresume.checkpoint.places import StorePlace, share_ledger
-from megaresume.checkpoint.records import data_path, manifest_path, marker_path, rank_dirs, records_dir, step_path
+from megaresume.checkpoint.records import (
+    TRACKER,
+    data_path,
+    manifest_path,
+    marker_path,
+    rank_dirs,
+    records_dir,
+    step_path,
+)
 from megaresume.checkpoint.retention import make_room, remove_older
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import Marker, read_step_file, remove_marker, write_marker, write_step_file
@@ -65,6 +73,8 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
     make_room(local, iteration, tag)
     named = read_pointers(place.root)
     latest, tracker = named[0].tag == tag, named[1].iteration == iteration
+    if named[1].iteration is not None and not (local / TRACKER).exists():
+        tracker = True  # without one Megatron loads nothing
     write_marker(marker_path(local, iteration, tag), Marker.of(step, latest=latest, tracker=tracker))
     try:
         os.rename(files, local / tag)

@@ -150,7 +150,7 @@ class Checkpoints:
         "an existing directory on slower shared storage, or a URL of an object store (s3://bucket/run), to which "
         "checkpoints are copied in the background. A load takes the newer of the two. For copies to a directory, all "
         "ranks must see save_dir too",
-        hosts="trainer training",
+        hosts="megatron trainer training",
         metavar="PLACE",
     )
     data_every: int | None = setting(

@@ -13,6 +13,8 @@ one of one rank, one of two ranks that is killed in a save, and copies of it.
     every epoch                has every item once, in another order
     killed in a save           gone on with by one rank, with steps of other sizes, and by the same ranks, bit for bit
     killed between two saves   the losses are those of a run that nobody killed: dropout, optimizer, schedule
+    its machine lost           resumed on an empty one from an object store, if there is a fixture `store_url`, with the
+                               URL of a place where nothing is
     asked to stop              it saves and exits
     more items                 each comes once; without ``append`` they are refused, and so are other items
     a batch that was taken and not trained, a forgotten load, a damaged checkpoint
@@ -20,6 +22,7 @@ one of one rank, one of two ranks that is killed in a save, and copies of it.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,8 @@ class HostContract:
     asks_for_load = True
     #: whether it saves and stops when it is asked to.
     stops = True
+    #: whether its copies may go to an object store.
+    stages = True
     #: what a resume says of the random state, if megaresume restores it.
     random_state = "random state restored"
     #: what is said if items were added after those of the checkpoint, and if there are others.
@@ -184,6 +189,26 @@ class HostContract:
         assert driver.run(self.of_one(kill=("step", 17), **job)).status != 0
         self.ended(driver, self.of_one(attempt=2, **job))
         assert next(line["step"] for line in lines(tmp_path / "run") if line["attempt"] == 2) == 14
+        assert losses(tmp_path / "run") == losses(whole)
+
+    def test_the_losses_on_an_empty_machine_are_the_same(
+        self, driver: Driver, whole: Path, tmp_path: Path, order: list[int], request: pytest.FixtureRequest
+    ) -> None:
+        if not self.stages:
+            pytest.skip("stages = False: it is refused")
+        try:
+            url: str = request.getfixturevalue("store_url")
+        except pytest.FixtureLookupError:
+            pytest.skip("no fixture `store_url`")
+        job: dict[str, Any] = {"directory": tmp_path / "run", "save_every": 13, "stage_to": url}
+        ran = driver.run(self.of_one(kill=("step", 17), **job))
+        assert ran.status in (-signal.SIGKILL, 128 + signal.SIGKILL, 1), ran.said[-3000:]
+        assert len(trained(tmp_path / "run")) >= 16, ran.said[-3000:]
+        shutil.rmtree(tmp_path / "run")
+        said = self.ended(driver, self.of_one(attempt=2, **job))
+        assert f"is brought from {url}" in said, said[-3000:]
+        assert next(line["step"] for line in lines(tmp_path / "run") if line["attempt"] == 2) == 14
+        assert items(trained(tmp_path / "run")) == order
         assert losses(tmp_path / "run") == losses(whole)
 
     def test_it_saves_and_stops_when_asked(self, driver: Driver, tmp_path: Path, order: list[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +43,8 @@ class Job:
     save_every: int = 50
     #: SIGKILL to a rank that comes there: within the ``save`` of a step, with files half written, or after a ``step``.
     kill: tuple[Literal["", "save", "step"], int] = ("", 0)
+    #: for `Checkpoints`, if not empty: the URL of an object store. The program then calls `wait_for_copies`.
+    stage_to: str = ""
     #: a file that the program makes after so many steps, and that `StopConditions` names; 0: none.
     stop_after: int = 0
     #: of the data, if it has grown.
@@ -100,6 +103,26 @@ def write_down(directory: Path, rank: int, **line: Any) -> None:
     """
     with directory.with_name(f"{directory.name}.record.{rank}").open("a") as file:
         file.write(json.dumps({"rank": rank, **line}) + "\n")
+
+
+def wait_for_copies(job: Job, step: int, seconds: float = 120.0) -> None:
+    """After each step that was made: the last one before a kill waits for the copies of what was saved.
+
+    Args:
+        job: of which something was saved by then.
+        step: that was made.
+        seconds: at most.
+
+    Raises:
+        TimeoutError: nothing was copied.
+    """
+    if not job.stage_to or job.kill != ("step", step + 1):
+        return
+    deadline = time.monotonic() + seconds
+    while not any(json.loads(note.read_bytes()).get("copied") for note in job.directory.rglob("staging.json")):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no checkpoint was copied to {job.stage_to} in {seconds:.0f} s")
+        time.sleep(0.02)
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

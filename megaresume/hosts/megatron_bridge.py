@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope
+from megaresume.checkpoint.store import is_store
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, check_new, refuse, replaced, require
 from megaresume.hosts.feeds import Feed, Samples, feed_of
@@ -199,6 +201,15 @@ class BridgeHost(TrainerHost):
 
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""
+        if given.stage_to is not None and is_store(given.stage_to):
+            raise UsageError(
+                "stage_to cannot be a URL with Megatron-Bridge",
+                found=f"Checkpoints(stage_to={os.fspath(given.stage_to)!r})",
+                expected="a directory, or none",
+                cause="Bridge looks for checkpoints in checkpoint.load before it asks megaresume: on an empty machine "
+                "it would load nothing",
+                action="let checkpoint.save and checkpoint.load be a directory that all nodes see",
+            )
         own = self.trainer.checkpoint
         most = own.most_recent_k if own.most_recent_k and own.most_recent_k > 0 else None
         most_is = "checkpoint.most_recent_k"

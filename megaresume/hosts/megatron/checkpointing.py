@@ -201,13 +201,15 @@ def _load(host: MegatronHost, read: Callable[[], Any]) -> tuple[Any, Any]:
         host.session.loaded = None
         host.choice = host.beside = host.loaded_args = None
         choice, host.beside = checks.before_load(host, damaged)
-        host.choice, host.is_loading = choice, True
+        host.choice, host.is_loading, load = choice, True, host.args.load
+        if choice is not None and host.session.copies_of(Path(load)) is not None:
+            host.args.load = str(choice.load_dir)  # perhaps the directory of the copies
         try:
             if choice is None:
                 return _read(host, read, None), host.loaded_args
             return read_on_all_ranks(lambda: _read(host, read, choice), choice), host.loaded_args
         finally:
-            host.is_loading = False
+            host.is_loading, host.args.load = False, load
             host.loaded_args = None
 
     return read_undamaged(read_one)

@@ -19,7 +19,7 @@ from megaresume.checkpoint.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.step_file import Envelope, StepFile
 from megaresume.hosts.megatron.arguments import Settings, ignores_rampup
 from megaresume.hosts.megatron.host import MegatronHost, can_be_written, switch_on
-from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_tracker, mend_tracker
+from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_tracker, mend_tracker, newer_copy
 from megaresume.hosts.megatron.project import Project, current_project, parse_version
 from megaresume.stream.errors import CheckpointError, UsageError
 
@@ -117,6 +117,13 @@ def check_flags(args: Any, settings: Settings, project: Project) -> None:
             cause="Megatron was upgraded; it parses the flag still",
             action='--step-batch-size-schedule "0:SIZE TOKENS:SIZE ...", or leave the flag out',
         )
+    if settings.checkpoints.stage_to is not None and not can_be_written(getattr(args, "save", None)):
+        raise UsageError(
+            "--megaresume-stage-to needs --save",
+            found=f"--megaresume-stage-to {settings.checkpoints.stage_to}, --save {getattr(args, 'save', None)}",
+            expected="the local directory that the copies are made of",
+            action="--save DIRECTORY --load DIRECTORY, on a disk of this machine",
+        )
     if settings.mode == "stream":
         _check_stream_flags(args)
     elif settings.skip_samples or (project.kind == "megatron-lm" and getattr(args, "skip_train_iteration_range", None)):
@@ -171,14 +178,18 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
         return None, None
     root, save = Path(os.path.abspath(load)), current.session.save_dir
 
-    def pick(_: Path | None, damaged: Mapping[Path, str]) -> Choice | ForeignCheckpoint | None:
+    def pick(copies: Path | None, damaged: Mapping[Path, str]) -> Choice | ForeignCheckpoint | None:
+        if copies is not None and (copy := newer_copy(args, root, copies, damaged)) is not None:
+            return copy
         found = check_tracker(args, damaged=damaged)
         if root == save and not isinstance(found, ForeignCheckpoint) and not getattr(args, "ckpt_step", None):
             mend_tracker(root, found)
         return found
 
     choice, beside = current.session.choose(root, pick, damaged)
-    if choice is not None and (choice.rejected or choice.notes):  # another one than is named
+    if choice is not None and current.session.copies_of(root) is not None:
+        current.session.mark_as_own(root)  # also if it lies among the copies
+    if choice is not None and (choice.rejected or choice.notes or choice.load_dir != root):  # another one than is named
         args.ckpt_step = choice.iteration
         if is_rank_0():
             print(f"megaresume: resuming from {choice.tag}, the newest complete checkpoint", flush=True)

@@ -101,6 +101,7 @@ class MegatronHost:
         self.session = Session(
             self,
             save_dir=save_dir if can_be_written(save_dir) else None,
+            stage_to=None if settings.mode == "off" else settings.checkpoints.stage_to,
             retention=settings.checkpoints.retention,
             max_starts=settings.checkpoints.max_starts,
             checksums=settings.checkpoints.checksums,
@@ -453,6 +454,8 @@ def _load(
     if found is None:
         return None, None  # a directory without any checkpoint: as DeepSpeed, without its warning on every rank
     beside, loaded, path, client_state = found
+    if host.session.copies_of(Path(os.path.abspath(root))) is not None:
+        host.session.mark_as_own(root)  # also if what was loaded lies among the copies
     if not load_module_only and not getattr(host.args, "reset_iteration", False):
         host.choice, host.beside = loaded, beside
         # bigscience does not check the arguments in a universal checkpoint, so nobody else would see them.

@@ -28,7 +28,7 @@ from megaresume.checkpoint.candidates import (
     read_pointer,
     write_tracker,
 )
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.choose import choose, choose_of_two
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import TRACKER, ledger_path, marker_path, megatron_tag
 from megaresume.checkpoint.search import Choice, ForeignCheckpoint
@@ -255,6 +255,22 @@ def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Ch
             + (", without --exit-on-missing-checkpoint" if same else ""),
         )
     return None
+
+
+def newer_copy(args: Any, root: Path, copies: Path, damaged: Mapping[Path, str]) -> Choice | None:
+    """The checkpoint among the copies of a root that is to be loaded, as it is newer than what is in the root, or is
+    what ``--ckpt-step`` asks for; None: what is in the root. Reads only; on rank 0.
+
+    Raises:
+        CheckpointError: see `choose_of_two`.
+    """
+    if getattr(args, "pretrained_checkpoint", None) or getattr(args, "non_persistent_ckpt_type", None):
+        return None
+    step = getattr(args, "ckpt_step", None)
+    if step and (root / megatron_tag(int(step))).is_dir():
+        return None
+    choice = choose_of_two(root, copies, tag=megatron_tag(int(step)) if step else None, damaged=damaged)
+    return choice if choice is not None and choice.load_dir == copies else None
 
 
 def _check_step(args: Any, root: Path) -> None:

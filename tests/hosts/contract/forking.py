@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megaresume import StopConditions
-from megaresume.hosts.driver import Driver, Job, Ran
+from megaresume.hosts.driver import Driver, Job, Ran, wait_for_copies
 from tests.hosts.torch.record import ENVIRONMENT
 from tests.warm import WarmJob
 
@@ -90,13 +91,19 @@ def main(train: Train) -> None:
     train(Job(**asked | {"directory": Path(asked["directory"]), "kill": tuple(asked["kill"])}))
 
 
+def staged(job: Job) -> dict[str, Any]:
+    """Of `Checkpoints`: where its copies go."""
+    return {"stage_to": job.stage_to} if job.stage_to else {}
+
+
 def stop_of(job: Job) -> StopConditions | None:
     """When it is to stop; see `ask_to_stop`."""
     return StopConditions(file=str(_file(job))) if job.stop_after else None
 
 
 def ask_to_stop(job: Job, step: int) -> None:
-    """After each step."""
+    """After each step that was made."""
+    wait_for_copies(job, step)
     if step == job.stop_after:
         _file(job).touch()
 

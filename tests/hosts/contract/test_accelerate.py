@@ -13,7 +13,7 @@ import torch
 
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, stop_of
+from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, staged, stop_of
 from tests.hosts.hugging_face.accelerated import run
 from tests.hosts.torch.program import Numbers
 
@@ -35,6 +35,7 @@ def train(job: Job) -> None:
         stop=stop_of(job),
         watch=lambda loop: ask_to_stop(job, loop.step),
         mistake=job.mistake,
+        checkpoints=staged(job),
         **more,
     )
 

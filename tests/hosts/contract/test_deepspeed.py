@@ -15,7 +15,7 @@ import megaresume
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job, write_down
 from tests.corpora import write_corpus
-from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, die_if_asked, main, stop_of
+from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, die_if_asked, main, staged, stop_of
 
 pytestmark = pytest.mark.process
 
@@ -61,7 +61,7 @@ def train(job: Job) -> None:
     }
     model = Model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    checkpoints = megaresume.Checkpoints(save_dir=job.directory)
+    checkpoints = megaresume.Checkpoints(save_dir=job.directory, **staged(job))
     data = megaresume.attach(engine, data_of(job), checkpoints=checkpoints, stop=stop_of(job))
     if job.mistake != "load":
         engine.load_checkpoint(str(job.directory))

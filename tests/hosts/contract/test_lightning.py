@@ -13,7 +13,7 @@ import torch
 
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, stop_of
+from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, staged, stop_of
 from tests.hosts.lightning.program import run
 from tests.hosts.torch.program import Numbers
 
@@ -48,6 +48,7 @@ def train(job: Job) -> None:
         stop=stop_of(job),
         watch=watch,
         callbacks=[Last()],
+        checkpoints=staged(job),
         **more,
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, stop_of
+from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, staged, stop_of
 from tests.hosts.torch.program import Numbers, run
 
 pytestmark = pytest.mark.process
@@ -32,6 +32,7 @@ def train(job: Job) -> None:
         stop=stop_of(job),
         watch=lambda loop: ask_to_stop(job, loop.step),
         mistake=job.mistake,
+        checkpoints=staged(job),
         **more,
     )
 

@@ -58,6 +58,7 @@ def flags(job: Job) -> list[str]:
     words += ["--save", job.directory, "--save-interval", job.save_every, "--lr", 0.1]
     words += ["--split", "100,0,0", "--megaresume-data", web.with_suffix(".yaml")]
     words += [] if job.mistake == "load" else ["--load", job.directory]
+    words += ["--megaresume-stage-to", job.stage_to] if job.stage_to else []
     stop = stop_of(job)
     words += [] if stop is None else ["--megaresume-stop-file", stop.file]
     return [str(word) for word in words]

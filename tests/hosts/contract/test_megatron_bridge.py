@@ -59,6 +59,7 @@ def train(job: Job) -> None:
 class TestMegatronBridge(HostContract):
     short_last_step = False  # Bridge counts steps of one size
     stops = False  # Bridge has signals of its own, and `attach` takes no `stop`
+    stages = False  # it looks for a checkpoint before it asks megaresume
     random_state = ""  # Bridge restores it
 
     @pytest.fixture(scope="class")

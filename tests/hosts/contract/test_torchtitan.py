@@ -11,7 +11,7 @@ import pytest
 import megaresume
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import LaunchingDriver, ask_to_stop, die_if_asked, main, stop_of
+from tests.hosts.contract.forking import LaunchingDriver, ask_to_stop, die_if_asked, main, staged, stop_of
 from tests.hosts.torchtitan.conftest import _python, python  # noqa: F401  fixtures
 from tests.release import release
 
@@ -33,7 +33,7 @@ def train(job: Job) -> None:
             ask_to_stop(job, self.step)
 
     register(job.items, **{} if job.append is None else {"append": job.append})
-    megaresume.attach(Driven, stop=stop_of(job))
+    megaresume.attach(Driven, checkpoints=megaresume.Checkpoints(**staged(job)), stop=stop_of(job))
     step, more = job.batch * job.accumulation * job.ranks, {"checkpoint.interval": job.save_every}
     config = config_of(job.directory, batch=job.batch, step=step, steps=job.steps, **more)
     trainer = Driven(config, job.directory, job.attempt)

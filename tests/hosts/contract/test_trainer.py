@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 import megaresume
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, stop_of
+from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, staged, stop_of
 from tests.hosts.hugging_face.program import Numbers, make
 
 pytestmark = pytest.mark.process
@@ -34,7 +34,7 @@ def train(job: Job) -> None:
         save_steps=job.save_every,
     )
     more: dict[str, Any] = {} if job.append is None else {"append": job.append}
-    megaresume.attach(trainer, stop=stop_of(job), **more)
+    megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(**staged(job)), stop=stop_of(job), **more)
 
     class Ask(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:

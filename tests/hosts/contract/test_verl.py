@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megaresume.hosts.contract import HostContract
-from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import LaunchingDriver, die_if_asked, main
+from megaresume.hosts.driver import Driver, Job, wait_for_copies
+from tests.hosts.contract.forking import LaunchingDriver, die_if_asked, main, staged
 from tests.hosts.verl.conftest import _python, python  # noqa: F401  fixtures
 from tests.release import release
 
@@ -29,6 +29,7 @@ def train(job: Job) -> None:
         def _recorded(self, train: Any, data: Any) -> Any:
             output = super()._recorded(train, data)
             die_if_asked(job, self.count)
+            wait_for_copies(job, self.count)
             return output
 
         def fit(self) -> None:
@@ -46,6 +47,7 @@ def train(job: Job) -> None:
         items=job.items,
         kill=job.kill[1] if job.kill[0] == "save" else 0,
         append=job.append,
+        checkpoints=staged(job),
         config=[
             f"data.micro_batch_size_per_gpu={job.batch}",
             f"trainer.total_training_steps={job.steps}",

@@ -71,6 +71,7 @@ def run(
     limit: int | None = None,
     load: str | None = None,
     mistake: str = "",
+    checkpoints: dict[str, Any] | None = None,
     stop: Any = None,
     backend: str = "",
     watch: Callable[[Any], None] | None = None,
@@ -87,7 +88,7 @@ def run(
     if not isinstance(data, str):
         options = {"max_epochs": epochs} | options
     loader = loader_of(Numbers() if data is None else data, batch, accumulation, **options)
-    loop = megaresume.attach(accelerator, loader, stop=stop)
+    loop = megaresume.attach(accelerator, loader, checkpoints=megaresume.Checkpoints(**checkpoints or {}), stop=stop)
     if mistake != "load":
         accelerator.load_state(load)
     if mistake == "look":

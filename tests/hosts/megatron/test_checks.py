@@ -14,6 +14,7 @@ from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_s
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger
 from megaresume.checkpoint.records import ledger_path, marker_path
 from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.step_file import Envelope, Marker, write_marker
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.megatron import checks
@@ -71,6 +72,14 @@ def test_ignored_rampup() -> None:
         checks.check_flags(args, Settings(mode=mode), project("0.17.1"))
     checks.check_flags(args, Settings(mode="off"), project("0.18.0"))
     checks.check_flags(args, Settings(mode="stream"), project("3.0", kind="megatron-deepspeed"))
+
+
+@pytest.mark.parametrize("save", [None, "msc://far/run"])
+def test_copies_of_what_is_not_on_a_disk(save: str | None) -> None:
+    settings = Settings(mode="guard", checkpoints=Checkpoints(stage_to="s3://runs/run"))
+    with pytest.raises(UsageError, match="--megaresume-stage-to needs --save"):
+        checks.check_flags(Namespace(save=save), settings, project())
+    checks.check_flags(Namespace(save="/nvme/run"), settings, project())
 
 
 def test_validate_args_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:

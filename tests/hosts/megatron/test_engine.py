@@ -6,6 +6,7 @@ The real one is in tests/upstream.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,3 +192,19 @@ def test_files_that_only_the_load_finds_unreadable(train: Train, tmp_path: Path)
     resumed = train("x", sizes_alone)
     assert resumed.status == 0 and "passed over global_step8" in resumed.output, resumed.output[-3000:]
     assert resumed.steps == {sample: whole.steps[sample] for sample in range(4 * SIZE, 8 * SIZE, SIZE)}
+
+
+def test_copies_of_an_engine_and_its_disk_is_lost(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    whole = train("whole", until=12)
+    cut = train("cut", "--megaresume-stage-to", tmp_path / "copies", until=8)
+    assert cut.status == 0, cut.output[-3000:]
+    shutil.rmtree(tmp_path / "cut")
+    after = train("cut", "--megaresume-stage-to", tmp_path / "copies", until=12)
+    assert after.status == 0, after.output[-3000:]
+    assert min(after.steps) == 8 * SIZE and {**cut.steps, **after.steps} == whole.steps
+    assert sorted(path.name for path in (tmp_path / "copies").glob("global_step*")) == [
+        "global_step12",
+        "global_step4",
+        "global_step8",
+    ]

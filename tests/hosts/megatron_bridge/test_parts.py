@@ -65,6 +65,13 @@ def test_settings_that_are_refused(changes: dict[str, Any], words: str) -> None:
         attach(SimpleNamespace(), lambda rank, ranks: None)  # type: ignore[arg-type, return-value]
 
 
+def test_copies_in_a_store_are_refused() -> None:
+    host = BridgeHost(config(), lambda rank, ranks: None, None)
+    with pytest.raises(UsageError, match="stage_to cannot be a URL with Megatron-Bridge"):
+        host.settings(megaresume.Checkpoints(stage_to="s3://runs/run"))
+    assert host.settings(megaresume.Checkpoints(stage_to="/shared/run")).stage_to == "/shared/run"
+
+
 def loader(**options: Any) -> megaresume.DataLoader:
     """Of ten items."""
     return megaresume.DataLoader(torch.arange(10), **{"batch_size": 2, "accumulation": 2} | options)

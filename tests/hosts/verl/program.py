@@ -119,12 +119,13 @@ def run(
     kill: int = 0,
     attached: bool = True,
     append: str | None = None,
+    checkpoints: dict[str, Any] | None = None,
     config: list[str] | None = None,
     trainer_class: type[Recorded] = Recorded,
 ) -> None:
     """Train to the end, or to the death in the save of step ``kill``."""
     if attached:
-        megaresume.attach(trainer_class, append=append)
+        megaresume.attach(trainer_class, checkpoints=megaresume.Checkpoints(**checkpoints or {}), append=append)
     model = model_in(directory.with_name("model"))
     settings = [
         f"model.path={model}",
