@@ -24,8 +24,8 @@ One file a trainer:
                        torchft_dealt.py: what one replica reads of it and writes down; torchft_local_sgd.py: LocalSGD
                        and DiLoCo; torchft_lanes.py: an outer step of theirs
     verl.py            VeRL's supervised trainer
-    verl_prompts.py    VeRL's reinforcement learning: its prompts
-    verl_separate.py   its trainers that roll out beside the training
+    verl_prompts.py    VeRL's reinforcement learning: its prompts; verl_issued.py: what it iterates over and saves;
+                       verl_separate.py: its trainers that roll out beside the training
     megatron_bridge.py Megatron-Bridge's pretrain and finetune; megatron_bridge_manager.py: by its own protocols
     deepspeed/         a DeepSpeed engine in the user's own loop
     megatron/          Megatron-LM and Megatron-DeepSpeed: hooks in their functions

@@ -38,7 +38,7 @@ from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, ItemFeed
 from megaresume.hosts.steps import Steps, words_of
 from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, write_all
-from megaresume.hosts.verl_prompts import end_of
+from megaresume.hosts.verl_issued import end_of_run
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CheckpointError, UsageError
 
@@ -85,7 +85,7 @@ class Batches(Carried):
     def end(self) -> None:
         """Count, from where the run is, how many steps its epochs have."""
         loader = self._loader
-        loader.stop = end_of(loader, self._epochs)
+        loader.stop = end_of_run(loader, self._epochs)
         self.total = self.steps.step + (loader.stop - loader.samples) // loader.step_samples
 
     def __len__(self) -> int:

@@ -9,15 +9,16 @@ itself, is lost.
 Fully asynchronous: two Ray actors. The rollouter has `Prompts`; a prompt's name is part of its sample's, and so of the
 uid that its rollouts carry through the message queue to the trainer:
 
-    rollouter    `Feed`, in place of the dataloader: what is in flight first, then the next ones. Its state is in
-                 ``data.pt``, and in ``prompts.json``
-    trainer      _fit_update_actor: tells the rollouter which rollouts the step has trained, and waits for it
+    rollouter    `RollouterPrompts`, in place of the dataloader: what is in flight first, then the next ones. Its state
+                 is in ``data.pt``, and in ``prompts.json``
+    trainer      `StepReports`
+                 _fit_update_actor: tells the rollouter which rollouts the step has trained, and waits for it
                  _save_checkpoint: tells it of which weights it is asked for its state
                  fit_step: raises, before the first step, what the rollouter refuses
 
 Ray calls the methods of an actor's class: only those that an actor calls by itself can be hooked on the instance.
 
-One step off: one process, which rolls out a batch while it trains the one before.
+One step off: one process, which rolls out a batch while it trains the one before: `BatchesAhead`.
 
 See docs/verl.md. Importing this imports neither VeRL nor Ray.
 """
@@ -34,16 +35,15 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.attach import SLOT, check_new, hook
 from megaresume.hosts.prompts import Prompt, Prompts
-from megaresume.hosts.verl_prompts import (
+from megaresume.hosts.verl_issued import (
     IssuedPrompts,
     SavedPrompts,
-    end_of,
-    prompts_of,
-    put_in,
+    end_of_run,
     settle_batch,
     settle_groups,
     uid_of,
 )
+from megaresume.hosts.verl_prompts import iterate_over, prompts_of
 from megaresume.stream.data_yaml import Append
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def attach(trainer: Any, *, append: Append | None = None, ledger: str | Path | N
     """
     if hasattr(trainer, "_get_samples_from_queue"):
         check_new(trainer, "trainer")
-        setattr(trainer, SLOT, Told(trainer))
+        setattr(trainer, SLOT, StepReports(trainer))
         return
     is_rollouter, is_ahead = hasattr(trainer, "_feed_samples"), hasattr(trainer, "_async_gen_next_batch")
     needed = ("train_dataloader", "train_dataset", "_create_continuous_iterator", "config")
@@ -83,12 +83,12 @@ def attach(trainer: Any, *, append: Append | None = None, ledger: str | Path | N
     )
     prompts, loader = prompts_of(trainer, append, ledger)
     if is_rollouter:
-        Feed(trainer, prompts, loader)
+        RollouterPrompts(trainer, prompts, loader)
     else:
-        Ahead(trainer, prompts, loader)
+        BatchesAhead(trainer, prompts, loader)
 
 
-class Ahead(IssuedPrompts):
+class BatchesAhead(IssuedPrompts):
     """Batches of which one rolls out while the one before trains: they are trained in the order that they are issued.
 
     Args:
@@ -100,7 +100,7 @@ class Ahead(IssuedPrompts):
     def __init__(self, trainer: Any, prompts: Prompts, loader: DataLoader) -> None:
         super().__init__(trainer, prompts, loader, settles=False)
         self._out: deque[list[Prompt]] = deque()
-        put_in(trainer, self)
+        iterate_over(trainer, self)
         hook(trainer, "_fit_update_actor", self._train)
 
     def collated(self, batch: list[Prompt]) -> Any:
@@ -114,7 +114,7 @@ class Ahead(IssuedPrompts):
         return result
 
 
-class Feed(SavedPrompts):
+class RollouterPrompts(SavedPrompts):
     """The prompts of a rollouter, one at a time, in place of torchdata's ``StatefulDataLoader``.
 
     Args:
@@ -158,7 +158,7 @@ class Feed(SavedPrompts):
         self._is_begun = True
         # VeRL counts what it feeds: from what is settled, to the end of the epochs as they are today.
         rollouter, most = self.trainer, self.trainer.config.rollout.total_rollout_steps
-        end = end_of(self._loader, rollouter.config.trainer.total_epochs)
+        end = end_of_run(self._loader, rollouter.config.trainer.total_epochs)
         rollouter.total_rollout_steps = end if most is None else min(end, most)
         rollouter.global_steps = self.prompts.num_settled + 1
         log.info("megaresume: %d prompts in flight are issued again", len(self.prompts.in_flight))
@@ -190,7 +190,7 @@ class Feed(SavedPrompts):
         settle_groups(prompts, prompts.step + 1, groups)
 
 
-class Told:
+class StepReports:
     """In the trainer's process: what the rollouter is told.
 
     Args:
@@ -204,14 +204,14 @@ class Told:
         hook(trainer, "_save_checkpoint", self._save)
 
     def _tell(self, what: Callable[..., None], *args: Any) -> None:
-        """Call a function in the rollouter's process, with its `Feed`."""
+        """Call a function in the rollouter's process, with its `RollouterPrompts`."""
         import ray
 
-        ray.get(self._trainer.rollouter.__ray_call__.remote(_with_feed, what, *args))
+        ray.get(self._trainer.rollouter.__ray_call__.remote(_with_prompts, what, *args))
 
     async def _step(self, step: Callable[..., Awaitable[Any]], *args: Any, **more: Any) -> Any:
         if not self._is_begun:
-            self._tell(Feed.begin)
+            self._tell(RollouterPrompts.begin)
             self._is_begun = True
         return await step(*args, **more)
 
@@ -221,7 +221,7 @@ class Told:
         uids = [str(uid) for uid in fields["uid"]]
         made = [None if one is None else int(one) for one in fields.get("min_global_steps", [None] * len(uids))]
         rows = list(zip(uids, made, strict=True))
-        self._tell(Feed.settle, rows, int(self._trainer.current_param_version))
+        self._tell(RollouterPrompts.settle, rows, int(self._trainer.current_param_version))
         return result
 
     def _save(self, save: Callable[[], Any]) -> Any:
@@ -229,9 +229,9 @@ class Told:
         return save()
 
 
-def _with_feed(rollouter: Any, what: Callable[..., None], *args: Any) -> None:
+def _with_prompts(rollouter: Any, what: Callable[..., None], *args: Any) -> None:
     what(getattr(rollouter, SLOT), *args)
 
 
-def _saves(feed: Feed, step: int) -> None:
-    feed.saves = step
+def _saves(prompts: RollouterPrompts, step: int) -> None:
+    prompts.saves = step

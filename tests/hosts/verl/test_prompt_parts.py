@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaresume.hosts.verl_prompts import FILE, IssuedPrompts, attach, parsed_uid, uid_of
+from megaresume.hosts.verl_issued import FILE, IssuedPrompts, parsed_uid, uid_of
+from megaresume.hosts.verl_prompts import attach
 from megaresume.runs.prompts import prove
 from megaresume.stream.errors import StateError, UsageError
 

@@ -1,0 +1,213 @@
+"""The prompts of VeRL's reinforcement learning, in the place of torchdata's ``StatefulDataLoader``.
+
+    uid_of              the name of a prompt in VeRL, which draws one at random: its ordinal and ticket
+    `SavedPrompts`      what VeRL saves as ``data.pt``, and ``prompts.json`` beside it
+    `IssuedPrompts`     the same, and the batches that are iterated over
+    settle_batch        a step has trained a batch, of prompts that were issued
+    settle_groups       a step has trained groups, which are known by their uid
+
+Importing this does not import VeRL.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.files import write_atomic
+from megaresume.hosts.prompts import Prompt, Prompts
+from megaresume.hosts.trainer import Carried
+from megaresume.stream.errors import StateError
+
+#: what of ours is in place of torchdata's state.
+KEY = Carried.KEY
+#: the file of the state, for people and `verify`, in a checkpoint's directory.
+FILE = "prompts.json"
+
+
+class SavedPrompts:
+    """The account, as VeRL saves and loads what it takes for its dataloader.
+
+    Args:
+        trainer: VeRL's.
+        prompts: the account.
+    """
+
+    def __init__(self, trainer: Any, prompts: Prompts) -> None:
+        self.trainer, self.prompts = trainer, prompts
+        #: whether a state was loaded.
+        self.is_loaded = False
+
+    @property
+    def step(self) -> int:
+        """Of the checkpoint that is saved or loaded."""
+        return int(self.trainer.global_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What VeRL saves as ``data.pt``, when the weights are saved."""
+        step, state = self.step, self.prompts.state_dict()
+        directory = Path(self.trainer.config.trainer.default_local_dir, f"global_step_{step}")
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(directory / FILE, json.dumps({"step": step, "prompts": state}).encode())
+        return {KEY: state, "step": step}
+
+    def load_state_dict(self, state: Any) -> None:
+        """What VeRL has found there.
+
+        Raises:
+            StateError: it was not written by megaresume, or is from another step or other prompts.
+        """
+        step = self.step
+        if not isinstance(state, Mapping) or KEY not in state:
+            raise _unknown(
+                step, "a data.pt that was written without megaresume", "it has the state of torchdata's loader"
+            )
+        if state.get("step") != step:
+            raise StateError(
+                "the weights and the data.pt are from different steps",
+                found=f"weights of global_step_{step}, data.pt of step {state.get('step')}",
+                expected="the same",
+                cause="a data.pt was copied from another checkpoint",
+                action=f"load another checkpoint: trainer.resume_mode=resume_path; global_step_{step} is mixed",
+            )
+        self.prompts.load_state_dict(state[KEY])
+        self.is_loaded = True
+
+    def check_loaded(self, step: int) -> None:
+        """After VeRL has loaded the weights of this step, 0 if there are none: it continues without a ``data.pt``.
+
+        Raises:
+            StateError: there was no state with them; or the ledger has prompts of a run that was not loaded.
+        """
+        if step and not self.is_loaded:
+            raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
+        if not step:
+            # Here, so that what is refused is raised before workers are sent prompts. Without any checkpoint that is
+            # whole, what the ledger has is of a first save that was killed.
+            if Path(self.trainer.config.trainer.default_local_dir, "latest_checkpointed_iteration.txt").exists():
+                self.prompts.begin()
+            self.prompts.is_begun = True
+
+
+class IssuedPrompts(SavedPrompts):
+    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``: batches without an end.
+
+    Args:
+        trainer: VeRL's.
+        prompts: the account.
+        loader: that of ``prompts``.
+        settles: whether a batch is trained as a whole, before the next one is asked for.
+    """
+
+    def __init__(self, trainer: Any, prompts: Prompts, loader: DataLoader, *, settles: bool) -> None:
+        super().__init__(trainer, prompts)
+        theirs = trainer.train_dataloader
+        self.loader, self._settles = loader, settles
+        self.batch_size, self._collate = theirs.batch_size, theirs.collate_fn
+        #: the prompts of the last batch, and the step that it is for.
+        self.batch: list[Prompt] = []
+        self._step = 0
+        #: steps at the end of the data, since the start of the run.
+        self.total = 0
+        self.end(0)
+
+    def end(self, step: int) -> None:
+        """Count how many steps the run has, which is at this one."""
+        config = self.trainer.config
+        left = max(end_of_run(self.loader, config.trainer.total_epochs) - self.prompts.num_settled, 0)
+        self.total = step + left // config.data.train_batch_size
+
+    def __len__(self) -> int:
+        return self.total + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.collated(self.prompts.issue(self.batch_size))
+            self.settle()
+
+    def collated(self, batch: list[Prompt]) -> Any:
+        """A batch of prompts that were issued, as VeRL's dataloader makes it."""
+        self.batch, self._step = batch, self.trainer.global_steps
+        return self._collate([prompt.content for prompt in batch])
+
+    def settle(self) -> None:
+        """The last batch is trained, if that is how this trainer does it."""
+        if self._settles and self.batch:
+            settle_batch(self.prompts, self._step, self.batch)
+        self.batch = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `SavedPrompts`."""
+        self.settle()
+        return super().state_dict()
+
+
+def settle_batch(prompts: Prompts, step: int, batch: Sequence[Prompt]) -> None:
+    """A step has trained all rollouts of these prompts."""
+    for prompt in batch:
+        for rollout in prompt.rollouts:
+            prompts.done(prompt.ordinal, prompt.ticket, rollout)
+    prompts.trained(step, [prompt.ordinal for prompt in batch])
+
+
+def settle_groups(prompts: Prompts, step: int, groups: Mapping[str, Mapping[int, int | None]]) -> None:
+    """A step has trained these groups: by uid, the version of the weights that made each rollout. Others have failed.
+
+    Raises:
+        StateError: a rollout was trained or dropped before.
+    """
+    for uid, versions in groups.items():
+        ordinal, ticket = parsed_uid(uid)
+        for rollout in range(prompts.rollouts):
+            if rollout not in versions:
+                prompts.drop(ordinal, "failed", rollout=rollout)
+            elif not prompts.done(ordinal, ticket, rollout, version=versions[rollout]):
+                raise _trained_twice(uid, rollout)
+    prompts.trained(step, [parsed_uid(uid)[0] for uid in groups])
+
+
+def end_of_run(loader: DataLoader, epochs: int) -> int:
+    """The sample with which a run of so many epochs ends."""
+    after_this = epochs - loader.epoch - 1
+    return max(loader.epoch_end + math.ceil(after_this * loader.items), loader.samples)
+
+
+def uid_of(prompt: Prompt) -> str:
+    """The name of an issued prompt in TransferQueue, whose keys are this and numbers, with ``_`` between."""
+    return f"{prompt.ordinal}-{prompt.ticket}"
+
+
+def parsed_uid(uid: str) -> tuple[int, str]:
+    """Ordinal and ticket of a prompt. Of a uid of VeRL's own -1, which no prompt has."""
+    ordinal, _, ticket = uid.partition("-")
+    return int(ordinal) if ordinal.isdecimal() and ticket.count("-") == 1 else -1, ticket
+
+
+def is_of(uid: str, prompt: Prompt | None) -> bool:
+    """Whether it was made of what this prompt holds, at whatever start."""
+    return prompt is not None and parsed_uid(uid)[1].partition("-")[0] == prompt.ticket.partition("-")[0]
+
+
+def _trained_twice(uid: str, rollout: int) -> StateError:
+    return StateError(
+        "a step has trained a rollout that was not wanted",
+        found=f"rollout {rollout} of prompt {uid}, which was trained or dropped before",
+        expected="each rollout of a prompt in one step",
+        cause="the replay buffer sampled a group twice, or one that it had evicted",
+        action="resume from the newest checkpoint; tell the project, with the config",
+    )
+
+
+def _unknown(step: int, found: str, cause: str) -> StateError:
+    return StateError(
+        "the checkpoint has no state of its prompts",
+        found=found,
+        expected="the data.pt that was saved with the weights",
+        cause=cause,
+        action=f"load another checkpoint (trainer.resume_mode=resume_path); or merge the weights of global_step_{step} "
+        "(verl.model_merger) for actor_rollout_ref.model.path, and set another trainer.default_local_dir",
+    )
