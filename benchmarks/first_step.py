@@ -80,4 +80,5 @@ def _rows_of(what: str, name: str, setup: Setup, *more: str) -> Iterator[Row]:
 
 def _run(*words: object) -> None:
     env = os.environ | {"PYTHONPATH": str(PROGRAM.parents[1])}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     subprocess.run([sys.executable, str(PROGRAM), *map(str, words)], check=True, env=env, stdout=subprocess.DEVNULL)

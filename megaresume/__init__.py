@@ -30,8 +30,11 @@ stream/        the order of samples: ids and lengths alone
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,6 +104,19 @@ _EXTRAS = {
 }
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """While modules are imported, all of whose objects stay: the collector would look through everything that torch
+    has made, twice."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
@@ -108,7 +124,8 @@ def __getattr__(name: str) -> Any:
 
     show_refusals()
     try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        with _uncollected():
+            return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         from megaresume.stream.errors import missing_package
 

@@ -11,6 +11,7 @@ function for the same one as long as its own file is, though what it calls in an
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import os
 import pickle
@@ -22,6 +23,8 @@ from typing import Any
 import numba
 import xxhash
 from numba.core import caching
+from numba.core.environment import Environment, lookup_environment
+from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
 #: the reason that was given: once is enough.
@@ -129,7 +132,29 @@ class _Files(caching.IndexDataCacheFile):
         content = Path(self._data_path(name)).read_bytes()
         if xxhash.xxh3_128_digest(content[16:]) != content[:16]:
             raise OSError("damaged")  # which is as if it were not there
-        return pickle.loads(content[16:])
+        return _Unpickler(io.BytesIO(content[16:])).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of compiled code, without an import of the modules that its functions come from: of half of numba, and of scipy
+    where there is one."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numba.core.environment", "_rebuild_env"):
+            return _environment
+        return super().find_class(module, name)
+
+
+def _environment(module: str, constants: list[Any], name: str) -> Environment:
+    """The environment of a compiled function: its constants. Only code that runs in the interpreter, of which we have
+    none, looks for the names of its module there."""
+    kept: Environment | None = lookup_environment(name)
+    if kept is None:
+        kept = Environment({"__name__": module})
+        kept.consts[:] = constants
+        kept.env_name = name
+        Environment._memo[name] = kept
+    return kept
 
 
 class _Cache(caching.FunctionCache):
@@ -144,9 +169,14 @@ class _Cache(caching.FunctionCache):
         )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """None if there is none that can be used."""
+        """None if there is none that can be used.
+
+        Numba prepares its context for compiling first, which imports as much again. To load code, its memory manager is
+        enough; who compiles prepares the rest.
+        """
         try:
-            return super().load_overload(sig, target_context)
+            rtsys.initialize(target_context)
+            return self._load_overload(sig, target_context)
         except Exception:  # noqa: BLE001  of another build of numba or LLVM
             return None
 

@@ -101,6 +101,23 @@ def test_damaged_files_are_written_anew(installed: Installed) -> None:
 
 
 @pytest.mark.process
+def test_kept_code_is_loaded_without_what_compiling_needs(installed: Installed) -> None:
+    """Half of numba, and scipy's linear algebra: a third of a second of every start."""
+    installed.program = PROGRAM + "import sys; print(sorted({'numba.np.arrayobj', 'scipy.linalg'} & set(sys.modules)))"
+    compiling, loading = (installed.run().stdout.splitlines() for _ in range(2))
+    assert compiling[0] == loading[0]
+    assert "numba.np.arrayobj" in compiling[1] and loading[1] == "[]"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_the_collector_is_left_as_it_was(before: str) -> None:
+    program = f"import gc; gc.{before}(); import megaresume; megaresume.StreamConfig; print(gc.isenabled())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{before == 'enable'}\n"
+
+
+@pytest.mark.process
 def test_what_a_function_calls_in_another_file_is_part_of_it(installed: Installed) -> None:
     """An upgrade that changes the mixing function changes the order, on every machine and at once."""
     stream = installed.package / "stream"
