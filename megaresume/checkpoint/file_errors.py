@@ -38,6 +38,7 @@ from megaresume.checkpoint.manifest import FileEntry, Manifest, verify_files
 from megaresume.checkpoint.ranks import (
     FailedElsewhereError,
     Failure,
+    LostRankError,
     Meeting,
     gather,
     is_known_to_all,
@@ -137,14 +138,17 @@ def read_on_all_ranks(read: Callable[[], T], choice: Choice, meeting: Meeting | 
     Raises, on every rank:
         DamagedError: a rank could not read a file whose checksum was not compared before.
         CheckpointError: a rank failed for another reason; what it was is raised on that rank.
+        LostRankError: a rank has ended.
     """
-    meeting = meeting or Meeting()
+    meeting = meeting or Meeting("load_checkpoint()")
     value: T | None = None
     error: Exception | None = None
     try:
         value = read()
     except FailedElsewhereError:
         pass
+    except LostRankError:
+        raise
     except Exception as problem:  # noqa: BLE001  raised below
         error = problem
         meeting.fail(Failure(words=_words(problem), is_final=not is_damage(problem, choice)))

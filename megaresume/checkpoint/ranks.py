@@ -136,6 +136,10 @@ def finished(work: Any, *tensors: Any) -> None:
     kept here, for good when the process ends.
     """
     work.wait()
+    _keep(work, tensors)
+
+
+def _keep(work: Any, tensors: Sequence[Any]) -> None:
     if not _kept:
         atexit.register(lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(one)) for one in _kept])
     _kept.append((work, tensors))
@@ -205,18 +209,22 @@ class Failure:
 
 
 class Meeting:
-    """Around work with third-party collectives in it, which no other collective may cross: the ranks meet at
-    the store of their process group. To be made on every rank.
+    """Around work with third-party collectives in it, which no other collective may cross: the ranks meet in a process
+    group of their own, and notice there when one of them is gone. To be made on every rank. Collective.
 
-    Each calls `gate` where those collectives begin, `fail` if it fails, and, having failed or not, `end`.
+    Each calls `gate` where those collectives begin, `fail` if it fails, and, having failed or not, `end`. Whichever of
+    the two places a rank comes to, it tells the others, so all ranks wait for each other equally often.
 
     Args:
-        patience_seconds: for ranks that do not come: as long as all is well, and once one has failed.
+        doing: what they do, for the error: "load_checkpoint()".
+        patience_seconds: for ranks that do not come: as long as all is well, and once one has failed. Less than
+            collectives wait.
     """
 
-    def __init__(self, *, patience_seconds: tuple[float, float] = (1800.0, 300.0)) -> None:
-        self._key, self._gates, self._patience = f"megaresume/meet/{next(_meetings)}", 0, patience_seconds
+    def __init__(self, doing: str, *, patience_seconds: tuple[float, float] = (1500.0, 300.0)) -> None:
+        self._key, self._doing, self._patience = f"megaresume/meet/{next(_meetings)}", doing, patience_seconds
         self._failures: list[Failure] = []
+        self._group = meeting_group()
 
     def fail(self, failure: Failure) -> None:
         """Tell the others, wherever they wait."""
@@ -227,9 +235,13 @@ class Meeting:
         shared_store().add(f"{self._key}/failures", 1)
 
     def gate(self) -> None:
-        """Before a collective: wait for all ranks. Raises FailedElsewhereError if one has failed, and will not come."""
-        self._gates += 1
-        self._wait(f"gate {self._gates}", until=bool)
+        """Before a collective: wait for all ranks.
+
+        Raises:
+            FailedElsewhereError: another rank has failed, and will not come.
+            LostRankError: another rank has ended.
+        """
+        self._wait(at_end=False)
         if self._failures:
             raise FailedElsewhereError("another rank has failed")
 
@@ -238,30 +250,73 @@ class Meeting:
 
         Returns:
             a final failure, or that of the lowest rank: final, too, if not all ranks came; None if nobody has failed.
-        """
-        all_came = self._wait("end", until=lambda failures: any(failure.is_final for failure in failures))
-        first = min(self._failures, key=lambda failure: not failure.is_final, default=None)
-        return first if first is None or all_came else replace(first, is_final=True)
 
-    def _wait(self, place: str, *, until: Callable[[list[Failure]], bool]) -> bool:
-        """Whether all ranks came to this place; False: enough have failed, or nothing was heard for too long."""
+        Raises:
+            LostRankError: another rank has ended.
+        """
+        while (ends := self._wait(at_end=True)) is not None and not all(ends):
+            pass  # others were at a gate, and have learned there that this rank has failed
+        first = min(self._failures, key=lambda failure: not failure.is_final, default=None)
+        return first if first is None or ends is not None else replace(first, is_final=True)
+
+    def _wait(self, *, at_end: bool) -> list[bool] | None:
+        """Whether each rank is at the end, once all have come to a place; None: one has failed for good, or they have
+        not come for too long."""
         if world_size() == 1:
-            return True
-        store, since = shared_store(), time.monotonic()
-        store.add(f"{self._key}/{place}", 1)
-        for _ in pauses(0.5):
-            arrived = store.add(f"{self._key}/{place}", 0)
+            return [at_end]
+        if any(failure.is_final for failure in self._failures):
+            return None
+        try:
+            return self._meet(at_end)
+        except RuntimeError as error:  # the group has lost a connection, or the store has: its host has ended
+            with contextlib.suppress(RuntimeError):  # those who wait for this rank alone learn it by the store
+                shared_store().set(f"{self._key}/lost", _first_line(error))
+            raise _lost(self._doing, _first_line(error)) from error
+
+    def _meet(self, at_end: bool) -> list[bool] | None:
+        dist, torch, store, since = _dist(), sys.modules["torch"], shared_store(), time.monotonic()
+        places = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+        work = dist.all_gather(places, torch.tensor([int(at_end)]), group=self._group, async_op=True)
+        for _ in pauses(0.1, 0.001):
+            have_come = (
+                work.is_completed()
+            )  # asked before the failures: a rank tells that it has failed, and then comes
             if store.add(f"{self._key}/failures", 0) > len(self._failures):
                 self._failures, since = self._read_failures(), time.monotonic()
-            waited = time.monotonic() - since
-            if arrived == world_size() or until(self._failures) or waited > self._patience[bool(self._failures)]:
+            if any(failure.is_final for failure in self._failures):
                 break
-        return bool(arrived == world_size())
+            if have_come:
+                finished(work, places)
+                return [bool(place) for place in places]
+            if store.check([f"{self._key}/lost"]):
+                raise _lost(self._doing, store.get(f"{self._key}/lost").decode())
+            if time.monotonic() - since > self._patience[bool(self._failures)]:
+                break
+        _keep(work, (places, self._group))  # whose end would wait for the others
+        return None
 
     def _read_failures(self) -> list[Failure]:
         keys = [(number, f"{self._key}/failed/{number}") for number in range(world_size())]
         found = [(number, *json.loads(shared_store().get(key))) for number, key in keys if shared_store().check([key])]
         return [Failure(words=f"rank {number}: {words}", is_final=is_final) for number, words, is_final in found]
+
+
+class LostRankError(StateError):
+    """Another rank has ended, while this one waited for it."""
+
+
+def _lost(doing: str, found: str) -> LostRankError:
+    return LostRankError(
+        f"a rank has ended while others waited for it in {doing}",
+        found=found,
+        expected=f"all {world_size()} ranks",
+        cause=f"it was killed, or its node was lost; or `if rank == 0:` before {doing}",
+        action="see the output of the other ranks; the run continues from its newest checkpoint",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def shared_store() -> Any:
@@ -282,7 +337,7 @@ PATIENCE = 300.0
 
 
 def meeting_group() -> Any:
-    """A process group on the CPU for `all_come` alone: its ranks notice when one of them is gone. Collective."""
+    """A process group on the CPU where ranks only meet: they notice there when one of them is gone. Collective."""
     return None if world_size() == 1 else _dist().new_group(backend="gloo")
 
 
@@ -295,7 +350,7 @@ def all_come(doing: str, group: Any, *, poll_seconds: float = 0.1) -> None:
 
     Raises:
         UsageError: some ranks do not come; they are in the next collective of the training, and meet nobody there.
-        StateError: a rank has ended, as if its node was lost.
+        LostRankError: a rank has ended, as if its node was lost.
     """
     if world_size() == 1:
         return
@@ -319,13 +374,7 @@ def all_come(doing: str, group: Any, *, poll_seconds: float = 0.1) -> None:
     try:
         finished(work)
     except RuntimeError as error:
-        raise StateError(
-            f"a rank has ended while others waited for it in {doing}",
-            found=str(error).splitlines()[0],
-            expected=f"all {len(ranks)} ranks",
-            cause=f"it was killed, or its node was lost; or `if rank == 0:` before {doing}",
-            action="see the output of the other ranks; the run continues from its newest checkpoint",
-        ) from error
+        raise _lost(doing, _first_line(error)) from error
 
 
 #: calls so far: every rank counts the same ones.

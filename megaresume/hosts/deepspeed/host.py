@@ -298,7 +298,7 @@ class EngineHost:
         Raises, on every rank:
             CheckpointError: see `elastic.conversion`; or DeepSpeed did not load it.
         """
-        engine, tag, meeting = self.engine, None, Meeting()
+        engine, tag, meeting = self.engine, None, Meeting("load_checkpoint()")
 
         def read_tag(tag: str) -> Any:
             save_id = None if beside is None else beside.save_id
