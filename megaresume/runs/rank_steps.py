@@ -107,9 +107,10 @@ def read_rank_steps(path: str | Path) -> RankSteps:
     lost: list[tuple[RankStep, int]] = []
     last_steps: set[int] = set()
     gaps: set[int] = set()
-    for key in sorted(launches):
+    keys = sorted(launches)
+    for key, following in itertools.zip_longest(keys, keys[1:]):
         launch = launches[key]
-        launch.count_votes()
+        launch.count_votes(launches[following].step if following else 0)
         for step in sorted(s for s in steps if s > launch.step):
             lost += [(line, launch.samples) for line in steps.pop(step)]
         last_steps = {step for step in last_steps if step <= launch.step}
@@ -153,12 +154,19 @@ class _Launch:
     #: lines of steps of which it was not decided yet whether they count.
     votes: list[RankStep] = field(default_factory=list)
 
-    def count_votes(self) -> None:
+    def count_votes(self, reached: int) -> None:
         """A step counts if one replica says so: what the others had voted for is in its gradients. One that died in
-        between, or did not hear of it, has no other line."""
+        between, or did not hear of it, has no other line.
+
+        Args:
+            reached: the step after which the next launch goes on. Those up to it count, too: all who had trained the
+                last one may have died, and a replica that was being healed may have committed it.
+        """
         decided, known = {line.step for line in self.lines}, {(line.step, line.rank) for line in self.lines}
         last = {(line.step, line.rank): line for line in self.votes}  # a step may be tried again
-        self.lines += [line for key, line in last.items() if line.step in decided and key not in known]
+        self.lines += [
+            line for key, line in last.items() if key not in known and (line.step in decided or line.step <= reached)
+        ]
 
 
 #: (launch, how often its process has begun again in it).

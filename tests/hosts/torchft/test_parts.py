@@ -164,6 +164,24 @@ def test_a_step_counts_if_one_replica_says_so(tmp_path: Path) -> None:
     assert [line.rank for line in found.steps[2]] == [2] and {line.step for line, _ in found.lost} == {2}
 
 
+def test_a_step_counts_if_another_launch_goes_on_from_it(tmp_path: Path) -> None:
+    """Both who had trained step 2 died, and a third one that was being healed committed it."""
+    for rank in (0, 1):
+        log = RankLog(tmp_path, rank=rank, launch=0)
+        steps_of(log, launch=100, step=0, rank=rank, events="vsv", first=0)
+        log.close()
+    log = RankLog(tmp_path, rank=2, launch=0)
+    steps_of(log, launch=200, step=2, rank=0, events="vs", first=2)
+    log.close()
+    found = read_rank_steps(tmp_path)
+    assert {step: [line.rank for line in lines] for step, lines in found.steps.items()} == {
+        1: [0, 1],
+        2: [0, 1],
+        3: [2],
+    }
+    assert found.gaps == () and found.lost == ()
+
+
 def names_of_torchft() -> list[str]:
     """What the source reads of torchft's Manager, and what it hooks."""
     found = {"start_quorum", "allreduce", "should_commit"}
