@@ -52,7 +52,8 @@ Files, in the order of a save and of a load:
     staging.py          copies to a second storage, in a thread; places.py: a directory, or a URL of an object store
     nodes.py            machines without a directory in common; parts.py: a checkpoint in parts, one on each of them
     store.py            the requests to an object store; workers.py: in threads; lease.py: its one writer, and commits
-    mirror.py           what an object store holds, as a directory; fetch.py: a checkpoint of it, brought here
+    mirror.py           what an object store holds, as a directory (scratch.py: a temporary one)
+    fetch.py            a checkpoint of a store, brought here
     candidates.py       which checkpoints are there, is this one whole, what do the pointers name?
     search.py           the rules of a choice
     choose.py           of one root or of two, the same on all ranks; the beginning and the end of a run

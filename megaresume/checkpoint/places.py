@@ -21,12 +21,10 @@ Machines that share no directory put the parts of a checkpoint there, each its o
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -61,6 +59,7 @@ from megaresume.checkpoint.records import (
     step_path,
 )
 from megaresume.checkpoint.retention import Retention, prune, superfluous
+from megaresume.checkpoint.scratch import Scratch
 from megaresume.checkpoint.step_file import (
     Marker,
     StepFile,
@@ -248,8 +247,8 @@ class StorePlace:
     def __init__(self, url: str, say: Callable[[str], object]) -> None:
         self.store = Store(url)
         self.name = self.store.url
-        self.root = Path(tempfile.mkdtemp(prefix="megaresume-store-"))
-        atexit.register(shutil.rmtree, self.root, ignore_errors=True)
+        self._scratch = Scratch()
+        self.root = self._scratch.path
         self.mirror = Mirror(self.store, self.root)
         self.lease = Lease(self.store, say)
         #: lines of the ledger that this writer has added.

@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from megaresume.checkpoint.lease import Head
 from megaresume.checkpoint.manifest import FileEntry, read_manifest
 from megaresume.checkpoint.mirror import Mirror, by_name, file_name
 from megaresume.checkpoint.records import manifest_path, tag_iteration
+from megaresume.checkpoint.scratch import Scratch
 from megaresume.checkpoint.store import Store
 from megaresume.render import STANDS_FOR, in_place
 from megaresume.stream.errors import CheckpointError, UsageError
@@ -105,8 +104,8 @@ def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
     root_url, _, last = url.rstrip("/").rpartition("/")
     is_tag = tag_iteration(last) is not None
     store = Store(root_url if is_tag else url)
-    with tempfile.TemporaryDirectory(prefix="megaresume-store-") as directory:
-        root = Path(directory)
+    with Scratch() as root:
+        directory = str(root)
         mirror = Mirror(store, root)
         head = mirror.refresh()
         if not mirror.sizes:
