@@ -181,7 +181,7 @@ def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) 
 
     if (number := url_in(argv)) is None or not check_command(command, argv[number]):
         return argv
-    directory = stack.enter_context(mirrored(argv[number], whole="--checksums" in argv))
+    directory = stack.enter_context(mirrored(argv[number], whole="--checksums" in argv, ranks=command == "verify"))
     return [*argv[:number], directory, *argv[number + 1 :], *defaults(command, argv)]
 
 

@@ -32,6 +32,7 @@ from megaresume.checkpoint.records import (
     count,
     flag,
     from_members,
+    has_stand_ins,
     marker_path,
     parse_rank_file,
     rank_file_words,
@@ -256,7 +257,7 @@ class Manifest:
         Args:
             tag_dir: the tag directory.
             mode: ``checksums`` reads every file that has one; ``sizes`` costs one look-up a file. Files in ``beside``
-                are small, and are always read.
+                are small, and are always read, if a store's mirror has them.
             progress: see `checksum_files`.
 
         Returns:
@@ -269,7 +270,7 @@ class Manifest:
         """Hold the files in ``<root>/megaresume`` against the manifest, with their checksums: as `verify`."""
         if not self.beside:
             return []
-        found = verify_files(records_dir(root), self.beside, mode="checksums")
+        found = verify_files(records_dir(root), self.beside, mode="sizes" if has_stand_ins(root) else "checksums")
         place = records_dir(root).name
         return [replace(p, path=f"{place}/{p.path}", detail=f"{rank_file_words(p.path)} {p.detail}") for p in found]
 

@@ -12,6 +12,8 @@
     megaresume/pruned/step_0000010.json, ...              likewise, if nothing else is there of this step
     global_step10/<save>/mp_rank_00_model_states.pt       global_step10/mp_rank_00_model_states.pt, a **stand-in**: a
                                                           file of the same size that takes no room and holds zeros
+    megaresume/<save>/step_0000010.random/rank_00000.json likewise: at a thousand ranks, reading them takes longer
+                                                          than all the rest
 
 A root that was copied to a store by hand has none of these heads: its objects are shown by their names.
 """
@@ -30,11 +32,14 @@ from megaresume.checkpoint.ledger import append_lines
 from megaresume.checkpoint.position import position_path
 from megaresume.checkpoint.records import (
     LATEST,
+    MIRROR,
     RECORDS_DIR,
+    STAND_INS,
     TRACKER,
     deepspeed_tag,
     is_usual_tag,
     ledger_path,
+    parse_rank_file,
     parse_record_name,
     records_dir,
 )
@@ -44,9 +49,9 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 LEDGERS, PRUNED, POSITIONS = (f"{RECORDS_DIR}/{name}/" for name in ("ledger", "pruned", "position"))
 _SAVE = re.compile(r"(.+)/([0-9a-f]{16})/(.+)")
+#: what is uploaded in parts: files of a tag directory, and of a rank.
+UPLOADED = re.compile(r"[^/]+/[0-9a-f]{16}/.+")
 _PART = "node_"
-#: a file in every mirror.
-_SIGN = ".megaresume-mirror"
 #: looks at a store in which a writer is at work.
 _TRIES = 20
 
@@ -69,11 +74,6 @@ def part_name(save_id: str, node: int) -> str:
 def is_part(name: str) -> bool:
     """Whether `part_name` has given this name."""
     return name.startswith(f"{RECORDS_DIR}/") and name.rpartition("/")[2].startswith(_PART)
-
-
-def is_mirror(root: Path) -> bool:
-    """Whether a directory is the mirror of a store: nothing is to be learned from the disk that it is on."""
-    return (root / _SIGN).exists()
 
 
 @contextlib.contextmanager
@@ -128,7 +128,8 @@ class Mirror:
         """Whether everything was still there."""
         shutil.rmtree(self.root, ignore_errors=True)
         make_dir(records_dir(self.root))
-        (self.root / _SIGN).touch()
+        for name in (MIRROR, STAND_INS):
+            (self.root / name).touch()
         #: name -> path below the records.
         wanted = dict(self._plain() if head is None else self._of_saves(head))
         from concurrent.futures import ThreadPoolExecutor  # only here: half of `inspect`'s import time
@@ -163,7 +164,9 @@ class Mirror:
             if match is not None and match[1] == RECORDS_DIR and match[2] in shown:
                 record = parse_record_name(match[3])
                 is_left = is_part(name) or (record is not None and record.kind == "saving")
-                if not is_left:  # by a kill, beside what counts
+                if parse_rank_file(match[3]) is not None:
+                    self.stand_in(f"{RECORDS_DIR}/{match[3]}", self.sizes[name])
+                elif not is_left:  # by a kill, beside what counts
                     yield name, match[3]
             elif match is not None and match[1] == RECORDS_DIR and match[2] not in gone:
                 others.append((name, match[3]))

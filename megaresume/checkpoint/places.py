@@ -45,7 +45,17 @@ from megaresume.checkpoint.manifest import (
     read_manifest,
     remove_orphans,
 )
-from megaresume.checkpoint.mirror import LEDGERS, POSITIONS, PRUNED, Mirror, file_name, is_part, part_name, record_name
+from megaresume.checkpoint.mirror import (
+    LEDGERS,
+    POSITIONS,
+    PRUNED,
+    UPLOADED,
+    Mirror,
+    file_name,
+    is_part,
+    part_name,
+    record_name,
+)
 from megaresume.checkpoint.position import share_position, write_position
 from megaresume.checkpoint.ranks import pauses
 from megaresume.checkpoint.records import (
@@ -279,7 +289,7 @@ class StorePlace:
         if self._begun:
             return
         self._begun = True
-        self.store.abort_uploads()
+        self.store.abort_uploads(UPLOADED)
         self._delete(saved for saved in self.lease.head.removed if self.mirror.has_objects(saved))
 
     def check_owned(self) -> None:
@@ -401,9 +411,7 @@ class StorePlace:
         for entry in manifest.files:
             self.mirror.stand_in(f"{step.tag}/{entry.path}", entry.size)
         for entry in manifest.beside:
-            path = records_dir(self.root) / entry.path
-            make_dir(path.parent)
-            path.write_bytes(self.store.read(record_name(step.save_id, entry.path)) or b"")
+            self.mirror.stand_in(f"{RECORDS_DIR}/{entry.path}", entry.size)
         write_atomic(step_path(self.root, step.iteration, step.tag), step.to_bytes())
         write_atomic(manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
         remove_marker(marker_path(self.root, step.iteration, step.tag))  # of an earlier try, which a kill cut off

@@ -49,6 +49,10 @@ from megaresume.stream.state import is_version
 RECORDS_DIR = "megaresume"
 LATEST: Final = "latest"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
+#: a file in every mirror of a store, see `mirror`.
+MIRROR: Final = ".megaresume-mirror"
+#: likewise, while the files of ranks there hold zeros.
+STAND_INS: Final = ".megaresume-stand-ins"
 LEDGER = "ledger.jsonl"
 
 RecordKind = Literal["state", "manifest", "saving"]
@@ -204,6 +208,16 @@ def marker_path(root: Path, iteration: int, tag: str) -> Path:
 def superseded_path(root: Path, iteration: int, tag: str, digest: str) -> Path:
     """Where the state of a step goes that is saved again with another digest."""
     return records_dir(root) / "superseded" / f"{step_path(root, iteration, tag).stem}.{digest}.json"
+
+
+def is_mirror(root: Path) -> bool:
+    """Whether a directory is the mirror of a store: nothing is to be learned from the disk that it is on."""
+    return (root / MIRROR).exists()
+
+
+def has_stand_ins(root: Path) -> bool:
+    """Whether the files of ranks are there by name and size alone, as in the mirror of a store."""
+    return (root / STAND_INS).exists()
 
 
 def rank_file(iteration: int, tag: str, kind: RankFileKind, rank: int) -> str:

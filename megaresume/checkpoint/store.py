@@ -253,8 +253,11 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 self._remote.opened().rm_file(self._url(name))
 
-    def abort_uploads(self) -> int:
+    def abort_uploads(self, names: re.Pattern[str]) -> int:
         """Give up the uploads in parts that are under way: those of a process that was killed take room.
+
+        Args:
+            names: of the objects. Another run, or a program of the user's, may upload to a folder below this one.
 
         Returns:
             how many there were; 0 also if the store does not say.
@@ -270,6 +273,8 @@ class Store:
                     lambda: self._s3("list_multipart_uploads", Prefix=prefix, **more),  # noqa: B023
                 )
                 for one in page.get("Uploads", ()):
+                    if not names.fullmatch(one["Key"].removeprefix(prefix)):
+                        continue
                     self._abort(one["Key"], one["UploadId"])
                     count += 1
                 if not page.get("IsTruncated"):

@@ -26,8 +26,7 @@ from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOU
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files
-from megaresume.checkpoint.mirror import is_mirror
-from megaresume.checkpoint.records import records_dir, step_path
+from megaresume.checkpoint.records import is_mirror, records_dir, step_path
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least

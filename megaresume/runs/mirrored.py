@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from megaresume.checkpoint.lease import Head
 from megaresume.checkpoint.manifest import FileEntry, read_manifest
-from megaresume.checkpoint.mirror import Mirror, by_name, file_name
-from megaresume.checkpoint.records import manifest_path, tag_iteration
+from megaresume.checkpoint.mirror import Mirror, by_name, file_name, record_name
+from megaresume.checkpoint.records import STAND_INS, manifest_path, records_dir, tag_iteration
 from megaresume.checkpoint.scratch import Scratch
 from megaresume.checkpoint.store import Store
 from megaresume.render import STANDS_FOR, in_place
@@ -90,12 +90,13 @@ class Renamed:
 
 
 @contextlib.contextmanager
-def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
+def mirrored(url: str, *, whole: bool = False, ranks: bool = False) -> Iterator[str]:
     """A directory with what a command needs of a run in a store, for as long as it runs.
 
     Args:
         url: ``s3://bucket/run``, or a tag directory in it.
         whole: with the content of all files, to compare their checksums: as much room as they take.
+        ranks: with that of the files that each rank added.
 
     Raises:
         UsageError: there is nothing.
@@ -115,8 +116,15 @@ def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
                 expected="the stage_to of a run, or a --save directory that was copied there",
                 action="check the URL",
             )
-        if whole:
-            _fill(mirror, head)
+        if whole and head is None:
+            raise UsageError(
+                "checksums cannot be compared there",
+                found=f"{mirror.store}: no checkpoint that stage_to has copied",
+                expected="copies of stage_to",
+                action="copy the directory here, and inspect it with --checksums",
+            )
+        if head is not None and (whole or ranks):
+            _fill(mirror, head, whole=whole)
         out: Any = Renamed(sys.stdout)
         error: Any = Renamed(sys.stderr)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), by_name(root, store.url):
@@ -131,21 +139,19 @@ def mirrored(url: str, *, whole: bool = False) -> Iterator[str]:
                 del STANDS_FOR[directory]
 
 
-def _fill(mirror: Mirror, head: Head | None) -> None:
-    """The files of complete checkpoints, as the store gives them: what is wrong with them is for others to say."""
-    if head is None:
-        raise UsageError(
-            "checksums cannot be compared there",
-            found=f"{mirror.store}: no checkpoint that stage_to has copied",
-            expected="copies of stage_to",
-            action="copy the directory here, and inspect it with --checksums",
-        )
+def _fill(mirror: Mirror, head: Head, *, whole: bool) -> None:
+    """The files of ranks of complete checkpoints, or all files, as the store gives them: what is wrong with them is
+    for others to say."""
     for saved in head.saves:
         manifest = read_manifest(manifest_path(mirror.root, saved.iteration, saved.tag))
-        for entry in manifest.files:
-            path, name = mirror.root / saved.tag / entry.path, file_name(saved.tag, saved.save_id, entry.path)
-            if mirror.sizes.get(name) != entry.size:
-                continue
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(CheckpointError):
-                mirror.store.download_all([(name, path, FileEntry(path=entry.path, size=entry.size))], lambda: None)
+        files = manifest.files if whole else ()
+        places = [(mirror.root / saved.tag / e.path, file_name(saved.tag, saved.save_id, e.path), e) for e in files]
+        places += [(records_dir(mirror.root) / e.path, record_name(saved.save_id, e.path), e) for e in manifest.beside]
+        wanted = []
+        for path, name, entry in places:
+            if mirror.sizes.get(name) == entry.size:
+                path.unlink(missing_ok=True)
+                wanted.append((name, path, FileEntry(path=entry.path, size=entry.size)))
+        with contextlib.suppress(CheckpointError):
+            mirror.store.download_all(wanted, lambda: None)
+    (mirror.root / STAND_INS).unlink()

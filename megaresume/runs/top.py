@@ -18,10 +18,9 @@ from typing import Any
 
 from megaresume.checkpoint.goodput import CAUSES, all_marks, goodput_of
 from megaresume.checkpoint.meter.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
-from megaresume.checkpoint.mirror import is_mirror
 from megaresume.checkpoint.position import read_position
 from megaresume.checkpoint.prompt_ledger import PROMPTS
-from megaresume.checkpoint.records import split_root
+from megaresume.checkpoint.records import is_mirror, split_root
 from megaresume.checkpoint.system import seconds_of
 from megaresume.command_line import at_least
 from megaresume.render import spell_bytes, text_table

@@ -61,6 +61,7 @@ def save_checkpoint(root: Path, iteration: int, *, tag: str | None = None, salt:
     """Save as a training program would: marker, model files, commit."""
     state = make_state(iteration * 8, salt=salt)
     checksums = bool(kwargs.pop("checksums", False))
+    beside = kwargs.pop("beside", ())
     retention = kwargs.pop("retention", KEEP_ALL)
     assert isinstance(retention, Retention)
     make_room(root, iteration, tag or f"global_step{iteration}")
@@ -73,7 +74,7 @@ def save_checkpoint(root: Path, iteration: int, *, tag: str | None = None, salt:
         **kwargs,  # type: ignore[arg-type]
     )
     write_model(pending.tag_dir, state)
-    commit = commit_save(pending, expected_files=[MODEL, OPTIM])
+    commit = commit_save(pending, expected_files=[MODEL, OPTIM], beside=beside)
     make_durable(root, commit.manifest, checksums=checksums, retention=retention)
     return commit
 

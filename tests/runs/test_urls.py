@@ -22,10 +22,10 @@ pytestmark = pytest.mark.process
 
 URL = "s3://runs/run"
 #: requests to look at a run in a store: three lists, the newest head, the ledger, the data config, and two records of
-#: each of its three checkpoints, with the file of its one rank.
-REQUESTS = 16
-#: bytes that are read, most of them random states, which the manifest gives the checksums of.
-RECORDS = 80_000
+#: each of its three checkpoints: nothing of its ranks.
+REQUESTS = 13
+#: bytes that are read.
+RECORDS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_the_same_answer(words: str, where: tuple[Path, Proxied, Bucket], capsys
     ours = _answer(capsys, words, str(local))
     proxy.plan()
     theirs = _answer(capsys, words, URL)
-    _check_reads(proxy, bucket)
+    _check_reads(proxy, bucket, ranks=3 if words.startswith("verify") else 0)
     assert theirs[0] == ours[0] and "megaresume-store-" not in theirs[1] + theirs[2]
     for here, there in zip(ours[1:], theirs[1:], strict=True):
         assert [x for x in there.splitlines() if not ALONE.match(x)] == [
@@ -97,12 +97,14 @@ def test_the_same_answer(words: str, where: tuple[Path, Proxied, Bucket], capsys
         ]
 
 
-def _check_reads(proxy: Proxied, bucket: Bucket) -> None:
+def _check_reads(proxy: Proxied, bucket: Bucket, ranks: int = 0) -> None:
     requests, sizes = proxy.requests(), bucket.keys()
     read = [line.split("/runs/run/")[1] for line in requests if line.startswith("GET /runs/run/")]
     assert all(name.startswith("megaresume/") for name in read), read
     assert {line.split()[0] for line in requests} <= {"GET", "HEAD"}
-    assert 0 < len(requests) <= REQUESTS and sum(sizes[name] for name in read) < RECORDS
+    of_ranks = [name for name in read if "/rank_" in name]
+    assert len(of_ranks) == ranks and 0 < len(requests) <= REQUESTS + ranks
+    assert sum(sizes[name] for name in read if name not in of_ranks) < RECORDS
 
 
 def test_a_page_a_machine_and_all_checksums(
@@ -121,7 +123,8 @@ def test_a_page_a_machine_and_all_checksums(
     assert "global_step18 is complete" in said and "filesystem" not in said
     proxy.plan()
     assert _answer(capsys, "inspect PLACE --checksums", URL)[0] == 0
-    files = {name for name in sorted(bucket.keys()) if name.startswith("global_step")}
+    files = {name for name in sorted(bucket.keys()) if name.startswith("global_step") or "/rank_" in name}
+    assert len(files) > 3
     assert files <= {line.split("/runs/run/")[-1] for line in proxy.requests()}
 
 

@@ -14,15 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from megaresume.checkpoint import lease, staging, store
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.places import DirectoryPlace, Place, StorePlace, place_of
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.staging import Staged, Stager, read_staging, stage
 from megaresume.checkpoint.step_file import Marker
 from megaresume.data import remote
+from megaresume.files import make_dir
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, SetupError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
@@ -168,6 +171,65 @@ def test_only_what_is_not_there_is_copied(
     assert not [line for line in proxy.requests() if "global_step30" in line and not line.startswith("GET")]
     place.release()
     proxy.close()
+
+
+def test_a_look_reads_nothing_of_the_ranks(
+    url: str,
+    server: Server,
+    bucket: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """However many there are. What is damaged of them is found by who asks for checksums, and by who loads."""
+    ranks = 40
+    for iteration in (10, 20, 30):
+        names = [f"step_{iteration:07d}.random/rank_{rank:05d}.json" for rank in range(ranks)]
+        for name in names:
+            make_dir((tmp_path / "local/megaresume" / name).parent)
+            (tmp_path / "local/megaresume" / name).write_text(f"{iteration} {name}")
+        beside = [
+            FileEntry(path=name, size=path.stat().st_size, checksum=xxhash.xxh3_128_hexdigest(path.read_bytes()))
+            for name in names
+            for path in [tmp_path / "local/megaresume" / name]
+        ]
+        save_checkpoint(tmp_path / "local", iteration, checksums=True, beside=beside)
+    proxy = Proxied(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    proxy.plan()
+    _copied(tmp_path / "local", url)
+    assert [line for line in proxy.requests() if line.startswith("GET") and "/rank_" in line] == []
+    proxy.plan()
+    assert main(["inspect", url]) == 0
+    # two lists of everything; the newest head, the ledger, two records of each checkpoint
+    assert len(proxy.requests()) <= 3 + 2 + 2 * 3, proxy.requests()
+    damaged = next(name for name in sorted(bucket.keys()) if "step_0000030.random/rank_00007" in name)
+    content = bucket.get(damaged)
+    server.client().put_object(Bucket="runs", Key=f"{bucket.prefix}/{damaged}", Body=b"!" * len(content))
+    capsys.readouterr()
+    assert main(["inspect", url]) == 0 and "damaged" not in capsys.readouterr().out
+    main(["inspect", url, "--checksums"])
+    assert "step_0000030.random/rank_00007.json: the random state of rank 7 checksum is" in capsys.readouterr().out
+    empty = tmp_path / "empty"
+    staged = Staged(str(empty), url, KEEP_ALL)
+    choice = _brought(staged, empty)
+    assert choice is not None and choice.tag == "global_step20"
+    assert len(list((empty / "megaresume/step_0000020.random").iterdir())) == ranks
+    staged.close()
+    proxy.close()
+
+
+def test_uploads_of_others_in_a_folder_below(local: Path, url: str, server: Server, bucket: Bucket) -> None:
+    """Another run, and a program of the user's: a start gives up only what a kill left of its own."""
+    client, prefix = server.client(), bucket.prefix
+    names = ["global_step10/0123456789abcdef/a.pt", "other/global_step10/0123456789abcdef/a.pt", "logs/big.tar"]
+    for name in names:
+        client.create_multipart_upload(Bucket="runs", Key=f"{prefix}/{name}")
+    _copied(local, url)
+    left = client.list_multipart_uploads(Bucket="runs", Prefix=f"{prefix}/").get("Uploads", ())
+    assert sorted(one["Key"].removeprefix(f"{prefix}/") for one in left) == sorted(names[1:])
+    for one in left:
+        client.abort_multipart_upload(Bucket="runs", Key=one["Key"], UploadId=one["UploadId"])
 
 
 def test_two_writers(local: Path, url: str, bucket: Bucket, tmp_path: Path) -> None:
