@@ -62,6 +62,12 @@ HOSTS = {
         packages=("trl", "transformers"),
         tests=("hugging_face/test_trl.py",),
     ),
+    "async_grpo": Host(
+        title="TRL's AsyncGRPOTrainer",
+        page="rl.md#trls-asynchronous-grpo",
+        packages=("trl", "transformers"),
+        tests=("trl",),
+    ),
     "llamafactory": Host(
         title="LLaMA-Factory, by the launcher",
         page="hugging-face.md#llama-factory-ms-swift-axolotl",
