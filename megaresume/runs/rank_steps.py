@@ -107,7 +107,9 @@ def read_rank_steps(path: str | Path) -> RankSteps:
     lost: list[tuple[RankStep, int]] = []
     last_steps: set[int] = set()
     gaps: set[int] = set()
-    keys = sorted(launches)
+    keys = _path(launches)
+    for key in launches.keys() - set(keys):
+        lost += [(line, launches[key].samples) for line in launches[key].lines]
     for key, following in itertools.zip_longest(keys, keys[1:]):
         launch = launches[key]
         launch.count_votes(launches[following].step if following else 0)
@@ -153,6 +155,9 @@ class _Launch:
     lines: list[RankStep]
     #: lines of steps of which it was not decided yet whether they count.
     votes: list[RankStep] = field(default_factory=list)
+    #: of processes that were in another one before: which, and the last step that they made there. Where replicas leave
+    #: and join.
+    came_from: list[tuple[Key, int]] = field(default_factory=list)
 
     def count_votes(self, reached: int) -> None:
         """A step counts if one replica says so: what the others had voted for is in its gradients. One that died in
@@ -171,6 +176,23 @@ class _Launch:
 
 #: (launch, how often its process has begun again in it).
 Key = tuple[int, int]
+
+
+def _path(launches: Mapping[Key, _Launch]) -> list[Key]:
+    """The launches that led to the present, in order: all of them, but where replicas leave and join.
+
+    There, each has the members of one quorum, and there may be two at a time: a lighthouse that was started again
+    knows of nobody, and a replica that asks first may go on alone. What it makes is lost when it joins the others.
+    A launch goes on from the one in which a member had made just the steps before it; if none had, from the last one.
+    """
+    keys = sorted(launches)
+    path = keys[-1:]
+    while path and path[-1] != keys[0]:
+        launch, before = launches[path[-1]], keys[: keys.index(path[-1])]
+        path.append(
+            max((key for key, made in launch.came_from if key in before and made == launch.step), default=before[-1])
+        )
+    return path[::-1]
 
 
 def lines_of(
@@ -209,10 +231,18 @@ def lines_of(
 
 
 def _read_file(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bool, str]]) -> None:
+    before: tuple[Key, int] | None = None
     for key, start, fields in lines_of(path, problems):
         launch = launches.setdefault(key, _Launch(int(start["step"]), int(start["samples"]), []))
-        if fields is not None:
-            lines = launch.votes if fields["event"] == "vote" else launch.lines
+        if fields is None:
+            if before is not None and start.get("dealt") == "evenly":
+                launch.came_from.append(before)
+            before = key, int(start["step"])
+        else:
+            if fields["event"] == "vote":
+                lines = launch.votes
+            else:
+                lines, before = launch.lines, (key, int(fields["step"]))
             content = fields.get("content")
             lines.append(
                 RankStep(

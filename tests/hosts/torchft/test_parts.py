@@ -138,9 +138,8 @@ def test_a_replica_that_is_being_healed_commits_with_the_others() -> None:
 
 def steps_of(log: RankLog, *, launch: int, step: int, rank: int, events: str, first: int) -> None:
     """Votes (v) and decided steps (s), of 4 samples each; step after step."""
-    log.start(
-        step=step, samples=step * 4, dp_rank=rank, dp=2, micro_batch_size=2, pad_id=0, digest="0" * 16, launch=launch
-    )
+    place: dict[str, Any] = {"dp_rank": rank, "dp": 2, "micro_batch_size": 2, "launch": launch}
+    log.start(step=step, samples=step * 4, pad_id=0, digest="0" * 16, **place)
     number = step
     for event in events:
         number += event == "v"
@@ -180,6 +179,27 @@ def test_a_step_counts_if_another_launch_goes_on_from_it(tmp_path: Path) -> None
         3: [2],
     }
     assert found.gaps == () and found.lost == ()
+
+
+def test_what_a_replica_made_alone_beside_the_others_is_lost(tmp_path: Path) -> None:
+    """Two quorums at a time, after a lighthouse was started again: the others went on, and it joins them later."""
+    for rank in (0, 1, 2):
+        log = RankLog(tmp_path, rank=rank, launch=0)
+        steps_of(log, launch=100, step=0, rank=rank % 2, events="vs", first=0)
+        if rank < 2:
+            steps_of(log, launch=150, step=1, rank=rank, events="vsvsvs", first=1)
+            steps_of(log, launch=300, step=4, rank=rank, events="vs", first=4)
+        else:
+            steps_of(log, launch=200, step=1, rank=0, events="vsvsv", first=1)
+            steps_of(log, launch=400, step=5, rank=0, events="vs", first=5)
+        log.close()
+    found = read_rank_steps(tmp_path)
+    assert {step: [line.rank for line in lines] for step, lines in found.steps.items()} == {
+        1: [0, 1, 2],
+        **dict.fromkeys((2, 3, 4, 5), [0, 1]),
+        6: [2],
+    }
+    assert found.gaps == () and [(line.step, line.rank) for line, _ in found.lost] == [(2, 2), (3, 2)]
 
 
 def names_of_torchft() -> list[str]:
