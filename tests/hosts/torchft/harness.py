@@ -348,6 +348,8 @@ def groups(directory: Path, **options: Any) -> Found:
     first, second = start(0), start(1)
     lines = directory / "replica_1.jsonl"
     while not lines.exists() or lines.read_text().count("\n") < 5:
+        if (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            raise RuntimeError(f"process {ended[0]} ended with status {ended[1]}; its log is in {directory}")
         time.sleep(0.01)
     for process in second:
         os.kill(process, signal.SIGKILL)

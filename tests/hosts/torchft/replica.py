@@ -56,7 +56,7 @@ class Job:
     #: should_commit), committed, healing, saving.
     kill: tuple[str, int] = ("", 0)
     log: bool = True
-    #: this process within its replica, how many there are, and where they meet; torchft's store is at the next port.
+    #: this process within its replica, how many there are, and the port where they meet.
     local: int = 0
     locals: int = 1
     port: int = 0
@@ -121,8 +121,13 @@ def main(job: Job) -> None:
         dist.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=job.local, world_size=job.locals
         )
-    port = job.port + 1 if job.locals > 1 else 0
-    store = dist.TCPStore("127.0.0.1", port, is_master=job.local == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+    store: Any = None
+    if job.local == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    if job.locals > 1:
+        ports = [store and store.port]
+        dist.broadcast_object_list(ports)
+        store = store or dist.TCPStore("127.0.0.1", ports[0], wait_for_workers=False)  # type: ignore[attr-defined]
 
     def load(state: dict[str, Any]) -> None:
         die_at("healing")
