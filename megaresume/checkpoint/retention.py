@@ -201,6 +201,8 @@ def _discard(places: Iterable[Path]) -> None:
             try:
                 os.rename(place, away)
                 fsync_dir(place.parent)
+            except FileNotFoundError:  # the thread that finds a save durable was there first
+                continue
             except OSError as error:
                 raise write_error(place, error) from error
             gone.append(away)

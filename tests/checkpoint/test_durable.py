@@ -24,7 +24,7 @@ from megaresume.checkpoint.durability import (
 )
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import Manifest, read_manifest
-from megaresume.checkpoint.retention import make_room, put_back
+from megaresume.checkpoint.retention import make_room, put_back, remove_older
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable
@@ -227,6 +227,23 @@ def test_the_older_save_stays_until_the_newer_one_is_durable(
     choice = choose(root)
     assert choice is not None and choice.state == state(240) and not older.exists()
     assert choice.manifest is not None and choice.manifest.save_id != commit.manifest.save_id
+
+
+def test_two_threads_remove_the_older_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That which finds the newer one durable, and a load at the same moment."""
+    make_room(root, 30, "global_step30")
+    older = root / ".step_0000030@global_step30.older"
+    assert older.is_dir()
+    rename = os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        remove_older(root, 30, "global_step30")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    remove_older(root, 30, "global_step30")
+    assert not older.exists()
 
 
 def test_without_checksums(root: Path, complete: Manifest) -> None:

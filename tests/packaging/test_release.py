@@ -86,14 +86,14 @@ def test_a_version_is_released_once(checkout: Path) -> None:
 def test_only_what_is_committed_is_built(checkout: Path) -> None:
     edit(checkout / "megaresume" / "__init__.py", '^__version__ = ".*"', '__version__ = "3.2.1"')
     git(checkout, "commit", "-qam", "3.2.1")
-    (checkout / "megaresume" / "scratch.py").touch()
+    (checkout / "megaresume" / "not_committed.py").touch()
     (checkout / "dist").mkdir()
     (checkout / "dist" / "megaresume-0.0.1.tar.gz").touch()
     archive, wheel = build_files(checkout)
     assert (archive.name, wheel.name) == ("megaresume-3.2.1.tar.gz", "megaresume-3.2.1-py3-none-any.whl")
     assert sorted(path.name for path in (checkout / "dist").iterdir()) == [wheel.name, archive.name]
     listed = subprocess.run([sys.executable, "-m", "zipfile", "-l", wheel], capture_output=True, text=True, check=True)
-    assert "megaresume/__init__.py" in listed.stdout and "scratch.py" not in listed.stdout
+    assert "megaresume/__init__.py" in listed.stdout and "not_committed.py" not in listed.stdout
 
 
 @release(
