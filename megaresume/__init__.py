@@ -107,12 +107,15 @@ _EXTRAS = {
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """While modules are imported, all of whose objects stay: the collector would look through everything that torch
-    has made, twice."""
+    has made, twice. Afterwards they are as old as that is: it comes to them when it comes to all."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
         if enabled:
             gc.enable()
 
