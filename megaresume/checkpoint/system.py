@@ -69,13 +69,13 @@ def boot_id() -> str:
         return _boot_session()
 
 
-@functools.cache
 def identity_of(directory: Path) -> tuple[str, int, int]:
     """What tells a directory from every other one, of any machine: boot, device and inode. Raises OSError."""
     stat = os.stat(directory)
     return boot_id(), stat.st_dev, stat.st_ino
 
 
+@functools.cache
 def _boot_session() -> str:
     """The name that macOS has for it, sysctl(8); "" on other systems."""
     try:

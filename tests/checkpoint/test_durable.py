@@ -317,3 +317,11 @@ def test_nobody_waits_for_a_file_that_was_deleted(
     assert part is not None and part.is_gone and its in part.error and mine not in part.error
     assert Durability(checksums=True)._advance(_work(root, complete, machines=2))
     assert its in caplog.text and taken(root) == 30
+
+
+def test_a_directory_that_was_made_again_is_another_one(tmp_path: Path) -> None:
+    (directory := tmp_path / "global_step10").mkdir()
+    before = system.identity_of(directory)
+    directory.rename(tmp_path / "aside")
+    directory.mkdir()
+    assert system.identity_of(directory) != before == system.identity_of(tmp_path / "aside")
