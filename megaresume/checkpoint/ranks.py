@@ -278,9 +278,8 @@ class Meeting:
         places = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
         work = dist.all_gather(places, torch.tensor([int(at_end)]), group=self._group, async_op=True)
         for _ in pauses(0.1, 0.001):
-            have_come = (
-                work.is_completed()
-            )  # asked before the failures: a rank tells that it has failed, and then comes
+            # Asked before the failures: a rank tells that it has failed, and then comes.
+            have_come = work.is_completed()
             if store.add(f"{self._key}/failures", 0) > len(self._failures):
                 self._failures, since = self._read_failures(), time.monotonic()
             if any(failure.is_final for failure in self._failures):

@@ -5,6 +5,7 @@ A run that went back to a checkpoint has lines of what it lost; what the next la
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import re
@@ -108,7 +109,7 @@ def read_rank_steps(path: str | Path) -> RankSteps:
     last_steps: set[int] = set()
     gaps: set[int] = set()
     keys = _path(launches)
-    for key in launches.keys() - set(keys):
+    for key in sorted(launches.keys() - set(keys)):
         lost += [(line, launches[key].samples) for line in launches[key].lines]
     for key, following in itertools.zip_longest(keys, keys[1:]):
         launch = launches[key]
@@ -186,12 +187,13 @@ def _path(launches: Mapping[Key, _Launch]) -> list[Key]:
     A launch goes on from the one in which a member had made just the steps before it; if none had, from the last one.
     """
     keys = sorted(launches)
-    path = keys[-1:]
-    while path and path[-1] != keys[0]:
-        launch, before = launches[path[-1]], keys[: keys.index(path[-1])]
-        path.append(
-            max((key for key, made in launch.came_from if key in before and made == launch.step), default=before[-1])
-        )
+    path: list[Key] = []
+    at = len(keys) - 1
+    while at >= 0:
+        path.append(keys[at])
+        launch = launches[keys[at]]
+        origins = [key for key, made in launch.came_from if key < keys[at] and made == launch.step]
+        at = bisect.bisect_left(keys, max(origins)) if origins else at - 1
     return path[::-1]
 
 
