@@ -9,13 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.store.recorder import Bucket
-from tests.checkpoint.store.server import Server
+from tests.checkpoint.store.server import Server, serving
 from tests.corpora import simple_corpus
 from tests.release import release
 
@@ -24,13 +23,7 @@ PROGRAM = Path(__file__).with_name("staged_nodes.py")
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    server = Server()
-    yield server
-    server.close()
+server = pytest.fixture(scope="module")(serving)
 
 
 def _port() -> str:

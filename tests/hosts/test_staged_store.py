@@ -8,13 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.store.recorder import Bucket
-from tests.checkpoint.store.server import Server
+from tests.checkpoint.store.server import Server, serving
 from tests.corpora import simple_corpus
 
 PROGRAM = Path(__file__).with_name("staged.py")
@@ -22,13 +21,7 @@ PROGRAM = Path(__file__).with_name("staged.py")
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    server = Server()
-    yield server
-    server.close()
+server = pytest.fixture(scope="module")(serving)
 
 
 def _run(server: Server, where: Path, local: str, shared: str, steps: int, *more: str) -> subprocess.CompletedProcess:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ class Server:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def serving() -> Iterator[Server]:
+    """The function of a fixture, of whatever scope."""
+    import pytest  # not in the server's own process
+
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = Server()
+    yield server
+    server.close()
 
 
 class SeaweedFS(Server):

@@ -30,20 +30,14 @@ from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, SetupError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
 from tests.checkpoint.store.recorder import Bucket
-from tests.checkpoint.store.server import Proxied, Server
+from tests.checkpoint.store.server import Proxied, Server, serving
 from tests.release import release
 
 pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    server = Server()
-    yield server
-    server.close()
+server = pytest.fixture(scope="module")(serving)
 
 
 @pytest.fixture

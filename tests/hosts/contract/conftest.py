@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.store.server import Server
+from tests.checkpoint.store.server import Server, serving
 
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    pytest.importorskip("moto.server")
-    server = Server()
-    yield server
-    server.close()
+server = pytest.fixture(scope="session")(serving)
 
 
 @pytest.fixture
