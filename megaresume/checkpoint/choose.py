@@ -28,9 +28,9 @@ from megaresume.checkpoint.commit import abandon_save, publish
 from megaresume.checkpoint.ledger import (
     EntryKind,
     LedgerEntry,
-    abandoned_checkpoints,
     append_ledger,
     read_ledger,
+    saves_given_up,
     with_attempt,
 )
 from megaresume.checkpoint.lock import release, take
@@ -147,7 +147,8 @@ def choose_of_two(
         if failed:
             raise failed[0][1]
         return None
-    given_up = abandoned_checkpoints(read_ledger(ledger_path(roots[0])).entries)
+    known = saves_given_up(read_ledger(ledger_path(roots[0])).entries)
+    given_up = frozenset(save for save, is_given_up in known.items() if is_given_up)
     best = max(found, key=lambda choice: _rank(choice, roots[0], given_up))
     others = [choice for choice in found if choice is not best]
     passed = [
@@ -163,14 +164,18 @@ def choose_of_two(
     return dataclasses.replace(best, rejected=(*best.rejected, *passed), notes=(*best.notes, *notes))
 
 
-def _rank(choice: Choice, local: Path, given_up: frozenset[tuple[int, str]]) -> tuple[bool, bool, int, bool]:
+def _rank(choice: Choice, local: Path, given_up: frozenset[str]) -> tuple[bool, bool, int, bool]:
     """The sort key of a choice: with a data state, on the branch of the run, newer, local."""
     step = -1 if choice.iteration is None else choice.iteration
-    return choice.step is not None, (step, choice.tag) not in given_up, step, choice.load_dir == local
+    return choice.step is not None, not _is_given_up(choice, given_up), step, choice.load_dir == local
 
 
-def _why(other: Choice, best: Choice, given_up: frozenset[tuple[int, str]]) -> str:
-    if other.iteration is not None and (other.iteration, other.tag) in given_up:
+def _is_given_up(choice: Choice, given_up: frozenset[str]) -> bool:
+    return choice.step is not None and choice.step.save_id in given_up
+
+
+def _why(other: Choice, best: Choice, given_up: frozenset[str]) -> str:
+    if _is_given_up(other, given_up):
         return "it is on a branch that was given up"
     if other.iteration == best.iteration:
         return "the same step is taken from the local storage"

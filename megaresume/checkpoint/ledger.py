@@ -1,4 +1,4 @@
-"""The ledger: append-only JSON lines, one for every checkpoint, every start and every end of a run.
+"""The ledger: JSON lines that are never changed, one for every checkpoint, every start and every end of a run.
 
 It outlives pruned checkpoints, tells which run a directory belongs to, and in which order things happened: which
 checkpoints lie on the path to the present, and which on a branch that was given up.
@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import heapq
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -31,6 +31,7 @@ from megaresume.files import (
     open_file,
     read_file,
     write_all,
+    write_atomic,
     write_error,
 )
 from megaresume.stream.errors import StateError
@@ -228,6 +229,49 @@ def append_ledger(path: Path, entry: LedgerEntry) -> None:
     append_lines(path, [entry.to_bytes()])
 
 
+def merge_lines(lines: Sequence[bytes], others: Iterable[bytes]) -> list[bytes]:
+    """The lines of a ledger, and those that another one of the run has beside them.
+
+    What is missing goes before the line that follows it in the other ledger, or to the end if none does: what a machine
+    alone knows of comes before the starts elsewhere that it has learned of since.
+    """
+    there, placed = set(lines), set[bytes]()
+    before: dict[bytes, list[bytes]] = {}
+    waiting: list[bytes] = []
+    for line in others:
+        if line in there:
+            before.setdefault(line, []).extend(waiting)
+            waiting = []
+        elif line not in placed:
+            placed.add(line)
+            waiting.append(line)
+    merged: list[bytes] = []
+    for line in lines:
+        merged += before.pop(line, ())
+        merged.append(line)
+    return [*merged, *waiting]
+
+
+def add_lines(path: Path, others: Iterable[bytes]) -> None:
+    """Add lines of another ledger of the run, see `merge_lines`: appended, if none belongs before one that is there.
+    As the owner of the root.
+
+    Raises:
+        CheckpointError: the disk refuses.
+        StateError: the ledger cannot be read.
+    """
+    reading = read_ledger(path)
+    there = [entry.to_bytes() for entry in reading.entries]
+    merged = merge_lines(there, others)
+    if path.exists() and merged[: len(there)] == there:
+        append_lines(path, merged[len(there) :])
+    elif merged:
+        make_dir(path.parent)
+        raw = read_file(path).split(b"\n") if reading.problems else []
+        damaged = [raw[problem.line - 1] + b"\n" for problem in reading.problems]
+        write_atomic(path, b"".join([*merged, *damaged]))
+
+
 def append_lines(path: Path, lines: Sequence[bytes]) -> None:
     """Append lines of another ledger, as `append_ledger` does."""
     if not lines:
@@ -306,3 +350,14 @@ def abandoned_checkpoints(entries: Sequence[LedgerEntry]) -> frozenset[tuple[int
         if entry.kind == "checkpoint" and entry.tag is not None:
             known[entry.iteration, entry.tag] = branch is not None
     return frozenset(place for place, is_given_up in known.items() if is_given_up)
+
+
+def saves_given_up(entries: Sequence[LedgerEntry]) -> dict[str, bool]:
+    """Of every save that a ledger names, by its id, whether it lies on a branch that was given up. Another save of the
+    same step may lie on the path to the present."""
+    known: dict[str, bool] = {}
+    for entry, branch in zip(entries, branches_of(entries), strict=True):
+        save = entry.details.get("save_id")
+        if entry.kind == "checkpoint" and isinstance(save, str):
+            known[save] = branch is not None
+    return known

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megaresume.checkpoint.lease import Head, Saved, newest_head, newest_name
-from megaresume.checkpoint.ledger import append_lines
+from megaresume.checkpoint.ledger import append_lines, merge_lines
 from megaresume.checkpoint.position import position_path
 from megaresume.checkpoint.records import (
     LATEST,
@@ -191,10 +191,10 @@ class Mirror:
                 self.stand_in(f"{match[1]}/{match[3]}", size)
 
     def _write_ledger(self, head: Head) -> None:
-        lines: dict[bytes, None] = {}
+        lines: list[bytes] = []
         for name in sorted(name for name in self.sizes if name.startswith(LEDGERS)):
-            lines |= dict.fromkeys((self.store.read(name) or b"").splitlines(keepends=True))
-        append_lines(ledger_path(self.root), list(lines))
+            lines = merge_lines(lines, (self.store.read(name) or b"").splitlines(keepends=True))
+        append_lines(ledger_path(self.root), lines)
 
     def stand_in(self, path: str, size: int) -> None:
         """A file of this size in the mirror; it takes no room."""

@@ -15,18 +15,19 @@ the ranks to meet in a thread: the parts themselves say in the store that they a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from megaresume.checkpoint.candidates import examine
+from megaresume.checkpoint.candidates import Candidate, examine
 from megaresume.checkpoint.choose import of_two_runs
 from megaresume.checkpoint.commit import PendingCheckpoint, join_save
 from megaresume.checkpoint.fetch import fetch
-from megaresume.checkpoint.lease import Head, Saved
+from megaresume.checkpoint.lease import Saved
+from megaresume.checkpoint.ledger import add_lines, read_ledger, saves_given_up
 from megaresume.checkpoint.manifest import read_manifest, remove_orphans
-from megaresume.checkpoint.places import StorePlace
+from megaresume.checkpoint.places import StorePlace, missing_lines
 from megaresume.checkpoint.ranks import (
     gather,
     is_rank_0,
@@ -35,8 +36,8 @@ from megaresume.checkpoint.ranks import (
     on_rank_0,
     on_rank_0_for_long,
 )
-from megaresume.checkpoint.records import manifest_path
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records import ledger_path, manifest_path, marker_path
+from megaresume.checkpoint.search import Choice, Search
 from megaresume.checkpoint.staging import Staged, committed_in, remove_soon, stage
 from megaresume.checkpoint.step_file import run_of
 from megaresume.checkpoint.store import NotAsSavedError
@@ -131,16 +132,14 @@ class Parts:
         return ""
 
     def _complete_newest(self) -> None:
-        """Copy the newest checkpoint whose parts the nodes hold together, if the store has none that is newer.
+        """Copy the newest checkpoint of the present that the nodes hold together, if the store has none that is newer.
         Collective."""
         parts = gather(_parts(self.local) if self.nodes.leads else {})
-        together = {save for some in parts for save, (_, nodes) in some.items() if _is_whole(save, nodes, parts)}
-        head = on_rank_0(self._head)
-        done = {saved.save_id for saved in (*head.saves, *head.removed)}
+        told = gather(on_all_ranks(lambda: self._told() if self.leads_other else (None, [])))
+        together, newest = on_rank_0(lambda: self._together(parts, told))
         if isinstance(self.copies.place, StorePlace):
             self.copies.place.together = frozenset(save.save_id for save in together)
-        newest = max(together, key=lambda save: save.iteration, default=None)
-        if newest is None or newest.save_id in done or any(s.iteration > newest.iteration for s in head.saves):
+        if newest is None:
             return
 
         def copy(beat: Callable[[], None], *, is_mine: bool) -> str:
@@ -148,7 +147,8 @@ class Parts:
             if place is None or not is_mine:
                 return ""
             try:
-                stage(self.local, place, newest.iteration, newest.tag, gives_way=lambda: _never(beat))
+                step = newest.iteration
+                stage(self.local, place, step, newest.tag, gives_way=lambda: _never(beat), goal=step)
             except (MegaresumeError, OSError) as error:
                 return str(error)
             return ""
@@ -159,9 +159,42 @@ class Parts:
         if any(wrong) and is_rank_0():
             log.warning("megaresume: %s could not be copied: %s", newest.tag, wrong[0])
 
-    def _head(self) -> Head:
-        assert isinstance(self.copies.place, StorePlace)
-        return self.copies.place.lease.head
+    def _told(self) -> tuple[str | None, list[bytes]]:
+        """What the ledger of this node, which may have been that of rank 0, knows and the store does not; its run."""
+        assert self.copies.place is not None
+        return run_of(self.local), missing_lines(self.local, self.copies.place.root)
+
+    def _together(
+        self, parts: Sequence[Mapping[Saved, tuple[int, int]]], told: Iterable[tuple[str | None, list[bytes]]]
+    ) -> tuple[list[Saved], Saved | None]:
+        """What the nodes hold together and have not given up; and which of it is to be copied first. On rank 0."""
+        place = self.copies.place
+        assert isinstance(place, StorePlace)
+        ledger, own = ledger_path(self.local), run_of(self.local)
+        for run, lines in told:
+            if run == own and ledger.exists():  # else nothing is held together
+                add_lines(ledger, lines)
+        known, head = saves_given_up(read_ledger(ledger).entries), place.lease.head
+        together = [
+            save
+            for save, (_, nodes) in parts[0].items()
+            if _is_whole(save, nodes, parts) and not known.get(save.save_id, False)
+        ]
+        named = Search(self.local, None, None, checksums=False, progress=None).named_by_pointers()
+        done = {saved.save_id for saved in (*head.saves, *head.removed)}
+        newest = max(
+            (save for save in together if named is None or self._is_of_present(save, named)),
+            key=lambda save: save.iteration,
+            default=None,
+        )
+        if newest is None or newest.save_id in done:
+            return together, None
+        is_older = any(s.iteration > newest.iteration and not known.get(s.save_id, False) for s in head.saves)
+        return together, None if is_older else newest
+
+    def _is_of_present(self, save: Saved, named: Candidate) -> bool:
+        """Whether the pointers lead to a save, or a kill came before they were moved to it: as `search` has it."""
+        return save.iteration <= named.order or marker_path(self.local, save.iteration, save.tag).exists()
 
     @property
     def leads_other(self) -> bool:

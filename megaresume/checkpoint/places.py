@@ -6,7 +6,7 @@
     put_data     the data config
     commit       data state, manifest, pointers: from here the copy counts
     conclude     its marker is removed
-    share_ledger the lines that it lacks
+    share_ledger the lines that it lacks, each in its place
     prune        what retention does not keep
 
 `DirectoryPlace` writes into a directory, as the owner of its lock alone can. `StorePlace` puts objects under the id of
@@ -35,7 +35,7 @@ import xxhash
 
 from megaresume.checkpoint.candidates import list_candidates, write_latest, write_tracker
 from megaresume.checkpoint.lease import Head, Lease, Saved
-from megaresume.checkpoint.ledger import append_lines, read_ledger
+from megaresume.checkpoint.ledger import add_lines, merge_lines, read_ledger
 from megaresume.checkpoint.lock import check_owned, release, say, take, write_fenced
 from megaresume.checkpoint.manifest import (
     FileEntry,
@@ -129,7 +129,7 @@ class Place(Protocol):
         """Raise a CheckpointError if another job has taken it over."""
 
     def share_ledger(self, local: Path) -> None:
-        """Append the lines of the local ledger that are not there."""
+        """Add the lines of the local ledger that are not there."""
 
     def takes(self, local: Path, iteration: int, tag: str) -> bool:
         """Whether a checkpoint that an earlier process left in a local root can become one here."""
@@ -154,8 +154,15 @@ class Place(Protocol):
     def conclude(self, step: StepFile) -> None:
         """The copy is over."""
 
-    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
-        """Delete the old copies whose originals are gone. Raises nothing."""
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
+        """Delete the old copies whose originals are gone. Raises nothing.
+
+        Args:
+            retention: which ones stay.
+            copied: the checkpoint that was copied last.
+            local: the local root.
+            waits: whether a checkpoint there is, or was, to be copied.
+        """
 
     def put_position(self, data: bytes) -> None:
         """Put in place how far the run is (`position`). In another thread than the rest."""
@@ -238,7 +245,7 @@ class DirectoryPlace:
     def conclude(self, step: StepFile) -> None:
         remove_marker(marker_path(self.root, step.iteration, step.tag))
 
-    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
         prune(self.root, retention, copied, copies_of=local)
         remove_orphans(self.root)
 
@@ -296,12 +303,11 @@ class StorePlace:
         self.lease.check()
 
     def share_ledger(self, local: Path) -> None:
-        there = ledger_path(self.root)
-        if missing := _missing_lines(local, self.root):
-            lines = [*self._lines, *missing]
+        if missing := missing_lines(local, self.root):
+            lines = merge_lines(self._lines, missing)
             self.store.write(f"{LEDGERS}{self.lease.head.epoch:07d}.jsonl", b"".join(lines))
             self._lines = lines
-            append_lines(there, missing)
+            add_lines(ledger_path(self.root), missing)
 
     def takes(self, local: Path, iteration: int, tag: str) -> bool:
         part = part_here(local, iteration, tag)
@@ -420,7 +426,7 @@ class StorePlace:
         parts = [name for name in self.store.sizes(record_name(step.save_id, "")) if is_part(name)]
         self.store.delete([self._record(step, marker_path), *parts])
 
-    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
         try:
             doomed = [
                 (candidate.iteration, candidate.tag)
@@ -429,7 +435,7 @@ class StorePlace:
             ]
             pruned = [saved for saved in self.lease.head.saves if (saved.iteration, saved.tag) in doomed]
             replaced = [saved for saved in self.lease.head.removed if saved in self._replaced]
-            left = self._left_behind(copied, local)
+            left = self._left_behind(copied, local, waits)
             for saved in pruned:
                 self._keep_records(saved)
             if pruned or left:
@@ -457,18 +463,18 @@ class StorePlace:
         for saved in saves:
             self.store.delete(self.mirror.objects_of(saved.tag, saved.save_id))
 
-    def _left_behind(self, copied: StepFile, local: Path) -> list[Saved]:
-        """Unfinished copies of older writers, whose originals are not here."""
+    def _left_behind(self, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> list[Saved]:
+        """Unfinished copies of older writers, whose originals are not here, or are not copied any more."""
         older = [saved for saved in self._unfinished if saved.iteration <= copied.iteration]
         if not older:
             return []
         ours = {copied.save_id}
         for candidate in list_candidates(local):
-            if candidate.iteration is not None and "state" in candidate.records:
+            if candidate.iteration is None or "state" not in candidate.records:
+                continue
+            if waits(candidate.iteration, candidate.tag):
                 with contextlib.suppress(StateError):
-                    save_id = read_step_file(step_path(local, candidate.iteration, candidate.tag)).save_id
-                    if save_id in self.together or part_here(local, candidate.iteration, candidate.tag) is None:
-                        ours.add(save_id)
+                    ours.add(read_step_file(step_path(local, candidate.iteration, candidate.tag)).save_id)
         committed = {saved.save_id for saved in self.lease.head.saves}
         self._unfinished = [saved for saved in self._unfinished if saved not in older]
         return [saved for saved in older if saved.save_id not in ours | committed]
@@ -516,7 +522,7 @@ class NodePlace(StorePlace):
     def conclude(self, step: StepFile) -> None:
         pass
 
-    def prune(self, retention: Retention, copied: StepFile, local: Path) -> None:
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
         pass
 
 
@@ -559,21 +565,20 @@ def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object]
     return StorePlace(os.fspath(where), say) if is_store(where) else DirectoryPlace(where)
 
 
-def _missing_lines(source: Path, target: Path) -> list[bytes]:
+def missing_lines(source: Path, target: Path) -> list[bytes]:
+    """The lines of one ledger from the first on that another one lacks: those that follow it say where it belongs."""
     there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
-    return [line for entry in read_ledger(ledger_path(source)).entries if (line := entry.to_bytes()) not in there]
+    lines = [entry.to_bytes() for entry in read_ledger(ledger_path(source)).entries]
+    first = next((number for number, line in enumerate(lines) if line not in there), len(lines))
+    return lines[first:]
 
 
 def share_ledger(source: Path, target: Path) -> None:
-    """Append the lines of one ledger that the other lacks, in their order; a new one appears with all its lines. With
+    """Add the lines of one ledger that the other lacks, each in its place; a new one appears with all its lines. With
     them goes how far the run is, if that is newer."""
     share_position(source, target)
-    missing = _missing_lines(source, target)
-    if ledger_path(target).exists():
-        append_lines(ledger_path(target), missing)
-    elif missing:
-        make_dir(records_dir(target))
-        write_atomic(ledger_path(target), b"".join(missing))
+    if missing := missing_lines(source, target):
+        add_lines(ledger_path(target), missing)
 
 
 #: bytes at once; reading, hashing and writing release the interpreter lock.

@@ -44,7 +44,7 @@ from megaresume.checkpoint.candidates import (
     read_pointers,
     resolve_pointer,
 )
-from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger, saves_given_up
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.records import (
@@ -58,7 +58,7 @@ from megaresume.checkpoint.records import (
     records_dir,
     step_path,
 )
-from megaresume.checkpoint.step_file import StepFile, read_marker, remove_marker
+from megaresume.checkpoint.step_file import StepFile, read_marker, read_step_file, remove_marker
 from megaresume.files import delete_soon, fsync_dir, leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import MegaresumeError, UsageError
 
@@ -262,7 +262,8 @@ def prune(
         root: the checkpoint root.
         retention: the policy. ``keep_every`` alone keeps the newest one besides.
         committed: the checkpoint that is durable now.
-        copied_to: only what has a complete copy there may go; None: no matter.
+        copied_to: only what has a complete copy there may go, or never gets one: what lies on a branch that was given
+            up; None: no matter.
         copies_of: what is still there stays; None: no matter.
 
     Returns:
@@ -274,11 +275,14 @@ def prune(
         return ()
     gone: list[str] = []
     doomed: list[Path] = []
+    known: dict[str, bool] | None = None
     try:
         check_owned(root)
         for candidate in superfluous(root, retention, committed):
             if copied_to is not None and not is_copied(root, copied_to, candidate.iteration, candidate.tag):
-                continue
+                known = saves_given_up(read_ledger(ledger_path(root)).entries) if known is None else known
+                if not known.get(_save_of(root, candidate), False):
+                    continue
             if copies_of is not None and (copies_of / candidate.tag).is_dir():
                 continue
             place = root / candidate.tag
@@ -294,6 +298,11 @@ def prune(
         log.warning("megaresume: old checkpoints are kept: %s", error)
     delete_soon(doomed)
     return tuple(gone)
+
+
+def _save_of(root: Path, candidate: Candidate) -> str:
+    assert candidate.iteration is not None
+    return read_step_file(step_path(root, candidate.iteration, candidate.tag)).save_id
 
 
 def superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterator[Candidate]:

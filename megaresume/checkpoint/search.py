@@ -233,7 +233,7 @@ class Search:
         if self.ledger.run is None:
             self._check_one_run()
         self.notes += [str(problem) for problem in self.ledger.problems if problem.kind != "cut"]
-        named = self._named_by_pointers()
+        named = self.named_by_pointers()
         abandoned = abandoned_checkpoints(self.ledger.entries)
 
         def given_up(c: Candidate) -> bool:
@@ -324,7 +324,8 @@ class Search:
                 action="restore the ledger; or move away what does not belong here, with its records",
             )
 
-    def _named_by_pointers(self) -> Candidate | None:
+    def named_by_pointers(self) -> Candidate | None:
+        """What the pointers name; None if they name nothing that was committed, or disagree."""
         named: list[tuple[Pointer, Candidate]] = []
         for pointer in self.pointers:
             candidate = resolve_pointer(pointer, self.candidates)

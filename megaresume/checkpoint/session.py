@@ -624,7 +624,7 @@ class Session:
             if saved and saved[0] > iteration:  # of a start that was refused it would not be true
                 print(f"megaresume: the run goes back: step {saved[0]} -> {iteration}", flush=True)
             if copies is not None:
-                copies.start()
+                copies.start(iteration)
             elif not trains:
                 release(root)  # nothing more is written
             starts = sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
@@ -636,7 +636,7 @@ class Session:
             if places:
                 check_fresh_start(root, cause=self.host.forgotten, load=self.host.load.format(directory=str(root)))
             tidy(root)
-            copies.start()
+            copies.start(iteration)
             return _left(root) if trains else []
 
         self.attempt, left = on_rank_0(record)

@@ -42,10 +42,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megaresume.checkpoint.candidates import Candidate, examine, find, list_candidates, read_pointers
+from megaresume.checkpoint.candidates import Candidate, Pointer, examine, find, list_candidates, read_pointers
 from megaresume.checkpoint.choose import choose_of_two
 from megaresume.checkpoint.fetch import fetch
-from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.ledger import read_ledger, saves_given_up
 from megaresume.checkpoint.lock import claim_directory, hold_directory, release, say
 from megaresume.checkpoint.manifest import remove_orphans
 from megaresume.checkpoint.mirror import by_name
@@ -56,6 +56,7 @@ from megaresume.checkpoint.places import (
     PartMissingError,
     Place,
     StorePlace,
+    part_here,
     place_of,
     share_ledger,
 )
@@ -82,7 +83,7 @@ from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file, run_of
 from megaresume.checkpoint.store import GaveWayError, NotAsSavedError, is_store
 from megaresume.files import delete_soon, leftover_name, make_dir, write_atomic
-from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, StateError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -163,15 +164,24 @@ class Stager:
         self._last: StepFile | None = None
         #: checkpoints of this process.
         self._submitted: set[tuple[int, str]] = set()
+        #: the step that training began from; None: whatever is there is copied.
+        self._began: int | None = None
+        #: whether a save that the ledger named at the start is on a branch that was given up, by its id.
+        self._given_up: dict[str, bool] = {}
 
-    def start(self) -> None:
-        """Begin, with what an earlier process left uncopied.
+    def start(self, began: int | None = None) -> None:
+        """Begin, with what an earlier process left uncopied on the way to the present.
+
+        Args:
+            began: the step that training begins from: what was saved of later ones, which this start has gone back
+                behind, is never copied, nor what lies on a branch that was given up; None: everything is.
 
         Raises:
             CheckpointError: the local root cannot be written.
         """
         make_dir(records_dir(self.local))
         self._write_note()
+        self.go_back(began)
         self._queue.extend(
             (iteration, candidate.tag)
             for iteration, candidate in committed_in(self.local)
@@ -180,8 +190,34 @@ class Stager:
         self._thread = threading.Thread(target=self._run, name="megaresume-staging", daemon=True)
         self._thread.start()
 
+    def go_back(self, began: int | None) -> None:
+        """Training begins from this step: copy nothing that was saved of later ones until now. See `start`."""
+        known = {} if began is None else saves_given_up(read_ledger(ledger_path(self.local)).entries)
+        with self._changed:
+            self._began, self._given_up = began, known
+            if began is not None:
+                self._submitted = {work for work in self._submitted if work[0] <= began}
+                self._queue = deque(work for work in self._queue if work[0] <= began)
+            self._changed.notify_all()
+
     def _is_worth_it(self, iteration: int, tag: str) -> bool:
-        return (iteration, tag) in self._submitted or self.place.takes(self.local, iteration, tag)
+        """Whether a local checkpoint is, or was, to be copied."""
+        return (iteration, tag) in self._submitted or (
+            self._is_past(iteration, tag) and self.place.takes(self.local, iteration, tag)
+        )
+
+    def _is_past(self, iteration: int, tag: str) -> bool:
+        """Whether a checkpoint of an earlier process lies on the way to the step that training began from."""
+        if self._began is None:
+            return True
+        if iteration > self._began:
+            return False
+        try:
+            save = read_step_file(step_path(self.local, iteration, tag)).save_id
+        except StateError:
+            return True  # `stage` says what is wrong
+        # That of a commit which a kill cut off has no line if another one was loaded.
+        return not self._given_up.get(save, iteration != self._began)
 
     def _write_note(self) -> None:
         """For people, who cannot ask a store at any time."""
@@ -254,9 +290,9 @@ class Stager:
                 if self._closing.is_set():
                     return
                 # At the end, which may come before all are copied, the newest one is worth most.
-                iteration, tag = work = max(self._queue) if self._is_ending else self._queue[0]
+                _, tag = work = max(self._queue) if self._is_ending else self._queue[0]
             try:
-                self._copy(iteration, tag)
+                self._copy(work)
             except GaveWayError:
                 continue
             except PartMissingError as error:
@@ -271,7 +307,8 @@ class Stager:
                 log.exception("megaresume: the copy of %s is given up", tag)
             pause = FIRST_PAUSE
             with self._changed:
-                self._queue.remove(work)
+                # By identity: the run may have gone back meanwhile, and saved the step again.
+                self._queue = deque(one for one in self._queue if one is not work)
                 self._changed.notify_all()
 
     def _begin(self) -> None:
@@ -280,8 +317,17 @@ class Stager:
         if run_of(self.place.root) in (None, run_of(self.local)):
             self.place.share_ledger(self.local)
 
-    def _copy(self, iteration: int, tag: str) -> None:
-        copied = stage(self.local, self.place, iteration, tag, gives_way=lambda: self._gives_way(iteration))
+    def _copy(self, work: tuple[int, str]) -> None:
+        iteration, tag = work
+        copied = stage(
+            self.local,
+            self.place,
+            iteration,
+            tag,
+            gives_way=lambda: self._gives_way(work),
+            is_wanted=lambda: self._is_waiting(work),
+            goal=self._began,
+        )
         if copied is not None:
             if self._last is None or not self._is_ending or self._last.iteration < copied.iteration:
                 self._last = copied
@@ -289,23 +335,30 @@ class Stager:
                 self._write_note()
             self._prune(self._last)
 
-    def _gives_way(self, iteration: int) -> bool:
-        """Whether another checkpoint is to be copied first."""
+    def _gives_way(self, work: tuple[int, str]) -> bool:
+        """Whether another checkpoint is to be copied first, or this one no longer."""
         with self._changed:
-            return self._closing.is_set() or (self._is_ending and max(self._queue)[0] > iteration)
+            if self._closing.is_set() or not self._is_waiting(work):
+                return True
+            return self._is_ending and max(self._queue)[0] > work[0]
+
+    def _is_waiting(self, work: tuple[int, str]) -> bool:
+        with self._changed:
+            return any(one is work for one in self._queue)
 
     def _prune(self, copied: StepFile) -> None:
         # Local ones first: without its copy one would stay forever. A copy may be durable before what it is a copy of.
         prune(self.local, self.retention, copied, copied_to=self.place.root)
-        self.place.prune(self.retention, copied, self.local)
+        self.place.prune(self.retention, copied, self.local, self._is_worth_it)
         if self.retention:
             self._remove_lost(copied)
         remove_orphans(self.local)
 
     def _remove_lost(self, copied: StepFile) -> None:
-        """Parts of older checkpoints, whose other parts are gone with their machines."""
+        """Parts of older checkpoints, whose other parts are gone with their machines, or that nobody copies."""
         for iteration, candidate in committed_in(self.local):
-            if iteration < copied.iteration and not self._is_worth_it(iteration, candidate.tag):
+            is_part = part_here(self.local, iteration, candidate.tag) is not None
+            if is_part and iteration < copied.iteration and not self._is_worth_it(iteration, candidate.tag):
                 remove_soon(self.local, candidate.tag)
 
 
@@ -385,8 +438,12 @@ class Staged:
         self.place.hold(self.local, beat)
         self.shared = self.place.root
         self.stager = Stager(self.local, self.place, retention)
-        if self.is_remote and run_of(self.local) is not None and run_of(self.local) == run_of(self.shared):
-            share_ledger(self.shared, self.local)  # what another machine has done since
+        self._learn(self.shared)
+
+    def _learn(self, root: Path) -> None:
+        """Let the local ledger know what other machines have done since."""
+        if run_of(self.local) is not None and run_of(self.local) == run_of(root):
+            share_ledger(root, self.local)
 
     def _join(self, stage_to: str | os.PathLike[str]) -> None:
         if is_rank_0():
@@ -394,6 +451,7 @@ class Staged:
         elif self.nodes.leads:
             self.place = NodePlace(os.fspath(stage_to), say)
             self.place.hold(self.local, lambda: None)
+            self._learn(self.place.root)
             self.stager = Stager(self.local, self.place)
 
     def bring(self, pick: Callable[[], T], passed: dict[Path, str], beat: Callable[[], None]) -> T:
@@ -455,15 +513,23 @@ class Staged:
             if (words := adopt(self.local, self.shared)) is not None:
                 print(f"megaresume: {self.named(words)}", flush=True)
 
-    def start(self) -> None:
-        """Begin to copy, with what an earlier process left. On rank 0, once; again does nothing. If every node has a
-        directory of its own, then on the others, too."""
-        if not self.is_started and self.stager is not None:
+    def start(self, began: int | None = None) -> None:
+        """Begin to copy, with what an earlier process left. On rank 0; again if the run goes back. If every node has a
+        directory of its own, then on the others, too.
+
+        Args:
+            began: the step that training begins from, see `Stager.start`.
+        """
+        if self.stager is None:
+            return
+        if self.is_started:
+            self.stager.go_back(began)
+        else:
             self.is_started = True
             if self.nodes.are_many and is_rank_0():
                 with contextlib.suppress(MegaresumeError):  # before the others upload, and not while they do
                     self.stager.place.begin()
-            self.stager.start()
+            self.stager.start(began)
             atexit.register(self._at_exit)
 
     def submit(self, iteration: int, tag: str) -> None:
@@ -487,7 +553,14 @@ class Staged:
 
 
 def stage(
-    local: Path, shared: Path | Place, iteration: int, tag: str, *, gives_way: Callable[[], bool] = lambda: False
+    local: Path,
+    shared: Path | Place,
+    iteration: int,
+    tag: str,
+    *,
+    gives_way: Callable[[], bool] = lambda: False,
+    is_wanted: Callable[[], bool] = lambda: True,
+    goal: int | None = None,
 ) -> StepFile | None:
     """Copy one checkpoint, or finish a copy that was cut off.
 
@@ -496,6 +569,8 @@ def stage(
         shared: where its copy goes.
         iteration, tag: of the checkpoint.
         gives_way: whether to stop, asked again and again while files go to a store.
+        is_wanted: whether it may count: asked last of all.
+        goal: the step that the run goes on from, to which pointers move if the local ones name another one.
 
     Returns:
         its data state; None if it is no longer there, or no longer whole, and there is nothing to copy.
@@ -521,11 +596,14 @@ def stage(
         return None
     began = time.monotonic()
     place.share_ledger(local)
-    latest, tracker = _moves(local, place.root, step)
+    latest, tracker = _moves(local, place.root, step, goal)
     place.announce(step, Marker.of(step, latest=latest, tracker=tracker))
     copy = place.put_files(local, step, manifest, gives_way)
     if not _is_still(local, step):
         log.warning("megaresume: %s was saved again while it was copied", tag)
+        return None
+    if not is_wanted():
+        log.warning("megaresume: %s is not copied: the run has gone back behind it", tag)
         return None
     if data_path(local).is_file():
         place.put_data(data_path(local).read_bytes())
@@ -546,16 +624,16 @@ def _check_run(place: Place, step: StepFile) -> None:
         )
 
 
-def _moves(local: Path, shared: Path, step: StepFile) -> tuple[bool, bool]:
-    """Which pointers a copy moves: to what the local ones name, or closer to it; never back."""
-    latest, tracker = (
-        wanted.tag == step.tag
-        or (
-            wanted.iteration is not None
-            and wanted.iteration >= step.iteration > (-1 if now.iteration is None else now.iteration)
-        )
-        for wanted, now in zip(read_pointers(local), read_pointers(shared), strict=True)
-    )
+def _moves(local: Path, shared: Path, step: StepFile, goal: int | None) -> tuple[bool, bool]:
+    """Which pointers a copy moves: to what the local ones name, or closer to it; never back. For what comes before the
+    goal, they name the goal."""
+
+    def moves(wanted: Pointer, now: Pointer) -> bool:
+        is_before = goal is not None and step.iteration <= goal and wanted.status != "absent"
+        there, to = -1 if now.iteration is None else now.iteration, goal if is_before else wanted.iteration
+        return wanted.tag == step.tag or (to is not None and to >= step.iteration > there)
+
+    latest, tracker = map(moves, read_pointers(local), read_pointers(shared))
     return latest, tracker
 
 

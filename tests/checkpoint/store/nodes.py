@@ -220,10 +220,11 @@ class Cluster:
         die: int | None = None,
         fault: tuple[int, str, int] | None = None,
         stop: float | None = None,
+        until: int | None = None,
     ) -> list[int]:
         """One start of the job; ``kill``: which rank, after how many seconds: then the launcher ends the others, too;
         ``fault``: to which rank, what, and at which of its requests (proxy.py); ``stop``: SIGTERM to all, after so many
-        seconds.
+        seconds; ``until``: kill all, once rank 0 has saved this step.
 
         Returns:
             the status of every rank; negative: the signal.
@@ -253,6 +254,8 @@ class Cluster:
                 for pid in set(pids) - set(statuses):
                     os.kill(pid, signal.SIGTERM)
                 stop = None
+            if until is not None and self._has_saved(until):
+                deadline, doomed, until = 0.0, pids, None
             for pid in set(pids) - set(statuses):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
@@ -265,6 +268,10 @@ class Cluster:
                 deadline, doomed = time.monotonic() + self.random.choice((0.02, 0.5)), pids
         self._warm()
         return [statuses[pid] for pid in pids]
+
+    def _has_saved(self, step: int) -> bool:
+        path = self.record / "rank_0"
+        return path.exists() and f'"saved": {step},' in path.read_text()
 
     def _warm(self) -> None:
         """Import what a node has imported, for the forks to come."""

@@ -11,6 +11,7 @@ prints its URL.
     torn                         half of the body of the answer, then the connection is closed
     flipped answer, flipped body one byte of the body of the answer, or of the request, is another one
     quota                        507, from this request on
+    files                        507 for everything in a tag directory, of every request
     unconditional                If-None-Match is dropped, of every request
     terse                        what a condition refuses is not said to be refused by which
     skewed                       403 RequestTimeTooSkewed, of every request
@@ -100,7 +101,7 @@ class Proxy:
         fault = self.plan.get("fault", "") if len(self.log) == self.plan.get("at") else ""
         if self.plan.get("fault") == "quota" and len(self.log) >= self.plan["at"] and method in ("PUT", "POST"):
             fault = "quota"
-        fault = self._always(headers) or fault
+        fault = self._always(method, path, headers) or fault
         for status, name, code in (
             (503, "503", b"SlowDown"),
             (403, "403", b"ExpiredToken"),
@@ -151,12 +152,14 @@ class Proxy:
         await writer.drain()
         return True
 
-    def _always(self, headers: dict[str, str]) -> str:
+    def _always(self, method: str, path: str, headers: dict[str, str]) -> str:
         """What happens to every request."""
         fault = self.plan.get("fault", "")
         signed = headers.get("Authorization", headers.get("authorization", ""))
         if fault == "rotated" and f"Credential={self.plan['key']}/" not in signed:
             return "403"
+        if fault == "files" and method in ("PUT", "POST") and "/global_step" in path:
+            return "quota"
         return fault if fault == "skewed" else ""
 
     def _unless_late(self, found: re.Match[bytes]) -> bytes:
