@@ -306,7 +306,9 @@ def _save_of(root: Path, candidate: Candidate) -> str:
 
 
 def superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterator[Candidate]:
-    """The checkpoints that no rule keeps, newest first."""
+    """The checkpoints that no rule keeps, newest first; none without a rule."""
+    if not retention:
+        return
     candidates = list_candidates(root)
     named = {resolve_pointer(pointer, candidates) for pointer in read_pointers(root)}
     # What a run that went back has left behind is not a fallback for its present: it must not push one out.

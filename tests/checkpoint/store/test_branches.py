@@ -208,6 +208,12 @@ def test_what_is_never_copied_makes_room(run: Run) -> None:
     assert sorted(run.copied())[-2:] == [70, 80]
 
 
+def test_without_a_rule_all_copies_stay(run: Run) -> None:
+    """On a machine that has none of them."""
+    run.start("a", (10, 20, 30))
+    assert run.start("b", (40, 50)) == 30 and sorted(run.copied()) == [10, 20, 30, 40, 50]
+
+
 def test_the_lines_of_two_branches(run: Run) -> None:
     """Wherever a ledger is read, what a machine alone knew of comes before the start that went back behind it."""
     run.start("a", (10,))
