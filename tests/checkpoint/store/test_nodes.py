@@ -134,7 +134,7 @@ GROWS = """
 from tests.checkpoint.store.nodes import Cluster
 cluster = Cluster(91)
 try:
-    cluster.start(1, 5000, kill=(0, 4.0))
+    cluster.start(1, 5000, until=30)
     cluster.judge()
     records = (cluster.disks[0] / "megaresume").glob("step_*.manifest.json")
     newest = max(int(path.name[5:12]) for path in records)
