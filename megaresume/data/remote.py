@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import xxhash
 
+from megaresume.data.s3_ranges import S3Ranges
 from megaresume.data.store_counts import store_counts
 from megaresume.files import leftover_name, open_file, write_all
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, require
@@ -152,6 +153,8 @@ class RemoteStore:
     def __init__(self, protocol: str) -> None:
         self.protocol = protocol
         self._opened: tuple[int, Any] | None = None
+        #: what reads ranges instead of the filesystem, and of which one.
+        self._ranges: tuple[Any, S3Ranges | None] = (None, None)
         self._failed, self._quiet_until = 0, 0.0
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -179,9 +182,17 @@ class RemoteStore:
     def read(self, url: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset`` on; raises as `size`."""
 
+        tries = 0
+
         def fetch() -> bytes:
+            nonlocal tries
+            tries += 1
             store = self.opened()
-            data: bytes = store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store))
+            ranges = self._ranges_of(store) if tries == 1 else None
+            if ranges is not None:
+                data = ranges.read(url, offset, nbytes)
+            else:
+                data = store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store))
             if len(data) > nbytes:
                 raise SetupError(
                     f"{url} comes from a server that ignores ranges",
@@ -226,6 +237,14 @@ class RemoteStore:
             options = {name: value for name, value in options.items() if name not in configured}
             self._opened = (os.getpid(), fsspec.filesystem(self.protocol, **options))
         return self._opened[1]
+
+    def _ranges_of(self, store: Any) -> S3Ranges | None:
+        """What is quicker than the filesystem at ranges, if it can read this store and works."""
+        of, ranges = self._ranges
+        if of is not store:
+            ranges = S3Ranges.of(store)
+            self._ranges = store, ranges
+        return None if ranges is None or ranges.rests else ranges
 
     def _warn(self, url: str, what: str, state: tenacity.RetryCallState) -> None:
         """Say that an attempt failed; of many, a few."""

@@ -40,6 +40,8 @@ class FarServer:
     latency: float = 0.0
     fault: Callable[[int, Request], str | int | None] = lambda number, request: None
     requests: list[Request] = field(default_factory=list)
+    #: what each said of who asks.
+    authorizations: list[str] = field(default_factory=list)
     #: requests that are being answered, now and at most.
     now: int = 0
     most: int = 0
@@ -96,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         with far.lock:
             number = len(far.requests)
             far.requests.append(request)
+            far.authorizations.append(self.headers.get("Authorization", ""))
             far.now += 1
             far.most = max(far.most, far.now)
         time.sleep(far.latency)
@@ -112,6 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(length - (fault == "short") + (fault == "long")))
         self.send_header("Accept-Ranges", "bytes")
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
         if path.is_file():
             self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
         if fault == "long":
