@@ -21,8 +21,10 @@ import json
 import mmap
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
@@ -119,8 +121,8 @@ class RecordIndex:
         }
         counts = [entry["records"] for entry in self.header["files"]]
         #: one after the last record of each file.
-        self._stops = np.cumsum(counts, dtype=np.int64)
-        firsts = (self._stops - counts).tolist()
+        self._stops = list(accumulate(counts))
+        firsts = [stop - count for stop, count in zip(self._stops, counts, strict=True)]
         self.files: Sequence[IndexedFile] = [
             IndexedFile(path=entry["path"], size=entry["size"], first=first, records=entry["records"])
             for entry, first in zip(self.header["files"], firsts, strict=True)
@@ -159,6 +161,10 @@ class RecordIndex:
         """Number of the file of each record: int64[n] in [0, len) to int64[n]."""
         return np.searchsorted(self._stops, ids, "right")
 
+    def file_of(self, i: int) -> int:
+        """The same of one record. Not numpy's, which would let another thread run, and wait until that one lets go."""
+        return bisect_right(self._stops, i)
+
     def place(self, i: int) -> RecordPlace:
         """Of record i, in [0, len).
 
@@ -168,7 +174,7 @@ class RecordIndex:
         offset, nbytes, content = (int(self._columns[name][i]) for name in ("offset", "nbytes", "content"))
         if offset < 0:
             raise self.damaged(f"record {i} at byte {offset}")
-        return RecordPlace(int(np.searchsorted(self._stops, i, "right")), offset, nbytes, content)
+        return RecordPlace(self.file_of(i), offset, nbytes, content)
 
     def range_of(self, place: RecordPlace, files: ShardFiles, path: str, size: int) -> Place:
         """A record as a range of bytes of a file.
@@ -286,7 +292,7 @@ class RowIndex(RecordIndex):
 
     def last(self, file: int) -> RecordPlace:
         """Of the last document of a file that has any."""
-        return self.place(int(self._stops[file]) - 1)
+        return self.place(self._stops[file] - 1)
 
     def _check(self, header: Mapping[str, Any]) -> None:
         if not isinstance(header["root"], str):

@@ -406,7 +406,9 @@ class Ahead:
         self._checking: set[tuple[ShardFiles, str]] = set()
         self._readers: set[ShardFiles] = set()
         self._threads = 0
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        #: something is here, or checked; something waits to be read. One of many threads is woken for one request.
+        self._changed, self._given = threading.Condition(lock), threading.Condition(lock)
         self._closed = False
         self._owner = os.getpid()
 
@@ -430,7 +432,8 @@ class Ahead:
                 self._waiting.clear()
                 for place in remote:
                     self._entries[place].done = True
-            self._changed.notify_all()
+                self._changed.notify_all()
+            self._given.notify(len(self._waiting))
         for place in new:
             if not place.held:
                 place.files.will_need(place.path, place.offset, place.nbytes)
@@ -467,6 +470,7 @@ class Ahead:
             self._waiting.clear()
             self._entries.clear()
             self._changed.notify_all()
+            self._given.notify_all()
         for files in self._readers:
             if files.ahead is self:
                 files.ahead = None
@@ -497,7 +501,7 @@ class Ahead:
                 while not self._waiting:
                     if self._closed:
                         return None
-                    self._changed.wait()
+                    self._given.wait()
                 if places := [place for place in self._waiting.popleft() if place in self._entries]:
                     return places
 

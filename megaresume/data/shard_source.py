@@ -362,7 +362,7 @@ class ShardSource(BaseSource):
 
     def _shard(self, i: int) -> tuple[IndexedFile, str]:
         self._check_id(i)
-        k = int(self.index.files_of(np.array(i)))
+        k = self.index.file_of(i)
         return self.index.files[k], self._paths[k]
 
     def _unmeasured(self, i: int) -> RecordError:
