@@ -8,8 +8,8 @@ Both halves are kept apart as two documents are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, islice, pairwise, repeat
 from typing import Any, cast
 
 import numpy as np
@@ -215,7 +215,7 @@ class Assembler:
         copy_segments(
             corpus.token_view,
             corpus.token_starts(documents),
-            corpus.lengths(documents),
+            corpus.lengths(documents) if out.labels.size or out.loss_mask.size else documents,
             mine,
             plan.table,
             layout.rows,
@@ -403,19 +403,27 @@ def make_batches(
         _check_all_trained(assembler)
     arrays = BatchArrays.empty(len(plan), assembler.seq_length, fields)
     layout = assembler.fill(plan, arrays, samples=samples)
-    rows = {name: getattr(arrays, name) for name in ("tokens", *fields)}
-    numbers, hashes = np.array(samples, np.int64), plan.hashes.view(np.int64).copy()
-    ends = list(accumulate(layout.num_bounds.tolist(), initial=0))
-    bounds = [torch.from_numpy(layout.bounds[a:b]) for a, b in pairwise(ends)]
+    bounds = iter(_parts(layout.bounds, layout.num_bounds.tolist()))
+    others = [_parts(getattr(arrays, name), sizes) for name in fields]
+    rows = zip(
+        _parts(arrays.tokens, sizes),
+        zip(*others, strict=True) if others else repeat(()),
+        [list(islice(bounds, size)) for size in sizes],
+        _parts(np.array(samples, np.int64), sizes),
+        _parts(plan.hashes.view(np.int64).copy(), sizes),
+        strict=False,
+    )
     return [
-        {
-            **{name: torch.from_numpy(array[a:b]) for name, array in rows.items()},  # type: ignore[typeddict-item]
-            "cu_seqlens": bounds[a:b],
-            "samples": torch.from_numpy(numbers[a:b]),
-            "hashes": torch.from_numpy(hashes[a:b]),
-        }
-        for a, b in pairwise(accumulate(sizes, initial=0))
+        cast(Batch, {"tokens": t, **dict(zip(fields, o, strict=True)), "cu_seqlens": c, "samples": n, "hashes": h})
+        for t, o, c, n, h in rows
     ]
+
+
+def _parts(array: npt.NDArray[Any], sizes: Sequence[int]) -> Iterable[torch.Tensor]:
+    """A tensor of each part of an array, of so many rows."""
+    if len(set(sizes)) == 1:  # in half the time of slices
+        return map(torch.from_numpy, array.reshape(len(sizes), sizes[0], *array.shape[1:]))
+    return [torch.from_numpy(array[a:b]) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def _check_all_trained(assembler: Assembler) -> None:

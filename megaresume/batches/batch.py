@@ -41,6 +41,7 @@ from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from megaresume.stream.kernel import LENGTH, OFFSET, SOURCE
 from megaresume.stream.left_out import FaultRecord
 from megaresume.stream.planner import Plan
+from megaresume.stream.selection import prefetch
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -234,6 +235,10 @@ def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds,
     return written
 
 
+#: Bytes of a document that are asked for before it is copied; what follows, the processor foresees.
+ASKED_FOR = 512
+
+
 @compiled
 def copy_segments(  # type: ignore[no-untyped-def]
     stored, document_starts, document_lengths, which, table, rows, columns, tokens, labels, loss_mask
@@ -250,6 +255,11 @@ def copy_segments(  # type: ignore[no-untyped-def]
         tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Labels and loss mask may be empty: they are left out.
     """
     for j in range(which.size):
+        ahead = j + 2  # documents lie anywhere: these are on their way while others are copied
+        if ahead < which.size:
+            place = document_starts[ahead] + table[which[ahead], OFFSET]
+            for i in range(0, ASKED_FOR, 64):
+                prefetch(stored, (place + i // stored.itemsize,))  # type: ignore[call-arg]
         k = which[j]
         offset, length = table[k, OFFSET], table[k, LENGTH]
         first = document_starts[j] + offset

@@ -18,7 +18,7 @@ how they were started can enter the order.
 
 `Together`: small micro-batches of text, several read at once. What Python does for a batch takes as long as copying
 10,000 tokens. So it is done once for as many micro-batches as this rank takes next, up to `TOKENS`: one plan, one
-layout, one copy from each source.
+layout, one copy from each source. A block begins and ends with a step, unless a step is longer.
 
     samples of this rank   0 | 2 | 4 | 6 | 8 | 10 | 12 | ...
     read at once           1 |   2   |       4         | ...     twice as many, as long as that is quick
@@ -35,7 +35,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -224,14 +224,18 @@ class RankLoader:
             StreamExhausted: the stream ends within a step, and ``at_end`` is ``refuse``. At its start, on every rank:
                 one that was handed batches while another one ran dry would wait for it forever.
         """
-        while first < end if end is not None else self.stop is None or first < self.stop:
-            size = self.schedule.size_at(first)
+        while (last := self.stop if end is None else end) is None or first < last:
+            size, alike = self.schedule.steps_at(first)
             self._check_size(size)
-            wanted = max(most // size, 1) * size
-            wanted = wanted if end is None else min(wanted, end - first)
+            num = max(most // size, 1)
+            wanted = size * (num if alike is None else min(num, alike))
+            if last is not None:
+                wanted = min(wanted, last - first if end is not None else -(-(last - first) // size) * size)
             there = available(self.stream, first, wanted)
             if there < wanted and self.at_end == "refuse":
-                self.stream.check_reaches(first + wanted)
+                if there < size:
+                    self.stream.check_reaches(first + min(size, wanted))
+                there = wanted = there - there % size  # the error comes at the step that it belongs to
             dealt = there - there % size if self.at_end == "drop" else sum(self.parts(there, size))
             if dealt:
                 yield range(first, first + dealt), size
@@ -301,7 +305,7 @@ class StreamLoader(RankLoader):
     Without workers, a prefetch thread reads: compiled loops that do not hold the GIL; for corpora of tokens nothing is
     faster. Worker processes are for sources whose ``get`` is slow Python; fork or spawn, any number. With
     ``prefetch=0`` it is done on demand, in the consumer's thread. Small micro-batches of text are read several at once,
-    but for those of workers and in page-locked memory: `Together` in dataset.py.
+    but for those of workers and in page-locked memory: see `Together`.
 
     Args:
         stream: the global stream.
@@ -374,18 +378,10 @@ class StreamLoader(RankLoader):
         self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)
 
     def indices(self) -> Iterator[Sequence[int]]:
-        """The sample numbers of every micro-batch of this rank, in order. Raises as `steps`."""
-        for _, micro_steps in self.steps():
-            yield from micro_steps
-
-    def steps(self) -> Iterator[tuple[range, Sequence[Sequence[int]]]]:
-        """The samples of every step from ``start`` on, and of its micro-batches on this rank.
-
-        Raises:
-            StreamExhausted: see `runs_of_steps`.
-        """
+        """The sample numbers of every micro-batch of this rank, in order. Raises as `runs_of_steps`."""
         for samples, step in self.runs_of_steps(self.start):
-            yield samples, [mine for _, mine in self.deal(samples, step)]
+            for _, mine in self.deal(samples, step):
+                yield mine
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches from ``start`` on; every call begins there again.
@@ -401,7 +397,7 @@ class StreamLoader(RankLoader):
 
     def _in_process(self) -> Iterator[Batch]:
         if self.dataset.reads_several and not self.pin_memory:
-            yield from Together(self.dataset, self.steps())
+            yield from Together(self)
             return
         ahead = self.read_ahead_of()
         try:
@@ -451,7 +447,7 @@ class _InWorkers(torch.utils.data.Dataset[Batch]):
 
 
 #: tokens read at once, at most; more only if one micro-batch has more.
-TOKENS = 1 << 16
+TOKENS = 1 << 17
 #: seconds: what takes longer waits for a disk. Then one at a time is as fast, and nobody waits for all of them.
 QUICK = 0.01
 
@@ -603,18 +599,21 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     def read_several(self, micro_batches: Sequence[Sequence[int]]) -> list[Batch]:
         """Micro-batches as `read` gives them, each with tensors of its own, in memory that they share."""
-        samples = [sample for one in micro_batches for sample in one]
+        samples = list(chain.from_iterable(micro_batches))
         return make_batches(
             self._plan(samples),
             self.assembler_of(min(samples), max(samples) + 1),
             samples,
-            sizes=[len(one) for one in micro_batches],
+            sizes=list(map(len, micro_batches)),
             fields=self._fields,
         )
 
     def _plan(self, samples: Sequence[int]) -> Plan:
-        plans = []
-        first = stop = samples[0]
+        plans: list[Plan] = []
+        first, stop = samples[0], samples[-1] + 1
+        if samples == list(range(first, stop)):
+            return self.stream.plan(first, stop)
+        stop = first
         for sample in samples:
             if sample != stop:
                 plans.append(self.stream.plan(first, stop))
@@ -624,15 +623,10 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
 
 class Together:
-    """Iterates once over micro-batches.
+    """Iterates once over the micro-batches of a loader."""
 
-    Args:
-        dataset: reads them.
-        steps: see `StreamLoader.steps`.
-    """
-
-    def __init__(self, dataset: StreamDataset, steps: Iterable[tuple[range, Sequence[Sequence[int]]]]) -> None:
-        self._dataset, self._steps = dataset, steps
+    def __init__(self, loader: StreamLoader) -> None:
+        self._loader = loader
         #: micro-batches.
         self._most = 1
 
@@ -642,38 +636,37 @@ class Together:
             begun = time.perf_counter()
             batches = self._read(block)
             quick = time.perf_counter() - begun < QUICK
-            self._most = 2 * len(block) if quick else max(len(block) // 2, 1)
+            self._most = min(2 * self._most, TOKENS) if quick else max(len(block) // 2, 1)
             yield from batches
 
     def _read(self, block: Sequence[Sequence[int]]) -> Iterable[Batch]:
+        dataset = self._loader.dataset
         try:
-            return self._dataset.read_several(block)
+            return dataset.read_several(block)
         except Exception:  # noqa: BLE001  raised again by the one that it belongs to
-            return map(self._dataset.read, block)
+            return map(dataset.read, block)
 
-    def _blocks(self) -> Iterator[list[Sequence[int]]]:
-        stream = self._dataset.stream
-        farthest = stream.block_samples
-        block: list[Sequence[int]] = []
-        shape, room, first = (0, 0), 0, 0
+    def _blocks(self) -> Iterator[Sequence[Sequence[int]]]:
+        loader, stream = self._loader, self._loader.dataset.stream
+        first = loader.start
+        while (run := self._run(first)) is not None:
+            samples, step = run
+            mine = [micro_batch for _, micro_batch in loader.deal(samples, step)]
+            alike = stream.config_at(samples[0]) is stream.config_at(samples[-1])  # else another shape may begin
+            room, begin = TOKENS // stream.shape_at(samples[0])[0] if alike else 1, 0
+            while begin < len(mine):
+                stop = begin + max(min(self._most, room // len(mine[begin])), 1)
+                yield mine[begin:stop]
+                begin = stop
+            first = samples.stop
+
+    def _run(self, first: int) -> tuple[range, int] | None:
+        """The next steps: of as many micro-batches as are read at once, or a single one."""
+        loader = self._loader
+        samples = self._most * loader.micro_batch_size * loader.dp_size
+        # Not so far that what a state needs would have to be planned again.
+        most = min(samples, loader.dataset.stream.block_samples)
         try:
-            for step, micro_steps in self._steps:
-                for samples in micro_steps:
-                    now = stream.shape_at(samples[0])
-                    if block and (len(block) >= self._most or len(samples) > room or now != shape):
-                        yield block
-                        block = []
-                    if not block:
-                        shape, room, first = now, TOKENS // now[0], min(samples)
-                    block.append(samples)
-                    room -= len(samples)
-                # Not so far that what a state needs would have to be planned again.
-                if block and step.stop + len(step) - first > farthest:
-                    yield block
-                    block = []
-        except Exception:
-            if block:  # the error belongs to what comes after it
-                yield block
-            raise
-        if block:
-            yield block
+            return next(loader.runs_of_steps(first, most=most), None)
+        except Exception:  # noqa: BLE001  raised again by the step that it belongs to
+            return next(loader.runs_of_steps(first), None)

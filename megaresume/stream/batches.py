@@ -85,6 +85,14 @@ class BatchSchedule:
         """Global batch size of the step that begins at ``sample``."""
         return self.segments[self._index(sample)][1]
 
+    def steps_at(self, sample: int) -> tuple[int, int | None]:
+        """Global batch size of the step that begins at ``sample``, and how many steps from it on have it; None: all."""
+        index = self._index(sample)
+        size = self.segments[index][1]
+        if index + 1 == len(self.segments):
+            return size, None
+        return size, -(-(self.segments[index + 1][0] - sample) // size)
+
     def _index(self, sample: int) -> int:
         return bisect_right(self.segments, sample, key=lambda segment: segment[0]) - 1
 

@@ -452,10 +452,10 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 if many:
                     play(matches, place, released, due, stage_units)
                     # The pieces of this source after the next one, and the row of the source that will likely be next.
-                    prefetch(ahead, np.int64(i), np.int64(at) + 2)  # type: ignore[call-arg]
+                    prefetch(ahead, (np.int64(i), np.int64(at) + 2))  # type: ignore[call-arg]
                     likely = by_name[matches[1, READY]]
-                    prefetch(sources, likely, NEXT)
-                    prefetch(sources, likely, NEXT + 8)
+                    prefetch(sources, (likely, NEXT))
+                    prefetch(sources, (likely, NEXT + 8))
             elif num_tails > 0 or num_fillers > 0:
                 ending = True
             elif num_open > 0:

@@ -106,8 +106,8 @@ def select(rows, deadline, now):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def prefetch(_: Any, array: Any, i: Any, k: Any) -> Any:
-    """Ask for the line of the cache that ``array[i, k]`` is in; past the end of the array, nothing happens.
+def prefetch(_: Any, array: Any, index: Any) -> Any:
+    """Ask for the line of the cache that ``array[index]`` begins in, a tuple; past its end, nothing happens.
 
     The pieces ahead of a thousand sources do not fit into the cache, and which source comes next is known too late.
     """
@@ -115,7 +115,8 @@ def prefetch(_: Any, array: Any, i: Any, k: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, number = signature.args[0], ir.IntType(32)
         values = context.make_array(kind)(context, builder, arguments[0])
-        indices = [*arguments[1:], *[context.get_constant(types.intp, 0)] * (kind.ndim - 2)]
+        places = cgutils.unpack_tuple(builder, arguments[1])  # type: ignore[no-untyped-call]
+        indices = [*places, *[context.get_constant(types.intp, 0)] * (kind.ndim - len(places))]
         pointer = cgutils.get_item_pointer(context, builder, kind, values, indices)  # type: ignore[no-untyped-call]
         pointer = builder.bitcast(pointer, cgutils.voidptr_t)
         returns_nothing = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
@@ -123,7 +124,7 @@ def prefetch(_: Any, array: Any, i: Any, k: Any) -> Any:
         builder.call(function, [pointer, number(0), number(3), number(1)])  # to read, soon, as data
         return context.get_dummy_value()
 
-    return types.none(array, i, k), generate
+    return types.none(array, index), generate
 
 
 #: Longest documents that a sample is tried with.

@@ -100,6 +100,10 @@ def test_steps_and_samples_are_inverse(schedule: BatchSchedule, num: int) -> Non
         assert schedule.after(0, k) == sample
         assert schedule.steps_before(sample) == k
         if k < num:
+            size, alike = schedule.steps_at(sample)
+            assert size == steps[k][1] and {each for _, each in steps[k : k + (alike or num)]} == {size}
+            last = schedule.segments[-1][0]
+            assert sample >= last if alike is None else schedule.after(sample, alike - 1) < last
             assert schedule.step_of(sample) == schedule.step_of(boundaries[k + 1] - 1) == (sample, boundaries[k + 1])
         for j in (0, k // 2, k):
             assert schedule.after(boundaries[j], k - j) == sample
