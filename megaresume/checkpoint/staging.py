@@ -625,13 +625,21 @@ def _check_run(place: Place, step: StepFile) -> None:
 
 
 def _moves(local: Path, shared: Path, step: StepFile, goal: int | None) -> tuple[bool, bool]:
-    """Which pointers a copy moves: to what the local ones name, or closer to it; never back. For what comes before the
-    goal, they name the goal."""
+    """Which pointers a copy moves: to what the local ones name, or closer to it; back only from what was given up. For
+    what comes before the goal, they name the goal."""
+    known = saves_given_up(read_ledger(ledger_path(local)).entries)
+
+    def there(now: Pointer) -> int:
+        if now.iteration is not None and now.tag is not None:
+            with contextlib.suppress(StateError):
+                if known.get(read_step_file(step_path(shared, now.iteration, now.tag)).save_id):
+                    return -1
+        return -1 if now.iteration is None else now.iteration
 
     def moves(wanted: Pointer, now: Pointer) -> bool:
         is_before = goal is not None and step.iteration <= goal and wanted.status != "absent"
-        there, to = -1 if now.iteration is None else now.iteration, goal if is_before else wanted.iteration
-        return wanted.tag == step.tag or (to is not None and to >= step.iteration > there)
+        to = goal if is_before else wanted.iteration
+        return wanted.tag == step.tag or (to is not None and to >= step.iteration > there(now))
 
     latest, tracker = map(moves, read_pointers(local), read_pointers(shared))
     return latest, tracker

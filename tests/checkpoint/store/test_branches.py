@@ -166,6 +166,18 @@ def test_pointers_that_were_moved_back(run: Run) -> None:
     assert sorted(run.copied()) == [10, 20, 30, 40, 50] and run.named() == "global_step50"
 
 
+def test_copies_that_fall_behind_a_run_that_went_back(run: Run) -> None:
+    """Their pointers name what was given up, until the first copy of the present, though the local ones are further."""
+    run.start("a", (10, 20, 30))
+    assert run.start("a", (12, 14, 16), tag="global_step10", salt=1, copies=False) == 10
+    place = place_of(run.to)
+    place.hold(run.root / "a", lambda: None)
+    assert stage(run.root / "a", place, 12, "global_step12") is not None and run.named() == "global_step12"
+    place.release()
+    shutil.rmtree(run.root / "a")
+    assert run.start("b", (14,), salt=2) == 12 and run.named() == "global_step14"
+
+
 def test_what_was_begun_from_is_named(run: Run) -> None:
     """The pointers name an older one, which is gone: those of the copies name what the run goes on from."""
     run.start("a", (10,))
