@@ -31,6 +31,7 @@ NAMES = (
     "fingerprint",
     "state",
     "memory",
+    "scale",
     "simulation",
     "saving",
     "staging",

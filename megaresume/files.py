@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import re
+import resource
 import shutil
 import stat
 import threading
@@ -33,6 +34,10 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a directory",
 }
+
+
+#: open files of everything else in a process: sockets of ranks, checkpoints, worker processes.
+OTHER_FILES = 1024
 
 
 def open_file(path: str | os.PathLike[str]) -> FileIO:
@@ -56,6 +61,18 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     """The content of a regular file. Raises OSError as `open_file`."""
     with open_file(path) as file:
         return file.read()
+
+
+def allow_files(number: int) -> None:
+    """Raise the limit of open files of this process, if it may, so that so many more can be open beside `OTHER_FILES`.
+
+    Programs are often started with 1,024, however many the administrator allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + OTHER_FILES if hard == resource.RLIM_INFINITY else min(number + OTHER_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # forbidden here: who opens one too many says it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def size_of(path: Path) -> int | None:

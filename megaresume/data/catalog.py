@@ -21,7 +21,6 @@ and of a source that the run had and that is gone: all that is left of it is its
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import pkgutil
@@ -40,6 +39,7 @@ from megaresume.data.shard_source import ShardSource
 from megaresume.data.source import Source
 from megaresume.data.split import PARTS, Part, RangeSource, open_corpus, range_of, split_part
 from megaresume.encoding.text.tokenizers import packed_vocabulary
+from megaresume.files import allow_files
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, near
 from megaresume.stream.schema import check_keys
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 #: options that are paths, of all kinds.
 PATHS = ("path", "index", "encoder", "inputs", "image_folder")
+#: files that a corpus holds open: its .idx and its .bin.
+HELD_OPEN = 2
 #: keys of a source, whatever its kind.
 OF_EVERY_KIND = ("kind", "split", *SOURCE_KEYS)
 #: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
@@ -89,7 +91,9 @@ def open_sources(
                 cause=near(name, specs),
                 action="add the source to the data config or correct the name",
             )
+    allow_files(HELD_OPEN * len(specs))
     opened = {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
+    _read_as_needed(opened)
     _check_vocabularies(opened)
     if part == "train" and os.environ.get("RANK", "0") == "0":
         _warn_of_shared(opened)
@@ -232,6 +236,19 @@ def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object
     return ItemNumbers(name, options.get("items"), options.get("contents"), lengths, grouped=grouped)
 
 
+def _read_as_needed(sources: Mapping[str, Source]) -> None:
+    """Read indexes that the memory does not hold page by page: the planner looks lengths up in any order.
+
+    What else is read around each look-up fills the memory with a small index sooner; of a large one, it is dropped
+    before it is used.
+    """
+    roots = {id(root): root for source in sources.values() if isinstance(root := _whole(source)[0], IndexedDocuments)}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sum(root.index_bytes for root in roots.values()) > memory // 2:
+        for root in roots.values():
+            root.read_page_by_page()
+
+
 def _check_vocabularies(sources: Mapping[str, Source]) -> None:
     """Refuse a blend of tokens of several vocabularies.
 
@@ -261,16 +278,22 @@ def _check_vocabularies(sources: Mapping[str, Source]) -> None:
 
 def _warn_of_shared(sources: Mapping[str, Source]) -> None:
     """Name two sources that share documents of one corpus: it may be meant, or a path that was copied."""
-    extents = {name: own_extent(source) for name, source in sources.items()}
-    for (one, extent), (other, of_other) in itertools.combinations(extents.items(), 2):
-        if extent.shares(of_other):
-            log.warning(
-                "megaresume: sources '%s' and '%s' of the data config are one corpus (%s): its documents are trained "
-                "on by both; if that is not meant, correct the path of one of them",
-                one,
-                other,
-                extent.name,
-            )
+    seen: dict[object, list[tuple[str, Extent]]] = {}
+    for name, source in sources.items():
+        extent = own_extent(source)
+        # By corpus: of ten thousand sources, all pairs would take longer than to open them.
+        others = {other: before for corpus in extent.corpus for other, before in seen.get(corpus, ())}
+        for other, before in others.items():
+            if extent.shares(before):
+                log.warning(
+                    "megaresume: sources '%s' and '%s' of the data config are one corpus (%s): its documents are "
+                    "trained on by both; if that is not meant, correct the path of one of them",
+                    other,
+                    name,
+                    before.name,
+                )
+        for corpus in extent.corpus:
+            seen.setdefault(corpus, []).append((name, extent))
 
 
 def _vocabulary(source: Source) -> tuple[str, str] | None:

@@ -6,7 +6,11 @@ lies between is checked where it is used, and as a whole when the fingerprint is
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import mmap
+import os
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -67,17 +71,12 @@ class IndexedDocuments(BaseSource):
         #: without .bin or .idx.
         self.prefix = prefix_of(path)
         idx = idx_path(self.prefix)
-        for file in (idx, self.tokens_path):
-            if not file.is_file():
-                raise CorpusError(
-                    f"{file} is missing",
-                    found=f"no such file{_siblings(self.prefix)}",
-                    expected=f"a corpus is a {self.suffix} and an .idx of one name",
-                    cause="a wrong path, or a corpus that was not copied completely",
-                    action="check the path, or build the corpus: megaresume prepare",
-                )
+        self._look_at(idx)
+        tokens = self._look_at(self.tokens_path)
         data, idx_identity = map_file(idx)
-        self._identity = CorpusIdentity(idx=idx_identity, bin=FileIdentity.of(self.tokens_path.stat()))
+        self._map = data
+        self._is_read_page_by_page = False
+        self._identity = CorpusIdentity(idx=idx_identity, bin=FileIdentity.of(tokens))
         header = IndexHeader.unpack(bytes(data[:HEADER_BYTES]), idx, len(data))
         #: dtype of the tokens as stored.
         self.dtype = header.dtype
@@ -99,6 +98,45 @@ class IndexedDocuments(BaseSource):
     def tokens_path(self) -> Path:
         """Of the file beside the .idx that says what the tokens are."""
         return self.prefix.with_name(self.prefix.name + self.suffix)
+
+    def _look_at(self, file: Path) -> os.stat_result:
+        with contextlib.suppress(OSError, ValueError):
+            found = file.stat()
+            if stat.S_ISREG(found.st_mode):
+                return found
+        raise CorpusError(
+            f"{file} is missing",
+            found=f"no such file{_siblings(self.prefix)}",
+            expected=f"a corpus is a {self.suffix} and an .idx of one name",
+            cause="a wrong path, or a corpus that was not copied completely",
+            action="check the path, or build the corpus: megaresume prepare",
+        )
+
+    @property
+    def index_bytes(self) -> int:
+        """Size of the .idx."""
+        return self._identity.idx.size
+
+    def read_page_by_page(self) -> None:
+        """From now on a look-up in the .idx reads one page of it from the disk, and not 128 KiB around it."""
+        self._is_read_page_by_page = True
+        self._advise("MADV_RANDOM")
+
+    def _advise(self, how: str) -> None:
+        if isinstance(self._map, mmap.mmap) and hasattr(mmap, how):
+            self._map.madvise(getattr(mmap, how))
+
+    @contextlib.contextmanager
+    def _read_through(self) -> Iterator[None]:
+        """The .idx is read from one end to the other."""
+        if not self._is_read_page_by_page:
+            yield
+            return
+        self._advise("MADV_NORMAL")
+        try:
+            yield
+        finally:
+            self._advise("MADV_RANDOM")
 
     def _check_ends(self) -> int:
         idx = idx_path(self.prefix)
@@ -244,7 +282,8 @@ class IndexedDocuments(BaseSource):
 
     def long_documents(self, piece: int) -> LongDocuments:
         """The documents that are longer than a piece of so many tokens; of a large corpus kept beside it."""
-        return sidecar.kept_list(self, self.prefix, self._identity.idx, piece)
+        with self._read_through():
+            return sidecar.kept_list(self, self.prefix, self._identity.idx, piece)
 
     def _unchanged(self, opened: CorpusIdentity) -> CorpusIdentity:
         """The files as they are now, which must be those that were opened.
@@ -273,7 +312,7 @@ class IndexedDocuments(BaseSource):
         hasher, tokens = xxhash.xxh3_128(), 0
         width, end = self.dtype.itemsize, self._token_bytes
         buffer = np.empty(min(SCAN_CHUNK, max(stop - start, 1)), "<i8")
-        with progress(f"fingerprint of {self.prefix.name}", stop - start, "documents") as bar:
+        with self._read_through(), progress(f"fingerprint of {self.prefix.name}", stop - start, "documents") as bar:
             for first in range(start, stop, SCAN_CHUNK):
                 chunk = buffer[: min(SCAN_CHUNK, stop - first)]
                 bad = scan_documents(first, self._boundaries, self._lengths, self._pointers, width, end, chunk)

@@ -126,7 +126,7 @@ def opened_file(path: Path) -> Iterator[FileIO]:
             found=error.strerror,
             expected="a file that can be read and memory-mapped",
             cause="every source holds two files open" if many else "permissions, or a file system without memory maps",
-            action="raise the limit: ulimit -n 65536" if many else f"check: ls -l {path}",
+            action="raise the limit, as root: ulimit -Hn 65536" if many else f"check: ls -l {path}",
         ) from error
 
 
@@ -217,7 +217,7 @@ def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: i
     Raises:
         CorpusError: the file next to the corpus is damaged or of a newer version.
     """
-    for data in (_read(sidecar_path(prefix)), _read_cache(cache_path(prefix))):
+    for data in _kept(prefix):
         for entry in data.get("fingerprints", []):
             if _is_of(entry, identity) and entry.get("range") == [start, stop]:
                 try:
@@ -231,6 +231,12 @@ def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: i
                 except (KeyError, TypeError, ValueError):
                     continue  # it is only a cache: compute it again
     return None
+
+
+def _kept(prefix: Path) -> Iterator[Mapping[str, Any]]:
+    """What is known of a corpus: beside it, then in the cache directory, which nobody asks for what the first knows."""
+    yield _read(sidecar_path(prefix))
+    yield _read_cache(cache_path(prefix))
 
 
 def _is_of(entry: Mapping[str, Any], identity: CorpusIdentity) -> bool:

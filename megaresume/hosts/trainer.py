@@ -27,7 +27,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Host, Reading, Save
 from megaresume.checkpoint.random_state import RandomState
-from megaresume.checkpoint.ranks import on_all_ranks, same_on_all_ranks
+from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints
@@ -304,6 +304,8 @@ def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: 
     )
     session.start()
     stream = feed.stream
+    # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
+    on_rank_0(lambda: bool(stream.fingerprints))
     on_all_ranks(lambda: bool(stream.fingerprints))
     same_on_all_ranks(
         repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips)),

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from megaresume.data.catalog import open_sources, register_kind
+from megaresume.data import catalog
+from megaresume.data.catalog import Extent, open_sources, register_kind
 from megaresume.data.data_config import DataConfig
+from megaresume.data.indexed_documents import IndexedDocuments
 from megaresume.data.python_source import PythonSource
 from megaresume.data.split import IndexedSource
 from megaresume.stream.errors import ConfigError, CorpusError
@@ -162,3 +166,60 @@ def test_one_corpus_under_two_names_is_named(data_yaml, caplog):
     caplog.clear()
     open_sources({"web": web, "code": {"path": "corpora/code_text_document"}}, base_dir=data_yaml.parent)
     assert not caplog.text
+
+
+def test_ten_thousand_sources_are_compared_by_their_corpora(caplog):
+    """Each with those of the same corpus alone: all pairs of them took longer than to open them."""
+    compared = 0
+
+    class Counted(Extent):
+        __slots__ = ()
+
+        def shares(self, other):
+            nonlocal compared
+            compared += 1
+            return super().shares(other)
+
+    def extent(i):
+        corpus = frozenset([("corpus", i % 5000)])
+        return Counted(corpus=corpus, name=f"corpus {i % 5000}", start=0, stop=10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "own_extent", extent)
+        catalog._warn_of_shared({f"s{i}": i for i in range(10_000)})
+    assert compared == 5000
+    assert len(caplog.messages) == 5000
+    assert "sources 's0' and 's5000' of the data config are one corpus (corpus 0)" in caplog.messages[0]
+
+
+OPENS = """
+import resource, sys
+from megaresume.data.catalog import open_sources
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[2])))
+opened = open_sources({f"s{i}": {"path": sys.argv[1], "split": None} for i in range(100)})
+for source in opened.values():
+    source.token_view
+"""
+
+
+@pytest.mark.process
+def test_more_files_than_the_limit_that_may_be_raised(data_yaml):
+    corpus = str(data_yaml.parent / "corpora" / "web_text_document")
+    opens = [sys.executable, "-c", OPENS, corpus]
+    subprocess.run([*opens, "2000"], check=True)
+    forbidden = subprocess.run([*opens, "64"], stderr=subprocess.PIPE, text=True)
+    assert forbidden.returncode != 0 and "raise the limit, as root" in forbidden.stderr
+
+
+def test_an_index_that_memory_does_not_hold_is_read_page_by_page(data_yaml, monkeypatch):
+    corpus = {"web": {"path": "corpora/web_text_document"}}
+    advised = []
+    monkeypatch.setattr(IndexedDocuments, "_advise", lambda self, how: advised.append(how))
+    open_sources(corpus, base_dir=data_yaml.parent)
+    assert advised == []
+    known = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 0 if name == "SC_PHYS_PAGES" else known(name))
+    web = open_sources(corpus, base_dir=data_yaml.parent)["web"]
+    assert advised == ["MADV_RANDOM"]
+    web.fingerprint(recompute=True)
+    assert advised == ["MADV_RANDOM", "MADV_NORMAL", "MADV_RANDOM"]
