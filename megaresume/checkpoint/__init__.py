@@ -51,7 +51,8 @@ Files, in the order of a save and of a load:
     retention.py        a step that is saved again; which of the old checkpoints make room
     staging.py          copies to a second storage, in a thread; places.py: a directory, or a URL of an object store
     nodes.py            machines without a directory in common; parts.py: a checkpoint in parts, one on each of them
-    store.py            the requests to an object store; workers.py: in threads; lease.py: its one writer, and commits
+    store.py            the requests to an object store; receipts.py: it has what was sent; workers.py: in threads
+    lease.py            the one writer of an object store, and its commits
     mirror.py           what an object store holds, as a directory (scratch.py: a temporary one)
     fetch.py            a checkpoint of a store, brought here
     candidates.py       which checkpoints are there, is this one whole, what do the pointers name?

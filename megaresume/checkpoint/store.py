@@ -5,6 +5,7 @@
     write      a small object, whole or not at all
     create     the same, unless it is there: of two that try, one succeeds (`If-None-Match`, and its like elsewhere)
     upload     a file: large ones in parts, several at a time; each part compared with what the store has received
+               (`receipts`)
     download   a file: in ranges, several at a time, hashed in their order as they come; what a kill has left is not
                read again; the whole by its checksum
     delete     objects; abort_uploads: the parts of uploads that a kill left
@@ -15,9 +16,8 @@ is reached. At most `BUFFERS` parts are in memory.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
+import functools
 import inspect
 import os
 import re
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import xxhash
 
 from megaresume.checkpoint.manifest import FileEntry, checksum_file
+from megaresume.checkpoint.receipts import OtherBytesError, Parts, compares_crc32, send_with_md5
 from megaresume.data.remote import PATIENCE, RemoteStore, s3_code
 from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_file, write_error
 from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
@@ -63,16 +64,10 @@ AT_THE_END = 10.0
 #: objects that S3 deletes in one request.
 _DELETED_AT_ONCE = 1000
 
-_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-
 
 def is_store(place: str | os.PathLike[str]) -> bool:
     """Whether this is a URL of an object store. ``file://`` is a directory."""
     return "://" in os.fspath(place) and not os.fspath(place).startswith("file://")
-
-
-class _OtherBytesError(OSError):
-    """A store that does not compare what it receives with its checksum has received other bytes than were sent."""
 
 
 class Store:
@@ -91,6 +86,9 @@ class Store:
         self._remote = RemoteStore(protocol)
         self._buffers = threading.BoundedSemaphore(BUFFERS)
         self._pools: tuple[int, Workers, Workers] | None = None
+        #: whether the store compares a CRC32; None: it was not asked yet.
+        self._is_compared: bool | None = None
+        self._asking = threading.Lock()
 
     def __str__(self) -> str:
         return self.url
@@ -98,6 +96,7 @@ class Store:
     def reopen(self) -> None:
         """Connect anew, with the credentials that are there now."""
         self._remote.reopen()
+        self._is_compared = self._is_compared or None
 
     # Small objects
 
@@ -163,7 +162,7 @@ class Store:
         with contextlib.suppress(Exception):
             try:
                 self._put(name, data, seconds=AT_THE_END)
-            except _OtherBytesError:  # or these would stay there
+            except OtherBytesError:  # or these would stay there
                 self._put(name, data, seconds=AT_THE_END)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -196,8 +195,8 @@ class Store:
         if self._is_s3:
             condition = {"IfNoneMatch": "*"} if is_new else {}
             try:
-                self._send("put_object", data, Key=self._key(name), seconds=seconds, **condition)
-            except _OtherBytesError:
+                send_with_md5(self._s3, "put_object", data, Key=self._key(name), seconds=seconds, **condition)
+            except OtherBytesError:
                 if is_new:  # or nobody could ever put it in place
                     self._s3("delete_object", Key=self._key(name))
                 raise
@@ -223,17 +222,6 @@ class Store:
     def is_conditional(self) -> bool:
         """Whether the store can be asked to write only what is not there; some then ignore it."""
         return self._is_s3 or self._condition() is not None
-
-    def _send(self, method: str, data: bytes | memoryview, **parameters: Any) -> Any:
-        """Send bytes, and make sure that the store has received these."""
-        digest = hashlib.md5(data, usedforsecurity=False)
-        answer = self._s3(method, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **parameters)
-        # Of bytes that are encrypted with keys of one's own, it is something else.
-        is_plain = not any(name in answer for name in ("SSEKMSKeyId", "SSECustomerAlgorithm"))
-        received = _MD5.fullmatch(answer.get("ETag", ""))
-        if is_plain and received is not None and received[1] != digest.hexdigest():
-            raise _OtherBytesError(f"the store has received other bytes: {received[1]}, sent were {digest.hexdigest()}")
-        return answer
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; no error for those that are not there. Raises SetupError."""
@@ -345,21 +333,15 @@ class Store:
 
     def _upload_parts(self, file: Any, path: Path, name: str, entry: FileEntry, gives_way: Callable[[], bool]) -> str:
         key, part_size = self._key(name), max(PART, -(-entry.size // MOST_PARTS))
-        begin = self._tried(name, "begun", lambda: self._s3("create_multipart_upload", Key=key), verb="written")
-        upload, hasher = begin["UploadId"], xxhash.xxh3_128()
+        receipts = Parts(self._s3, key, with_crc32=self._compares_crc32(key))
+        upload, hasher = self._tried(name, "begun", receipts.begin, verb="written"), xxhash.xxh3_128()
         sent: list[Future[dict[str, Any]]] = []
 
         def send(number: int, data: bytes) -> dict[str, Any]:
             try:
-                answer = self._tried(
-                    name,
-                    f"written, part {number}",
-                    lambda: self._send("upload_part", data, Key=key, UploadId=upload, PartNumber=number),
-                    verb="written",
-                )
+                return self._tried(name, f"written, part {number}", lambda: receipts.send(number, data), verb="written")
             finally:
                 self._buffers.release()
-            return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
             left = entry.size
@@ -386,6 +368,14 @@ class Store:
             self._abort(key, upload)
             raise
         return hasher.hexdigest()
+
+    def _compares_crc32(self, key: str) -> bool:
+        with self._asking:
+            if self._is_compared is None:
+                self._is_compared = False
+                with contextlib.suppress(Exception):  # it is not known, and asked again after `reopen`
+                    self._is_compared = compares_crc32(functools.partial(self._ask, self._remote.impatient()), key)
+            return self._is_compared
 
     def _complete(self, key: str, upload: str, parts: list[dict[str, Any]], size: int) -> None:
         try:
@@ -535,9 +525,12 @@ class Store:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _s3(self, method: str, *, seconds: float | None = None, **parameters: Any) -> Any:
+    def _s3(self, method: str, **parameters: Any) -> Any:
+        return self._ask(self._remote.opened(), method, **parameters)
+
+    def _ask(self, client: Any, method: str, *, seconds: float | None = None, **parameters: Any) -> Any:
         seconds = seconds or (SENT_WITHIN if "Body" in parameters else PATIENCE)
-        return self._remote.opened().call_s3(method, Bucket=self._bucket, timeout=seconds, **parameters)
+        return client.call_s3(method, Bucket=self._bucket, timeout=seconds, **parameters)
 
     def _tried(self, name: str, what: str, call: Callable[[], T], verb: Literal["read", "written"] = "read") -> T:
         try:

@@ -246,6 +246,14 @@ class RemoteStore:
             self._ranges = store, ranges
         return None if ranges is None or ranges.rests else ranges
 
+    def impatient(self) -> Any:
+        """Another filesystem for S3, whose client tries nothing again by itself."""
+        import fsspec
+
+        options = {**_OPTIONS["s3"], **fsspec.config.conf.get("s3", {})}
+        options["config_kwargs"] = {**options["config_kwargs"], "retries": {"total_max_attempts": 1}}
+        return fsspec.filesystem("s3", skip_instance_cache=True, **options)
+
     def _warn(self, url: str, what: str, state: tenacity.RetryCallState) -> None:
         """Say that an attempt failed; of many, a few."""
         self._failed += 1

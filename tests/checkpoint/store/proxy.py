@@ -19,21 +19,26 @@ prints its URL.
     pages                        lists come in pages of two names
     size                         the first list with files of 1024 bytes says that they have 1025
     late                         lists leave out what was written in the last half of a second
+
+With ``compares``, a body that has another CRC32 than its request says is refused, as S3 does and moto does not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
 import signal
 import sys
 import time
+import zlib
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+CRC32 = "x-amz-checksum-crc32"
 ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>as planned</Message></Error>"
 
 
@@ -66,6 +71,10 @@ def _bytes(first: bytes, headers: dict[str, str], body: bytes) -> bytes:
 def _flipped(body: bytes) -> bytes:
     middle = len(body) // 2
     return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :] if body else body
+
+
+def _crc32(body: bytes) -> str:
+    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
 
 
 class Proxy:
@@ -102,11 +111,20 @@ class Proxy:
         if self.plan.get("fault") == "quota" and len(self.log) >= self.plan["at"] and method in ("PUT", "POST"):
             fault = "quota"
         fault = self._always(method, path, headers) or fault
+        if fault == "flipped body":
+            body = _flipped(body)
+        if (
+            self.plan.get("compares")
+            and fault in ("", "flipped body")
+            and headers.get(CRC32, _crc32(body)) != _crc32(body)
+        ):
+            fault = "other bytes"
         for status, name, code in (
             (503, "503", b"SlowDown"),
             (403, "403", b"ExpiredToken"),
             (403, "skewed", b"RequestTimeTooSkewed"),
             (507, "quota", b"Quota"),
+            (400, "other bytes", b"BadDigest"),
         ):
             if fault == name:
                 data = ERROR % code
@@ -117,8 +135,6 @@ class Proxy:
                 os.kill(self.plan["pid"], number)
             if not fault.startswith("stop"):
                 return False
-        if fault == "flipped body":
-            body = _flipped(body)
         if self.plan.get("fault") == "unconditional":
             headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
         is_list = method == "GET" and "list-type=2" in path
