@@ -17,6 +17,7 @@ The line is on the disk before the state is handed out: no checkpoint names one 
 
 from __future__ import annotations
 
+import re
 import secrets
 from bisect import bisect_right
 from collections import Counter
@@ -101,10 +102,18 @@ class PromptLedger:
         path: of the file; made when it is first written.
 
     Raises:
-        UsageError: it is a directory, which the first save would find out.
+        UsageError: it is a directory, which the first save would find out; or a URL.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
+        if re.match(r"[a-z0-9]+:/", str(path)):  # pathlib leaves one slash of two
+            raise UsageError(
+                "the ledger of prompts cannot be a URL",
+                found=f"ledger={str(path)!r}",
+                expected="a file: a line is added to it with every state, and is on the disk before the state is given",
+                action="name a local file, and copy it with each checkpoint, after the state: docs/rl.md",
+            )
+        path = Path(path)
         if path.is_dir():
             raise UsageError(
                 "the ledger of prompts is a file",

@@ -253,12 +253,13 @@ def _check_options(trainer: KnownTrainer, function: Callable[..., Any], options:
     if len(known) == len(parameters):  # otherwise it looks at further ones by itself
         for name in options:
             if name not in known:
+                cause, instead = _LEFT_TO_TRAINERS.get(name, (near(name, known), ""))
                 raise UsageError(
                     f"megaresume.{trainer.call}) has no {name}",
                     found=f"{name}={options[name]!r:.200}",
                     expected=", ".join(known),
-                    cause=near(name, known),
-                    action=f"leave {name} out; docs/attach.md says which trainer has which options",
+                    cause=cause,
+                    action=f"leave {name} out{instead}; docs/attach.md says which trainer has which options",
                 )
     for one in parameters:
         if one.default is one.empty and one.name in _NEEDED and one.name not in options:
@@ -273,6 +274,14 @@ def _check_options(trainer: KnownTrainer, function: Callable[..., Any], options:
 #: a class that is attached; after which of its methods an instance was.
 _ATTACHED, _MADE_BY = "_megaresume_attached_class", "_megaresume_made_by"
 
+#: what some trainers do by themselves: cause, and what to do instead.
+_LEFT_TO_TRAINERS = {
+    "checkpoints": (
+        "this trainer writes, chooses and deletes its checkpoints by itself, and the state of the prompts is in them",
+        ", and let it save where a new machine finds them (a file system that is mounted there), or copy a complete "
+        "checkpoint, and then prompts.jsonl",
+    )
+}
 _NEEDED = {
     "global_batch_size": "samples of a step, of all replicas together",
     "data": "what it is to train",

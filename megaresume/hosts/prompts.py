@@ -113,7 +113,7 @@ class Prompts:
         self._by_process = not isinstance(data, DataLoader) or data.ranks.is_default
         self._order = PromptOrder(loader_of(data, order))
         self._check_rank()
-        self._ledger = None if ledger is None else PromptLedger(Path(ledger))
+        self._ledger = None if ledger is None else PromptLedger(ledger)
         #: whether `issue` may go on from here: the ledger was asked, or a state was loaded.
         self.is_begun = False
         #: others with every start, and every state that is loaded.

@@ -184,6 +184,15 @@ def test_options_of_another_trainer() -> None:
         megaresume.attach(kind("verl", "SFTTrainer"), stop=megaresume.StopConditions())
 
 
+@pytest.mark.parametrize("name", ["PPOTrainer", "RayPPOTrainer", "SeparateRayPPOTrainer"])
+def test_trainers_of_prompts_save_by_themselves(name: str) -> None:
+    """So nothing of theirs could be copied to a store, and whoever asks for it is told what to do."""
+    checkpoints = megaresume.Checkpoints(save_dir="run", stage_to="s3://bucket/run")
+    told = r"has no checkpoints(.|\n)*s3://bucket/run(.|\n)*copy a complete checkpoint, and then prompts\.jsonl"
+    with pytest.raises(UsageError, match=told):
+        megaresume.attach(kind("verl", name), checkpoints=checkpoints)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -160,6 +160,13 @@ def test_a_ledger_that_is_a_directory_is_refused_at_once(tmp_path: Path) -> None
         made(ledger=tmp_path)
 
 
+@pytest.mark.parametrize("ledger", ["s3://bucket/run/prompts.jsonl", Path("gs://bucket/prompts.jsonl")])
+def test_a_ledger_in_a_store_is_refused_at_once(ledger: Any) -> None:
+    """Or it would be written to a directory named "s3:", and be gone with the machine."""
+    with pytest.raises(UsageError, match=r"cannot be a URL(.|\n)*bucket(.|\n)*copy it with each checkpoint"):
+        made(ledger=ledger)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,12 @@ def _killed(directory: Path, seed: int, kills: int) -> None:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
+    _ended(directory, seed)
+
+
+def _ended(directory: Path, seed: int) -> None:
+    """A process to the end of the data, and what has become of every prompt then."""
+    program = [sys.executable, "-m", "tests.hosts.prompts.simulated", str(directory), str(seed)]
     done = subprocess.run(program, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["started", "ended"], done.stderr
     plan, found = Plan.of(seed), json.loads((directory / "checkpoint.json").read_bytes())
@@ -76,6 +85,28 @@ def _killed(directory: Path, seed: int, kills: int) -> None:
 @pytest.mark.process
 def test_killed_processes(tmp_path: Path) -> None:
     _killed(tmp_path, seed=unblended()[0], kills=2)
+
+
+@pytest.mark.process
+def test_lost_machines(tmp_path: Path) -> None:
+    """Each has only what was copied from the one before while that ran: the state, and then the ledger."""
+    seed = unblended()[0]
+    machines = [tmp_path / str(number) for number in range(3)]
+    machines[0].mkdir()
+    for machine, following in pairwise(machines):
+        program = [sys.executable, "-m", "tests.hosts.prompts.simulated", str(machine), str(seed)]
+        process = subprocess.Popen(program, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE)
+        before = (machine / "checkpoint.json").read_bytes() if (machine / "checkpoint.json").exists() else b""
+        while not (machine / "checkpoint.json").exists() or (machine / "checkpoint.json").read_bytes() == before:
+            assert process.poll() is None
+            time.sleep(0.001)
+        following.mkdir()
+        for name in ("checkpoint.json", "prompts.jsonl"):
+            shutil.copy(machine / name, following)
+        process.kill()
+        process.wait()
+        shutil.rmtree(machine)
+    _ended(machines[-1], seed)
 
 
 @release(
