@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,8 +77,24 @@ def steps_of(directory: Path) -> dict[int, list[int]]:
     return together
 
 
-def run(directory: Path, port: int, *, attached: bool, kills: int, seed: int, ranks: int = 1) -> dict[str, int]:
+def lose_machine(run: Path) -> None:
+    """Leave what a user would have copied of a run's directory: the newest checkpoint, and the ledger."""
+    copied = run.with_name("copied")
+    copied.mkdir()
+    newest = max(run.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    shutil.copytree(newest, copied / newest.name)
+    shutil.copy(run / "prompts.jsonl", copied)
+    shutil.rmtree(run)
+    copied.rename(run)
+
+
+def run(
+    directory: Path, port: int, *, attached: bool, kills: int, seed: int, ranks: int = 1, on_new_machines: bool = False
+) -> dict[str, int]:
     """Killed so often, at steps that are drawn; then to its last step, within the first epoch.
+
+    Args:
+        on_new_machines: see `lose_machine`, after each kill.
 
     Returns:
         prompts ``trained``; those of which the weights have seen more than their rollouts (``repeated``); those that
@@ -94,6 +111,8 @@ def run(directory: Path, port: int, *, attached: bool, kills: int, seed: int, ra
         if start(directory, resume=resume, kill=kill, **options) == 0:
             break
         done += 1
+        if on_new_machines and any(directory.glob("run/checkpoint-*")):
+            lose_machine(directory / "run")
         step = max((int(path.name.rpartition("-")[2]) for path in directory.glob("run/checkpoint-*")), default=0)
     times = Counter(prompt for prompts in steps_of(directory).values() for prompt in prompts)
     whole = {prompt for prompt, n in times.items() if n >= ROLLOUTS}
