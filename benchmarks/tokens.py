@@ -35,8 +35,8 @@ from megaresume.stream.stream import Stream
 SEQ_LENGTH = 2048
 MICRO_BATCHES = (1, 4, 32)
 
-#: Those that know beforehand which sample comes when, on every rank.
-PLANNED = ("MosaicML streaming", "GPTDataset, with all of its fields")
+#: How many times as fast as each of the others ours must be, if not 1: the nodes hand over rows that were cut before.
+LEAST = {"torchdata's nodes": 0.5}
 
 #: Gives an endless iterator over batches of so many samples.
 Open = Callable[[int], Iterator[torch.Tensor]]
@@ -54,7 +54,7 @@ def rows(setup: Setup) -> Iterator[Row]:
         seconds = interleaved(compared, setup.sizes.slow_repetitions, clock=cpu)
         a_token = {name: [1e9 * s / (samples * SEQ_LENGTH) for s in its] for name, its in seconds.items()}
         for name in others:
-            times = ratio(a_token["ours"], a_token[name])
+            times, least = ratio(a_token["ours"], a_token[name]), LEAST.get(name, 1)
             yield Row(
                 what=f"tokens alone, micro-batches of {micro_batch} x {SEQ_LENGTH}",
                 ours=median(a_token["ours"]),
@@ -62,8 +62,8 @@ def rows(setup: Setup) -> Iterator[Row]:
                 baseline=median(a_token[name]),
                 against=name,
                 ratio=times,
-                must="> 1 x" if name in PLANNED else "",
-                holds=times > 1 if name in PLANNED else None,
+                must=f"> {least} x",
+                holds=times > least,
             )
 
 
