@@ -100,7 +100,7 @@ class IndexedDocuments(BaseSource):
         return self.prefix.with_name(self.prefix.name + self.suffix)
 
     def _look_at(self, file: Path) -> os.stat_result:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
             found = file.stat()
             if stat.S_ISREG(found.st_mode):
                 return found
