@@ -5,7 +5,7 @@ How a store is reached (endpoint, credentials, region) is fsspec's own configura
 ``FSSPEC_S3_ENDPOINT_URL`` and the like, or ``~/.config/fsspec/*.json``.
 
     DIR/used      bytes of all files, and when to look again for what may be deleted; locked while it is changed
-    DIR/3f/9a..   one record: checksum of its key and its bytes, its bytes
+    DIR/3f/9a..   one record, or of small ones a region of their shard: checksum of its key and its bytes, its bytes
 
 A record is written to a temporary file, which is renamed, and every read compares the checksum: what a kill or a power
 cut left is never served. Whatever fails in the cache is logged, and the store is read instead.
@@ -372,6 +372,12 @@ class DiskCache:
     limit: int
     began: float = field(default_factory=time.time)
     _write_again: float = 0.0
+    _full_until: float = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the last `put` had some, or enough time has passed to try again."""
+        return time.monotonic() >= max(self._full_until, self._write_again)
 
     def get(self, key: str, nbytes: int | None) -> bytes | None:
         """So many bytes (None: however many), if they were kept under this key."""
@@ -398,6 +404,10 @@ class DiskCache:
             self._failed(error)
             return None
 
+    def has(self, key: str) -> bool:
+        """Whether bytes are kept under this key; `get` says whether they are whole."""
+        return self._path(xxhash.xxh3_128_digest(key.encode())).exists()
+
     def put(self, key: str, data: bytes) -> None:
         """Keep bytes under a key, if there is room."""
         if time.monotonic() < self._write_again:
@@ -408,6 +418,7 @@ class DiskCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not self._has_room(_allocated(_CHECKSUM + len(data))):
+                self._full_until = time.monotonic() + LOOK_AGAIN
                 return
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:

@@ -18,10 +18,10 @@ import logging
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from megaresume.data.remote import DiskCache, RemoteStore, is_url
 from megaresume.files import open_file
@@ -33,6 +33,11 @@ MAX_OPEN = 64
 MAX_RECORD_BYTES = (1 << 32) - 1
 #: bytes read at once when a whole shard is read.
 SCAN_BLOCK = 8 << 20
+#: bytes of a region, which the cache keeps with its checksum in as many whole blocks: about what can be read in the
+#: time of a request.
+REGION = (64 << 10) - 16
+#: a record of so many bytes is read with all of its region, if there is a cache: the others in it will be needed too.
+SMALL = REGION // 4
 #: bytes in which lines are counted, for an error.
 COUNTED = 1 << 20
 #: of what is named as a file: nothing is there, or it is none.
@@ -144,20 +149,58 @@ class ShardFiles:
                 self.check(place.path, place.size)
             data = None if again else self.kept(place)
         if data is None:
-            data = self.read_whole(place.path) if place.whole else self.read(place.path, place.offset, place.nbytes)
-            self.keep(place, data)
+            span = self.read_span([place])
+            self.keep([place], span, again=again)
+            data = span.of(place)
         return data
 
-    def kept(self, place: Place) -> bytes | None:
-        """The bytes that `keep` was given of a place, whose shard was checked; None: none."""
-        key = self._key(place)
-        return None if self.cache is None or key is None else self.cache.get(key, None if place.whole else place.nbytes)
+    def read_span(self, places: Sequence[Place]) -> Span:
+        """Places of one file by one request: all from the first to the last one, or to the ends of their regions.
 
-    def keep(self, place: Place, data: bytes) -> None:
-        """Have the cache keep the bytes of a place, whose shard was checked."""
-        key = self._key(place)
-        if self.cache is not None and key is not None:
-            self.cache.put(key, data)
+        Raises:
+            as `read`, and `read_whole`.
+        """
+        path, size = places[0].path, places[0].size
+        if places[0].whole:
+            return Span(0, self.read_whole(path))
+        start, stop = min(place.offset for place in places), max(place.stop for place in places)
+        if self.cache is not None and self.cache.has_room and any(map(self._small, places)):
+            start, stop = start // REGION * REGION, min(-(-stop // REGION) * REGION, size)
+        return Span(start, self.read(path, start, stop - start))
+
+    def kept(self, place: Place) -> bytes | None:
+        """What the cache has of a place, whose shard was checked; None: nothing, or not all."""
+        if self.cache is None or (key := self._key(place)) is None:
+            return None
+        if self._small(place):
+            regions = list(_regions(place.offset, place.stop, place))
+            if all(self.cache.has(self._region_key(region)) for region in regions):
+                parts = [self.cache.get(self._region_key(region), region.nbytes) for region in regions]
+                if None not in parts:
+                    return Span(regions[0].offset, b"".join(cast("list[bytes]", parts))).of(place)
+        return self.cache.get(key, None if place.whole else place.nbytes)
+
+    def keep(self, places: Sequence[Place], span: Span, *, again: bool = False) -> None:
+        """Have the cache keep what was read of places of one shard, which was checked.
+
+        Args:
+            places: those asked for; of small ones all regions are kept that were read.
+            span: where they lie.
+            again: also what it has.
+        """
+        if self.cache is None or self._key(places[0]) is None:
+            return
+        regions: list[Place] = []
+        if any(map(self._small, places)):
+            around = _regions(span.start, span.stop, places[0])
+            regions = [region for region in around if span.start <= region.offset and region.stop <= span.stop]
+        for place in places:
+            within = regions and regions[0].offset <= place.offset and place.stop <= regions[-1].stop
+            if not (within and self._small(place)):
+                self.cache.put(cast(str, self._key(place)), span.of(place))
+        for region in regions:
+            if again or not self.cache.has(self._region_key(region)):
+                self.cache.put(self._region_key(region), span.of(region))
 
     def read_whole(self, path: str) -> bytes:
         """A whole file.
@@ -222,6 +265,10 @@ class ShardFiles:
         """The shard as a file to be read from front to back."""
         return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
 
+    def _small(self, place: Place) -> bool:
+        """Whether the cache keeps the regions around it: of tiny records it would have more files than data."""
+        return not place.whole and place.nbytes <= SMALL and self._key(place) is not None
+
     def _key(self, place: Place) -> str | None:
         if not is_url(place.path):
             return None
@@ -230,6 +277,9 @@ class ShardFiles:
         # What was written again is another file. Without a stamp nobody could tell.
         size, _, stamp = self._checked.get(place.path, "").partition(":")
         return f"{place.path} {size} {stamp} {place.offset}" if stamp else None
+
+    def _region_key(self, region: Place) -> str:
+        return f"{self._key(region)} region"
 
     def _store(self, path: str) -> RemoteStore:
         protocol = path.partition("://")[0]
@@ -271,6 +321,29 @@ class Place(NamedTuple):
     def held(self) -> bool:
         """Whether it is read ahead into memory. Of local shards the kernel does that."""
         return self.whole or is_url(self.path)
+
+
+class Span(NamedTuple):
+    """Bytes of a file."""
+
+    #: the first one's place in it.
+    start: int
+    data: bytes
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one."""
+        return self.start + len(self.data)
+
+    def of(self, place: Place) -> bytes:
+        """Those of a place within."""
+        return self.data if place.whole else self.data[place.offset - self.start : place.stop - self.start]
+
+
+def _regions(start: int, stop: int, shard: Place) -> Iterator[Place]:
+    """All regions of a shard that have bytes from start to stop."""
+    for at in range(start // REGION * REGION, stop, REGION):
+        yield shard._replace(offset=at, nbytes=min(REGION, shard.size - at))
 
 
 class ReadBefore(Protocol):
@@ -507,21 +580,21 @@ class Ahead:
 
     def _fetch(self, places: Sequence[Place]) -> None:
         """Fetch what the cache lacks, by one request; if it fails, for good, its places are done without bytes."""
-        missing = places
-        read: dict[Place, bytes] = {}
+        files, missing = places[0].files, places
+        span: Span | None = None
         try:
             self._check(places[0])
             missing = [place for place in places if not self._kept(place)]
             if missing:
-                read = _read(missing)
+                span = files.read_span(missing)
         except RecordError:
             pass  # which is for its reader to say
         except Exception as error:  # noqa: BLE001  whatever it is: who needs the bytes must not wait forever
             what = error.headline if isinstance(error, MegaresumeError) else repr(error)
             log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
-        self._done(missing, read)
-        for place, data in read.items():
-            place.files.keep(place, data)
+        self._done(missing, {} if span is None else {place: span.of(place) for place in missing})
+        if span is not None:
+            files.keep(missing, span)
 
     def _kept(self, place: Place) -> bool:
         data = place.files.kept(place)
@@ -551,16 +624,6 @@ class Ahead:
             with self._changed:
                 self._checking.discard(shard)
                 self._changed.notify_all()
-
-
-def _read(places: Sequence[Place]) -> dict[Place, bytes]:
-    """Places of one request."""
-    first = places[0]
-    if first.whole:
-        return {first: first.files.read_whole(first.path)}
-    start = first.offset
-    data = first.files.read(first.path, start, max(place.stop for place in places) - start)
-    return {place: data[place.offset - start : place.stop - start] for place in places}
 
 
 def joined(places: Sequence[Place]) -> list[list[Place]]:

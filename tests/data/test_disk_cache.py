@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaresume.data import shard_files
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.remote import BLOCK, DiskCache
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.data.shard_files import ShardFiles
+from megaresume.data.shard_source import ShardSource
+from megaresume.stream.errors import CorpusError, SetupError, UsageError
 from tests.data.far import serve
 from tests.data.kit import captions, encoder, write_shard
 from tests.data.test_ahead import batches, loader, shards  # noqa: F401
@@ -111,6 +114,75 @@ def test_what_was_kept_while_a_shard_was_another_one_is_read_again(shards, cache
         first = len(far.reads)
         assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards)
         assert len(far.reads) == first
+
+
+@pytest.fixture
+def small(shards, monkeypatch):  # noqa: F811
+    """The same shards, of which regions are kept: 8 records of 2 KiB and a part of another."""
+    monkeypatch.setattr(shard_files, "REGION", (18 << 10) - 16)
+    monkeypatch.setattr(shard_files, "SMALL", 4 << 10)
+    monkeypatch.setattr(shard_files, "GAP", 18 << 10)
+    monkeypatch.setattr(shard_files, "LONGEST", 36 << 10)
+    return shards
+
+
+#: of all three shards.
+REGIONS = sum(-(-(2048 * records + 10240) // ((18 << 10) - 16)) for records in (30, 20, 40))
+
+
+@pytest.mark.parametrize("options", [{}, {"read_ahead": 0}])
+def test_of_small_records_whole_regions_are_read_and_kept(small, cache, options):
+    with serve(small) as far:
+        assert batches(small, far.url, cache_dir=cache, **options) == batches(small)
+        assert len(kept(cache)) <= REGIONS < 45 / 3, "of 45 records or more"
+        assert len(far.reads) <= REGIONS
+        first = len(far.reads)
+        assert batches(small, far.url, cache_dir=cache, **options) == batches(small)
+        assert len(far.reads) == first
+
+
+def test_a_small_record_is_the_same_from_every_cache(small, cache, monkeypatch):
+    """Kept one by one, as before there were regions; in regions; and damaged there."""
+    source = ShardSource(small.parent / "pairs.shards.idx")
+    size = (small / "pairs-000000.tar").stat().st_size
+    expected = [source.files.fetch(place) for i in range(30) for place in source.places(i)]
+    with serve(small) as far:
+        here = [place._replace(path=f"{far.url}/pairs-000000.tar") for i in range(30) for place in source.places(i)]
+        monkeypatch.setattr(shard_files, "SMALL", 0)
+        files = ShardFiles(cache=DiskCache(cache, 1 << 30))
+        assert [files.fetch(place) for place in here[::3]] == expected[::3]
+        assert len(far.reads) == 10
+        monkeypatch.setattr(shard_files, "SMALL", 4 << 10)
+        assert [files.fetch(place) for place in here[::3]] == expected[::3] and len(far.reads) == 10
+        assert [files.fetch(place) for place in here] == expected
+        assert len(far.reads) <= 10 + -(-size // shard_files.REGION)
+        after = len(far.reads)
+        for path in kept(cache):
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert [files.fetch(place) for place in here] == expected
+        assert len(far.reads) <= after + -(-size // shard_files.REGION)
+        one = files.fetch(here[7], again=True)
+        assert one == expected[7] and far.reads[-1].stop - far.reads[-1].start >= shard_files.REGION
+
+
+def test_without_room_no_more_is_read_than_asked_for(small, cache):
+    with serve(small) as far:
+        files = ShardFiles(cache=DiskCache(cache, 8 * BLOCK))
+        source = ShardSource(small.parent / "pairs.shards.idx")
+        for i in range(30):
+            (place,) = source.places(i)
+            files.fetch(place._replace(path=f"{far.url}/pairs-000000.tar"))
+        assert taken(cache) <= 8 * BLOCK
+        assert sum(request.stop - request.start > 4096 for request in far.reads) <= 3
+        assert len(far.reads) > 20
+
+
+def test_a_region_that_fails_names_the_shard_and_the_byte(small, cache):
+    with serve(small, fault=lambda number, request: 503 if request.method == "GET" else None) as far:
+        with pytest.raises(SetupError, match=r"pairs-00000\d\.tar cannot be read") as raised:
+            batches(small, far.url, cache_dir=cache)
+        assert "read at byte" in raised.value.action
+    assert not kept(cache)
 
 
 def test_it_takes_no_more_than_it_may_and_keeps_what_is_in_use(cache):

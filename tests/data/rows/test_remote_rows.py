@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from megaresume.batches.ahead import ReadAhead, use_cache
-from megaresume.data import remote
+from megaresume.data import remote, shard_files
 from megaresume.data.catalog import open_sources
 from megaresume.data.remote import RemoteStore
 from megaresume.data.split import IndexedSource, open_corpus
@@ -123,8 +123,9 @@ def test_lines_are_read_ahead_by_the_plan_with_few_requests(store, tmp_path, mon
     assert read > 30 and len(requests) < 10
 
 
-def test_what_was_kept_while_a_file_was_another_one_is_read_again(tmp_path):
+def test_what_was_kept_while_a_file_was_another_one_is_read_again(tmp_path, monkeypatch):
     pytest.importorskip("aiohttp")
+    monkeypatch.setattr(shard_files, "SMALL", 0)  # or the first read would bring all of them
     path = write(tmp_path, "a.jsonl", texts(0, 150))
     with serve(tmp_path) as far:
         prepared(tmp_path, f"{far.url}/a.jsonl")
