@@ -38,6 +38,7 @@ NAMES = (
     "metrics",
     "vlm",
     "far",
+    "store",
     "cold",
     "prepare",
     "cli",

@@ -1,7 +1,7 @@
 """Shards that are 30 ms away: our loader at its default shuffle beside a sequential read of the same shards.
 
 Both decode and encode every record with the same encoder, on one core; the server is another process. Elapsed time.
-On S3, not decoded, and beside others: `benchmarks.store`.
+On S3, and beside others: `benchmarks.store`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import fsspec
 
-from benchmarks import store
 from benchmarks.pairs import SEQ_LENGTH, Shards
 from benchmarks.server import served
 from benchmarks.setup import Setup
@@ -66,7 +65,6 @@ def rows(setup: Setup) -> Iterator[Row]:
             must=">= 0.8 x" if name == "ahead" else "",
             holds=faster >= 0.8 if name == "ahead" else None,
         )
-    yield from store.rows(setup)
 
 
 def _ours(index: Path, urls: list[str], options: dict[str, Any]) -> Iterator[None]:

@@ -44,7 +44,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     """Tokens a second against each of the others that is there."""
     directory = setup.directory / "prepare"
     text = _write_text(directory, setup.sizes.packed_documents * 60)
-    programs = _programs(directory, _train_tokenizer(directory, text))
+    programs = _programs(directory, train_tokenizer(directory, text))
     written: dict[str, bytes] = {}
 
     def measured(name: str, input_: Path) -> Callable[[int], None]:
@@ -128,7 +128,8 @@ def _write_text(directory: Path, size: int) -> Path:
     return directory / "text.jsonl"
 
 
-def _train_tokenizer(directory: Path, text: Path) -> Path:
+def train_tokenizer(directory: Path, text: Path) -> Path:
+    """``directory/model``, of JSON lines."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

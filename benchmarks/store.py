@@ -1,52 +1,47 @@
-"""Records on S3, far away, shuffled by everybody's defaults, not decoded: ours beside MosaicML Streaming, litData and
-Energon, each with its own files of the same records, and beside whole shards read one after the other.
+"""Records on S3, far away, photographs and text, shuffled by everybody's defaults and not decoded: ours beside litData,
+MosaicML Streaming, Energon, webdataset and a torch Dataset, each with its own files of the same records.
 
 An S3 server must run where ``AWS_ENDPOINT_URL`` says (http://HOST:PORT; also ``AWS_ACCESS_KEY_ID`` and
-``AWS_SECRET_ACCESS_KEY``); a bucket is made there. It is read through `benchmarks.line`. Everybody begins with
-nothing on the local disk, and reads each record once, Energon a tenth of them. Elapsed time; packages that are missing
-are left out.
+``AWS_SECRET_ACCESS_KEY``); a bucket is made there. It is read through `benchmarks.line`. Each epoch is a process of its
+own that begins with nothing on the local disk, in the environment that ``make peers`` built for its package, or in
+this one; `benchmarks.store_readers` has what it does. Energon and the torch Dataset, which wait for each record, read
+a tenth.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
+import numpy as np
 
 from benchmarks.line import line
-from benchmarks.pairs import SEQ_LENGTH, SHUFFLE_BUFFER, Shards
+from benchmarks.pairs import Shards
 from benchmarks.setup import Setup
+from benchmarks.store_readers import BUCKET, WAYS, ReadPlan, Took
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio, wall
-from megaresume.batches.loader import StreamLoader
-from megaresume.batches.open import open_stream
+from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_source import ShardSource
-from megaresume.data.tar import parse_record
-from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.kernel import DOCUMENT
 
-BUCKET = "megaresume-benchmarks"
 #: seconds, and bytes a second of all connections together: a share of a node's network.
 LATENCY, RATE = 0.03, 25e6
-#: MiB held: a twelfth of the records, as neighbours of a small corpus would otherwise meet too often.
-AHEAD = 16
 _SHARDS = 8
-SEQUENTIAL = "whole shards one after the other"
-#: Neighbours come near each other, as litData's chunks of 64 MB, a third of the records, make them come.
-BLOCKS = {"block": 32, "window": 32}
-
-#: Gives the bytes of each record of one epoch.
-Open = Callable[[], Iterator[int]]
+#: those that read a tenth: their requests wait for each other.
+SLOW = ("Energon", "torch Dataset")
+_ROOT = Path(__file__).parents[1]
+#: environments that ``make peers`` builds.
+ENVIRONMENTS = {"litData": "main", "MosaicML streaming": "mosaicml"}
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -55,221 +50,116 @@ def rows(setup: Setup) -> Iterator[Row]:
     if not endpoint:
         print("benchmarks: S3 is left out: AWS_ENDPOINT_URL is not set", file=sys.stderr)
         return
-    records = 64 if setup.sizes.read_samples < 1000 else 3000
-    shards = Shards(setup.directory / "store", records=records, shards=_SHARDS)
+    quick = setup.sizes.read_samples < 1000
     store, server = fsspec.filesystem("s3", endpoint_url=endpoint), urlsplit(endpoint)
     if not store.exists(BUCKET):
         store.mkdir(BUCKET)
-    with line(server.hostname or "", server.port or 80, latency=LATENCY, rate=RATE, cores=setup.cores) as port:
-        url = f"http://127.0.0.1:{port}"
-        os.environ |= {"AWS_ENDPOINT_URL": url, "S3_ENDPOINT_URL": url}
-        try:
-            yield from _compared(setup, shards, store)
-        finally:
-            os.environ["AWS_ENDPOINT_URL"] = endpoint
-            store.rm(BUCKET, recursive=True)
+    made = {"photographs": _photographs(setup, 64 if quick else 3000), "text": _text(setup, 200 if quick else 20_000)}
+    try:
+        with line(server.hostname or "", server.port or 80, latency=LATENCY, rate=RATE, cores=setup.cores) as port:
+            for kind, (directory, ranges) in made.items():
+                (directory / "ranges.json").write_text(json.dumps(ranges))
+                plan = ReadPlan("", kind, str(directory), kind, take=len(ranges))  # type: ignore[arg-type]
+                yield from _compared(setup, plan, store, f"http://127.0.0.1:{port}")
+    finally:
+        store.rm(BUCKET, recursive=True)
 
 
-def _compared(setup: Setup, shards: Shards, store: Any) -> Iterator[Row]:
-    urls = [_put(store, path) for path in sorted(shards.directory.glob("*.tar"))]
-    index = setup.directory / "store0"
-    prepare_shards(sorted(shards.directory.glob("*.tar")), index, shards.encoders["pillow"])
-    opened: dict[str, Open] = {
-        "ours": lambda: _ours(index, urls),
-        "blocks": lambda: _ours(index, urls, shuffle=BLOCKS),
-        SEQUENTIAL: lambda: _sequential(index, urls),
-        **_others(setup, shards, store, index),
-    }
-    cache = setup.directory / "store-cache"
-    for _ in _ours(index, urls, cache_dir=cache):
-        pass
-    opened["later"] = lambda: _ours(index, urls, cache_dir=cache)
-    first: dict[str, list[float]] = {name: [] for name in opened}
-    count: dict[str, int] = {}
+def _compared(setup: Setup, plan: ReadPlan, store: Any, url: str) -> Iterator[Row]:
+    directory = Path(plan.directory)
+    for path in (directory / "raw").iterdir():
+        store.put_file(str(path), f"s3://{BUCKET}/{plan.prefix}/raw/{path.name}")
+    ways: dict[str, ReadPlan] = {}
+    for way in WAYS:
+        its = replace(plan, way=way, take=plan.take // 10 if way in SLOW else plan.take, state=str(directory / "state"))
+        if _run(replace(its, write=True), os.environ["AWS_ENDPOINT_URL"]) is not None:
+            ways[way] = its
+            for path in (path for path in (directory / its.files).rglob("*") if path.is_file()):
+                store.put_file(str(path), f"{its.url}/{path.relative_to(directory / its.files)}")
+    epochs: dict[str, list[Took]] = {way: [] for way in ways}
+    resumed: dict[str, list[Took]] = {way: [] for way in ways}
 
-    def epoch(name: str) -> Callable[[int], object]:
+    def epoch(way: str) -> Callable[[int], object]:
         def read(_: int) -> None:
-            begin = wall()
-            reading = opened[name]()
-            next(reading)
-            first[name].append(wall() - begin)
-            count[name] = 1 + sum(1 for _ in reading)
+            for resume, into in ((False, epochs), (True, resumed)):
+                if (took := _run(replace(ways[way], resume=resume), url)) is not None:
+                    into[way].append(took)
 
         return read
 
-    repetitions = setup.sizes.slow_repetitions // 2 + 1
-    epochs = interleaved({name: epoch(name) for name in opened}, repetitions, clock=wall, warm_up=False)
-    seconds = {name: [took / count[name] for took in epochs[name]] for name in opened}
-    size = sum(path.stat().st_size for path in shards.directory.glob("*.tar")) / shards.records
-    what = f"records of {size / 1e3:.0f} KB on S3, {1e3 * LATENCY:.0f} ms away, {RATE / 1e6:.0f} MB/s, not decoded"
-    kinds = {
-        "ours": what,
-        "blocks": f"{what}, shuffled in blocks of {BLOCKS['block']}",
-        "later": f"{what}: a later epoch, from its cache",
-    }
-    compared = [("ours", name) for name in opened if name not in kinds]
-    for ours, name in [*compared, ("blocks", SEQUENTIAL), ("later", SEQUENTIAL)]:
-        faster = ratio(seconds[ours], seconds[name])
-        must = name == SEQUENTIAL
-        yield Row(
-            what=kinds[ours],
-            ours=1 / median(seconds[ours]),
-            unit="records/s",
-            baseline=1 / median(seconds[name]),
-            against=name,
-            ratio=faster,
-            must=">= 0.8 x" if must else "",
-            holds=faster >= 0.8 if must else None,
-        )
-    for _, name in compared:
-        yield Row(
-            what=f"{what}: the first one",
-            ours=1e3 * median(first["ours"]),
-            unit="ms",
-            baseline=1e3 * median(first[name]),
-            against=name,
-            ratio=ratio(first["ours"], first[name]),
-        )
+    interleaved({way: epoch(way) for way in ways}, setup.sizes.slow_repetitions // 2 + 1, clock=wall, warm_up=False)
+    ours = epochs["ours"]
+    if any(end.middle != took.middle for took, end in zip(ours, resumed["ours"], strict=True)):
+        raise AssertionError("ours did not go on with the record that comes next")
+    size = ours[0].nbytes / ours[0].records
+    what = f"{plan.kind} of {size / 1e3:.0f} KB on S3, {1e3 * LATENCY:.0f} ms away, {RATE / 1e6:.0f} MB/s, not decoded"
+    for way in [way for way in ways if way != "ours" and epochs[way] and resumed[way]]:
+        for name, unit, of, value in (
+            ("one epoch", "records/s", epochs, lambda took: took.seconds / took.records),
+            ("processor time of it", "records/s", epochs, lambda took: took.cpu / took.records),
+            ("the first record", "ms", epochs, lambda took: took.first),
+            ("the first record after a resume in the middle", "ms", resumed, lambda took: took.first),
+        ):
+            mine, theirs = ([value(took) for took in of[side]] for side in ("ours", way))
+            each = (median(mine), median(theirs))
+            shown = [1e3 * took if unit == "ms" else 1 / took for took in each]
+            said = f"{what}: {name}"
+            yield Row(what=said, ours=shown[0], unit=unit, baseline=shown[1], against=way, ratio=ratio(mine, theirs))
 
 
-def _put(store: Any, path: Path, name: str = "") -> str:
-    """Its URL."""
-    url = f"s3://{BUCKET}/{name or path.name}"
-    store.put_file(str(path), url)
-    return url
-
-
-def _ours(
-    index: Path, urls: list[str], *, shuffle: Mapping[str, int] | str = "full", cache_dir: Path | None = None
-) -> Iterator[int]:
-    spec = {"kind": "webdataset", "index": f"{index}.shards.idx", "path": urls, "shuffle": shuffle}
-    stream = open_stream({"seed": 1, "seq_length": SEQ_LENGTH, "packing": "none", "sources": {"pairs": spec}})
-    source: Any = stream.sources[0]
-    schedule = BatchSchedule.constant(1)
-    loader = StreamLoader(
-        stream,
-        schedule,
-        micro_batch_size=1,
-        dp_rank=0,
-        dp_size=1,
-        stop=len(source),
-        read_ahead=AHEAD,
-        cache_dir=cache_dir,
+def _run(plan: ReadPlan, endpoint: str) -> Took | None:
+    """What a process of it took; None, with a word on standard error, if it failed or its package is missing."""
+    path = Path(plan.directory) / "plan.json"
+    path.write_text(json.dumps(asdict(plan)))
+    python = _ROOT / ".peers" / ENVIRONMENTS.get(plan.way, "-") / "bin" / "python"
+    done = subprocess.run(
+        [str(python) if python.exists() else sys.executable, "-m", "benchmarks.store_readers", str(path)],
+        cwd=_ROOT,
+        env={**os.environ, "AWS_ENDPOINT_URL": endpoint, "S3_ENDPOINT_URL": endpoint, "PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
     )
-    ahead = loader.read_ahead_of()
-    for samples in loader.indices():
-        with ahead.reading(samples):
-            for document in stream.plan(samples[0], samples[-1] + 1).table[:, DOCUMENT].tolist():
-                yield sum(map(len, source.record(document).members.values()))
-    ahead.close()
+    if done.returncode:
+        said = (done.stderr.strip() or "no word").splitlines()[-1]
+        print(f"benchmarks: {plan.way} ({plan.kind}) is left out: {said}", file=sys.stderr)
+        return None
+    return Took(0, 0, 0, 0, 0, "") if plan.write else Took(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _sequential(index: Path, urls: list[str]) -> Iterator[int]:
-    """The records in the order of the shards, each shard by one request."""
-    source = ShardSource(f"{index}.shards.idx")
-    store, offsets, sizes = fsspec.filesystem("s3"), source.index.column("offset"), source.index.column("nbytes")
-    bounds = [*(shard.first for shard in source.index.files), len(source)]
-    for k, url in enumerate(urls):
-        data = store.cat_file(url)
-        for i in range(bounds[k], bounds[k + 1]):
-            record = parse_record(data[int(offsets[i]) : int(offsets[i] + sizes[i])], url)
-            yield sum(map(len, record.members.values()))
+#: name of the file, first byte, byte after the last one: of each record.
+_Ranges = list[tuple[str, int, int]]
 
 
-def _others(setup: Setup, shards: Shards, store: Any, index: Path) -> dict[str, Open]:
-    """Those that are installed; of the others standard error says so."""
-    source = ShardSource(f"{index}.shards.idx")
-    there: dict[str, Open] = {}
-    for name, prepare in {"MosaicML streaming": _mosaicml, "litData": _litdata, "Energon": _energon}.items():
-        try:
-            there[name] = prepare(setup, shards, store, source)
-        except ImportError as error:
-            print(f"benchmarks: {name} is left out: {error}", file=sys.stderr)
-    return there
+def _photographs(setup: Setup, records: int) -> tuple[Path, _Ranges]:
+    directory = setup.directory / "store-photographs"
+    shards = Shards(directory / "raw", records=records, shards=_SHARDS)
+    tars = sorted(shards.directory.glob("*.tar"))
+    prepare_shards(tars, directory / "photographs", shards.encoders["pillow"])
+    for path in [path for path in shards.directory.iterdir() if path not in tars]:  # Energon's
+        path.rename(directory / path.name)
+    source = ShardSource(f"{directory / 'photographs'}.shards.idx")
+    places = [place for i in range(len(source)) for place in source.places(i)]
+    return directory, [(Path(place.path).name, place.offset, place.stop) for place in places]
 
 
-def _members(source: ShardSource) -> Iterator[dict[str, Any]]:
-    for i in range(len(source)):
-        members = source.record(i).members
-        yield {"jpg": members["jpg"], "txt": members["txt"].decode()}
+def _text(setup: Setup, documents: int) -> tuple[Path, _Ranges]:
+    from benchmarks.prepare import train_tokenizer
 
-
-def _mosaicml(setup: Setup, shards: Shards, store: Any, source: ShardSource) -> Open:
-    from streaming import MDSWriter, StreamingDataset
-    from streaming.base.util import clean_stale_shared_memory
-    from torch.utils.data import DataLoader
-
-    folder = Path(tempfile.mkdtemp(dir=setup.directory)) / "mds"
-    with MDSWriter(out=str(folder), columns={"jpg": "bytes", "txt": "str"}) as writer:
-        for members in _members(source):
-            writer.write(members)
-    for path in folder.iterdir():
-        _put(store, path, f"mds/{path.name}")
-
-    def epoch() -> Iterator[int]:
-        clean_stale_shared_memory()
-        with tempfile.TemporaryDirectory(dir=setup.directory) as local:
-            data = StreamingDataset(remote=f"s3://{BUCKET}/mds", local=local, shuffle=True, batch_size=1)
-            for sample in DataLoader(data, batch_size=None):
-                yield len(sample["jpg"]) + len(sample["txt"])
-
-    return epoch
-
-
-def _litdata(setup: Setup, shards: Shards, store: Any, source: ShardSource) -> Open:
-    from litdata import StreamingDataLoader, StreamingDataset
-    from litdata.streaming import downloader
-    from litdata.streaming.writer import BinaryWriter
-
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it has no option for that
-    folder = Path(tempfile.mkdtemp(dir=setup.directory))
-    writer = BinaryWriter(str(folder), chunk_bytes="64MB")
-    for k, members in enumerate(_members(source)):
-        writer.add_item(k, members)
-    writer.done()
-    writer.merge()
-    for path in folder.iterdir():
-        _put(store, path, f"lit/{path.name}")
-
-    def epoch() -> Iterator[int]:
-        local = tempfile.mkdtemp(dir=setup.directory)
-        options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
-        data = StreamingDataset(f"s3://{BUCKET}/lit", cache_dir=local, storage_options=options, shuffle=True)
-        for batch in StreamingDataLoader(data, batch_size=1, num_workers=0):
-            yield len(batch["jpg"][0]) + len(batch["txt"][0])
-        shutil.rmtree(local, ignore_errors=True)
-
-    return epoch
-
-
-def _energon(setup: Setup, shards: Shards, store: Any, source: ShardSource) -> Open:
-    from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset, stateless
-
-    for path in filter(Path.is_file, shards.directory.rglob("*")):
-        _put(store, path, f"energon/{path.relative_to(shards.directory)}")
-    config = setup.directory / "msc.json"
-    os.environ["MSC_CONFIG"] = str(config)
-    storage = {"base_path": BUCKET, "endpoint_url": os.environ["AWS_ENDPOINT_URL"], "region_name": "us-east-1"}
-    config.write_text(json.dumps({"profiles": {"far": {"storage_provider": {"type": "s3", "options": storage}}}}))
-
-    class Task(DefaultTaskEncoder):
-        decoder = None
-
-        @stateless
-        def batch(self, samples: list[Any]) -> list[int]:
-            return [len(bytes(s.image)) + len(s.caption) for s in samples]
-
-    def epoch() -> Iterator[int]:
-        dataset = get_train_dataset(
-            "msc://far/energon",
-            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-            batch_size=1,
-            shuffle_buffer_size=SHUFFLE_BUFFER,
-            max_samples_per_sequence=100,
-            task_encoder=Task(),
-        )
-        loader = get_savable_loader(dataset, watchdog_timeout_seconds=None)
-        for sizes in islice(loader, shards.records // 10):  # it has no end, and as many requests for each record
-            yield sum(sizes)
-
-    return epoch
+    directory = setup.directory / "store-text"
+    (directory / "raw").mkdir(parents=True)
+    words = np.array([f"word{number}" for number in range(5000)])
+    rng = np.random.default_rng(3)
+    ranges: _Ranges = []
+    at = 0
+    with open(directory / "raw/text.jsonl", "w") as file:
+        for _ in range(documents):
+            row = json.dumps({"text": " ".join(words[rng.integers(0, len(words), rng.integers(100, 700))])}) + "\n"
+            file.write(row)
+            ranges.append(("text.jsonl", at, at := at + len(row)))
+    with open(directory / "raw/text.jsonl") as file, open(directory / "some.jsonl", "w") as some:
+        some.writelines(islice(file, 500))
+    tokenizer = train_tokenizer(directory, directory / "some.jsonl")
+    prepare([directory / "raw"], directory / "text", PrepareOptions(tokenizer=tokenizer, index_only=True))
+    return directory, ranges
