@@ -49,7 +49,8 @@ Files, in the order of a save and of a load:
     commit.py           a save, from the marker to the pointers: the checkpoint is complete
     durability.py       from complete to durable, in a thread of each machine
     retention.py        a step that is saved again; which of the old checkpoints make room
-    staging.py          copies to a second storage, in a thread; places.py: a directory, or a URL of an object store
+    staging.py          copies to a second storage, in a thread; staged.py: of a session
+    places.py           where copies go: a directory, or, in store_place.py, an object store
     nodes.py            machines without a directory in common; parts.py: a checkpoint in parts, one on each of them
     store.py            the requests to an object store; receipts.py: it has what was sent; workers.py: in threads
     lease.py            the one writer of an object store, and its commits

@@ -22,7 +22,7 @@ from pathlib import Path
 from megaresume.checkpoint.candidates import read_pointers, write_latest, write_tracker
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.mirror import file_name, record_name
-from megaresume.checkpoint.places import StorePlace, share_ledger
+from megaresume.checkpoint.places import share_ledger
 from megaresume.checkpoint.records import (
     TRACKER,
     data_path,
@@ -35,6 +35,7 @@ from megaresume.checkpoint.records import (
 from megaresume.checkpoint.retention import make_room, remove_older
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import Marker, read_step_file, remove_marker, write_marker, write_step_file
+from megaresume.checkpoint.store_place import StorePlace
 from megaresume.files import fsync_dir, fsync_file, make_dir, write_atomic, write_error
 from megaresume.stream.errors import StateError
 

@@ -4,7 +4,7 @@
     node k     the lowest rank that sees that directory works for it: it *leads* the node
 
 A save leaves a **part** on the disk of every node: the files of its own ranks, with a manifest that says so. In the
-store the parts become one checkpoint (`places.StorePlace`).
+store the parts become one checkpoint (`store_place.StorePlace`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from megaresume.checkpoint.fetch import fetch
 from megaresume.checkpoint.lease import Saved
 from megaresume.checkpoint.ledger import add_lines, read_ledger, saves_given_up
 from megaresume.checkpoint.manifest import read_manifest, remove_orphans
-from megaresume.checkpoint.places import StorePlace, missing_lines
+from megaresume.checkpoint.places import missing_lines
 from megaresume.checkpoint.ranks import (
     gather,
     is_rank_0,
@@ -38,9 +38,11 @@ from megaresume.checkpoint.ranks import (
 )
 from megaresume.checkpoint.records import ledger_path, manifest_path, marker_path
 from megaresume.checkpoint.search import Choice, Search
-from megaresume.checkpoint.staging import Staged, committed_in, remove_soon, stage
+from megaresume.checkpoint.staged import Staged
+from megaresume.checkpoint.staging import committed_in, remove_soon, stage
 from megaresume.checkpoint.step_file import run_of
 from megaresume.checkpoint.store import NotAsSavedError
+from megaresume.checkpoint.store_place import StorePlace
 from megaresume.stream.errors import MegaresumeError
 
 log = logging.getLogger(__name__)

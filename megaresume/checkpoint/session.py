@@ -82,7 +82,7 @@ from megaresume.checkpoint.records import ledger_path, manifest_path, same_place
 from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, has_older, make_room
 from megaresume.checkpoint.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.staging import Staged
+from megaresume.checkpoint.staged import Staged
 from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age

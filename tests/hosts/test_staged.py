@@ -14,7 +14,7 @@ import pytest
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.retention import KEEP_ALL
-from megaresume.checkpoint.staging import Staged
+from megaresume.checkpoint.staged import Staged
 from megaresume.stream.errors import SetupError, UsageError
 from tests.corpora import simple_corpus
 

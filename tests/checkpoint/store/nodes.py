@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import megaresume
-from megaresume.checkpoint import lease, places, staging, store
+from megaresume.checkpoint import lease, staging, store, store_place
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.store.recorder import Bucket, Lost
@@ -92,7 +92,7 @@ def train(
     store.PART, store.MOST_PARTS = 1000, 10_000
     remote.FIRST_WAIT, staging.FIRST_PAUSE, staging.LONGEST_PAUSE = 0.01, 0.05, 0.2
     lease.RENEW_SECONDS, lease.PATIENCE_SECONDS, lease._POLL_SECONDS = 0.3, 60.0, 0.05
-    places.PART_POLL = 0.05
+    store_place.PART_POLL = 0.05
     ranks = dist.get_world_size()
     model = Weights()
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))

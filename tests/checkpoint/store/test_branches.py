@@ -14,11 +14,12 @@ import pytest
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
 from megaresume.checkpoint.lease import Head, newest_head
 from megaresume.checkpoint.ledger import branches_of, read_ledger
-from megaresume.checkpoint.places import StorePlace, place_of
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.staging import Staged, stage
+from megaresume.checkpoint.staged import Staged
+from megaresume.checkpoint.staging import stage
 from megaresume.checkpoint.step_file import new_id
+from megaresume.checkpoint.store_place import StorePlace, place_of
 from tests.checkpoint.conftest import make_state, save_checkpoint
 
 

@@ -12,8 +12,8 @@ import pytest
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.checkpoint.manifest import FileEntry, Manifest, read_manifest
-from megaresume.checkpoint.places import NodePlace, join_parts
 from megaresume.checkpoint.staging import Stager
+from megaresume.checkpoint.store_place import NodePlace, join_parts
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError
 from tests.checkpoint.conftest import MODEL, make_state, save_checkpoint, write_model

@@ -19,11 +19,13 @@ import xxhash
 from megaresume.checkpoint import lease, staging, store
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.places import DirectoryPlace, Place, StorePlace, place_of
+from megaresume.checkpoint.places import DirectoryPlace, Place
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.staging import Staged, Stager, read_staging, stage
+from megaresume.checkpoint.staged import Staged
+from megaresume.checkpoint.staging import Stager, read_staging, stage
 from megaresume.checkpoint.step_file import Marker
+from megaresume.checkpoint.store_place import StorePlace, place_of
 from megaresume.data import remote
 from megaresume.files import make_dir
 from megaresume.program import main

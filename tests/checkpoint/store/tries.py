@@ -43,7 +43,7 @@ import s3fs  # noqa: F401
 from megaresume.checkpoint import lease, staging, store
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
 from megaresume.checkpoint.retention import Retention
-from megaresume.checkpoint.staging import Staged
+from megaresume.checkpoint.staged import Staged
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
