@@ -119,7 +119,13 @@ THREE = """
 """
 
 
-@pytest.mark.parametrize("ranks", [TWO, THREE], ids=["2", "3"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(TWO, id="2"),
+        pytest.param(THREE, id="3", marks=release("`[3]`: three nodes", "the same, `[2]`")),
+    ],
+)
 def test_a_disk_that_comes_back_with_a_branch_that_was_given_up(ranks: str) -> None:
     """It is that of rank 0, whole and never copied, and of later steps than the run has gone back to: it stays where
     it is."""
