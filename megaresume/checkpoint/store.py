@@ -452,15 +452,15 @@ class Store:
         marks = os.open(_done(part), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         hasher = xxhash.xxh3_128()
         #: in their order; each has a buffer until it is hashed.
-        coming: deque[Future[bytes]] = deque()
+        coming: deque[Future[bytes | memoryview]] = deque()
 
-        def bring(number: int) -> bytes:
+        def bring(number: int) -> bytes | memoryview:
             offset = number * PART
+            data: bytes | memoryview
             if done[number : number + 1] == b"x":
                 data = os.pread(descriptor, min(PART, size - offset), offset)
             else:
-                data = self._remote.read(self._url(name), offset, min(PART, size - offset))
-                left = memoryview(data)
+                left = data = self._remote.view(self._url(name), offset, min(PART, size - offset))
                 while left:
                     written = os.pwrite(descriptor, left, offset)
                     left, offset = left[written:], offset + written

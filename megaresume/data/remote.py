@@ -181,10 +181,13 @@ class RemoteStore:
 
     def read(self, url: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset`` on; raises as `size`."""
+        return bytes(self.view(url, offset, nbytes))
 
+    def view(self, url: str, offset: int, nbytes: int) -> memoryview:
+        """As `read`, in the memory that the client received them in: a copy of 16 MiB costs a quarter of reading them."""
         tries = 0
 
-        def fetch() -> bytes:
+        def fetch() -> memoryview:
             nonlocal tries
             tries += 1
             store = self.opened()
@@ -192,7 +195,7 @@ class RemoteStore:
             if ranges is not None:
                 data = ranges.read(url, offset, nbytes)
             else:
-                data = store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store))
+                data = memoryview(store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store)))
             if len(data) > nbytes:
                 raise SetupError(
                     f"{url} comes from a server that ignores ranges",

@@ -93,7 +93,7 @@ class S3Ranges:
         """Whether it failed so often that s3fs is to be asked."""
         return self._failed >= FAILURES and time.monotonic() < self._rests_until
 
-    def read(self, url: str, offset: int, nbytes: int) -> bytes:
+    def read(self, url: str, offset: int, nbytes: int) -> memoryview:
         """Bytes of an object, fewer if it is shorter.
 
         Raises:
@@ -103,7 +103,7 @@ class S3Ranges:
 
         bucket, _, path = url.removeprefix("s3://").partition("/")
         try:
-            data = bytes(obstore.get_range(self._store(bucket), path, start=offset, length=nbytes))
+            data = memoryview(obstore.get_range(self._store(bucket), path, start=offset, length=nbytes))
         except Exception as error:
             self._failed, self._rests_until = self._failed + 1, time.monotonic() + REST
             # Not what obstore calls it: that an object is missing, say, s3fs may see otherwise.
