@@ -184,7 +184,7 @@ class RemoteStore:
         return bytes(self.view(url, offset, nbytes))
 
     def view(self, url: str, offset: int, nbytes: int) -> memoryview:
-        """As `read`, in the memory that the client received them in: a copy of 16 MiB costs a quarter of reading them."""
+        """As `read`, in the memory that the client has: a copy of 16 MiB costs a quarter of reading them."""
         tries = 0
 
         def fetch() -> memoryview:
