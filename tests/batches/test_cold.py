@@ -167,15 +167,15 @@ def test_what_is_in_memory_is_not_asked_for(corpus, monkeypatch):
     monkeypatch.setattr(ahead, "_waits", lambda: 0)
     monkeypatch.setattr(ahead, "QUICK", 0)
     batches = iter(loader_of(corpus))
-    rows(batches, 60)
+    # Each look is at some steps that are read together, more of them where that is quick.
+    assert any(rows(batches, 10) and kernel.told[-1][2] == mmap.MADV_NORMAL for _ in range(20))
     told = len(kernel.told)
-    assert told < 2000
+    assert told < 3000
     rows(batches, 60)
     assert len(kernel.told) == told
     waited = count()
     monkeypatch.setattr(ahead, "_waits", lambda: next(waited))  # and then it is in memory no more
-    rows(batches, 60)
-    assert len(kernel.told) > told
+    assert any(rows(batches, 10) and len(kernel.told) > told for _ in range(20))
 
 
 def test_a_file_system_that_does_nothing_if_told_is_read_by_threads(corpus, monkeypatch):
