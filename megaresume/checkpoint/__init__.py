@@ -70,6 +70,7 @@ and what they write and read:
     step_file.py        data state and marker of a step
     manifest.py         every file, its size and checksum; the files of each rank
     ledger.py           one line for every checkpoint, start and end; prompt_ledger.py: what became of every prompt
+    branches.py         which save follows which, and what was given up
     position.py         how far a run has come between two saves
     goodput.py          what became of the time of a run
     meter/              live figures while it trains: what, by source and by document; figures.py: those of a session

@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.branches import saves_given_up
 from megaresume.checkpoint.candidates import examine, list_candidates, read_pointer, write_tracker
 from megaresume.checkpoint.commit import abandon_save, publish
 from megaresume.checkpoint.ledger import (
@@ -30,7 +31,6 @@ from megaresume.checkpoint.ledger import (
     LedgerEntry,
     append_ledger,
     read_ledger,
-    saves_given_up,
     with_attempt,
 )
 from megaresume.checkpoint.lock import release, take
@@ -147,8 +147,7 @@ def choose_of_two(
         if failed:
             raise failed[0][1]
         return None
-    known = saves_given_up(read_ledger(ledger_path(roots[0])).entries)
-    given_up = frozenset(save for save, is_given_up in known.items() if is_given_up)
+    given_up = saves_given_up(roots[0])
     best = max(found, key=lambda choice: _rank(choice, roots[0], given_up))
     others = [choice for choice in found if choice is not best]
     passed = [
@@ -318,6 +317,8 @@ def record_start(
     root = Path(os.path.abspath(save_dir))
     tidy(root, choice)
     kept: dict[str, Any] = dict(details or {})
+    if choice is not None and choice.step is not None:
+        kept["loaded"] = choice.step.save_id
     if (seconds := process_age()) is not None:
         kept["startup_seconds"] = round(seconds, 1)
     if (before := reached(root)) is not None:

@@ -1,7 +1,7 @@
 """The ledger: JSON lines that are never changed, one for every checkpoint, every start and every end of a run.
 
-It outlives pruned checkpoints, tells which run a directory belongs to, and in which order things happened: which
-checkpoints lie on the path to the present, and which on a branch that was given up.
+It outlives pruned checkpoints, tells which run a directory belongs to, and in which order things happened; `branches`
+tells from it which checkpoints lie on the path to the present.
 
 Every line is sealed (`megaresume.files`). A kill in the middle of an append leaves a torn last line: it is
 reported, not used, and closed off by the next append. Damaged lines elsewhere are reported by number.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import heapq
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,9 +65,9 @@ class LedgerEntry:
     #: UTC. Of a checkpoint, complete or durable: when its save began.
     time: str
     topology: Topology
-    #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; of a start the place
-    #: that it loaded from, ``startup_seconds`` since its process began, and what the process before it had ``reached``;
-    #: ``attempt`` of a launch script; notes. Plain JSON.
+    #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; of a start the save
+    #: that it ``loaded``, by its id, and the place that it loaded from, ``startup_seconds`` since its process began,
+    #: and what the process before it had ``reached``; ``attempt`` of a launch script; notes. Plain JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -290,74 +289,3 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> None:
             fsync_dir(path.parent)
     except OSError as error:
         raise write_error(path, error) from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Branch:
-    """A part of the run that was given up: a start went back, and its first checkpoint took another way."""
-
-    #: in the order in which they were given up, from 1.
-    number: int
-    #: the step that the start went back to, and when it did.
-    after: int
-    time: str
-    #: the last step that is known of it.
-    last: int
-
-    def __str__(self) -> str:
-        steps = f"steps {self.after + 1} to {self.last}"
-        return f"branch {self.number}, {steps}: the start of {self.time} went back to step {self.after}"
-
-
-def branches_of(entries: Sequence[LedgerEntry]) -> list[Branch | None]:
-    """Of every line, the branch that it belongs to; None if it lies on the path to the present.
-
-    When a run starts again from iteration 10 and continues to save 15, what it had done beyond 10 before that start no
-    longer leads to the present, whatever is saved under the same names later. A start alone gives nothing up: only the
-    first checkpoint after it does.
-    """
-    found: list[Branch | None] = [None] * len(entries)
-    number = 0
-    #: (-iteration, line) on the path to the present, the highest iteration first.
-    live: list[tuple[int, int]] = []
-    start: LedgerEntry | None = None
-    #: (iteration, tag, save) of a checkpoint -> its line: a separate, later line says that it is durable.
-    saved: dict[tuple[int, str | None, Any], int] = {}
-    for line, entry in enumerate(entries):
-        save = entry.iteration, entry.tag, entry.details.get("save_id")
-        if entry.kind == "start":
-            start = entry
-        if entry.kind == "checkpoint":
-            if start is not None and live and -live[0][0] > start.iteration:
-                number += 1
-                branch = Branch(number=number, after=start.iteration, time=start.time, last=-live[0][0])
-                while live and -live[0][0] > start.iteration:
-                    found[heapq.heappop(live)[1]] = branch
-            start = None
-            saved[save] = line
-        if entry.kind != "durable":
-            heapq.heappush(live, (-entry.iteration, line))
-    for line, entry in enumerate(entries):
-        if entry.kind == "durable":
-            found[line] = found[saved.get((entry.iteration, entry.tag, entry.details.get("save_id")), line)]
-    return found
-
-
-def abandoned_checkpoints(entries: Sequence[LedgerEntry]) -> frozenset[tuple[int, str]]:
-    """(iteration, tag) of the checkpoints on branches that were given up, and that were not saved again since."""
-    known: dict[tuple[int, str], bool] = {}
-    for entry, branch in zip(entries, branches_of(entries), strict=True):
-        if entry.kind == "checkpoint" and entry.tag is not None:
-            known[entry.iteration, entry.tag] = branch is not None
-    return frozenset(place for place, is_given_up in known.items() if is_given_up)
-
-
-def saves_given_up(entries: Sequence[LedgerEntry]) -> dict[str, bool]:
-    """Of every save that a ledger names, by its id, whether it lies on a branch that was given up. Another save of the
-    same step may lie on the path to the present."""
-    known: dict[str, bool] = {}
-    for entry, branch in zip(entries, branches_of(entries), strict=True):
-        save = entry.details.get("save_id")
-        if entry.kind == "checkpoint" and isinstance(save, str):
-            known[save] = branch is not None
-    return known

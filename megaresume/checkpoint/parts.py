@@ -20,12 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from megaresume.checkpoint.branches import saves_given_up
 from megaresume.checkpoint.candidates import Candidate, examine
 from megaresume.checkpoint.choose import of_two_runs
 from megaresume.checkpoint.commit import PendingCheckpoint, join_save
 from megaresume.checkpoint.fetch import fetch
 from megaresume.checkpoint.lease import Saved
-from megaresume.checkpoint.ledger import add_lines, read_ledger, saves_given_up
+from megaresume.checkpoint.ledger import add_lines
 from megaresume.checkpoint.manifest import read_manifest, remove_orphans
 from megaresume.checkpoint.places import missing_lines
 from megaresume.checkpoint.ranks import (
@@ -176,11 +177,11 @@ class Parts:
         for run, lines in told:
             if run == own and ledger.exists():  # else nothing is held together
                 add_lines(ledger, lines)
-        known, head = saves_given_up(read_ledger(ledger).entries), place.lease.head
+        given_up, head = saves_given_up(self.local), place.lease.head
         together = [
             save
             for save, (_, nodes) in parts[0].items()
-            if _is_whole(save, nodes, parts) and not known.get(save.save_id, False)
+            if _is_whole(save, nodes, parts) and save.save_id not in given_up
         ]
         named = Search(self.local, None, None, checksums=False, progress=None).named_by_pointers()
         done = {saved.save_id for saved in (*head.saves, *head.removed)}
@@ -191,7 +192,7 @@ class Parts:
         )
         if newest is None or newest.save_id in done:
             return together, None
-        is_older = any(s.iteration > newest.iteration and not known.get(s.save_id, False) for s in head.saves)
+        is_older = any(s.iteration > newest.iteration and s.save_id not in given_up for s in head.saves)
         return together, None if is_older else newest
 
     def _is_of_present(self, save: Saved, named: Candidate) -> bool:

@@ -36,6 +36,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaresume.checkpoint.branches import abandoned_checkpoints, saves_given_up
 from megaresume.checkpoint.candidates import (
     Candidate,
     examine,
@@ -44,7 +45,7 @@ from megaresume.checkpoint.candidates import (
     read_pointers,
     resolve_pointer,
 )
-from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger, saves_given_up
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.records import (
@@ -275,13 +276,13 @@ def prune(
         return ()
     gone: list[str] = []
     doomed: list[Path] = []
-    known: dict[str, bool] | None = None
+    given_up: frozenset[str] | None = None
     try:
         check_owned(root)
         for candidate in superfluous(root, retention, committed):
             if copied_to is not None and not is_copied(root, copied_to, candidate.iteration, candidate.tag):
-                known = saves_given_up(read_ledger(ledger_path(root)).entries) if known is None else known
-                if not known.get(_save_of(root, candidate), False):
+                given_up = saves_given_up(root) if given_up is None else given_up
+                if _save_of(root, candidate) not in given_up:
                     continue
             if copies_of is not None and (copies_of / candidate.tag).is_dir():
                 continue

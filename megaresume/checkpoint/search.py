@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megaresume.checkpoint.branches import abandoned_checkpoints
 from megaresume.checkpoint.candidates import (
     Candidate,
     Examined,
@@ -34,7 +35,7 @@ from megaresume.checkpoint.candidates import (
     read_pointers,
     resolve_pointer,
 )
-from megaresume.checkpoint.ledger import LedgerReading, abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.ledger import LedgerReading, read_ledger
 from megaresume.checkpoint.manifest import Manifest, Progress, directories_of_models
 from megaresume.checkpoint.records import ledger_path, step_path
 from megaresume.checkpoint.step_file import DataState, StepFile, read_step_file

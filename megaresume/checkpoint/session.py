@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megaresume.checkpoint.branches import saves_of_present
 from megaresume.checkpoint.choose import (
     MAX_STARTS,
     NOTHING_TO_TRAIN,
@@ -497,6 +498,7 @@ class Session:
                 return
         pending = _begin_save(root, envelope, tag, loaded.topology, latest=False, tracker=False)
         commit_save(pending, beside=beside)
+        self.loaded = replace(loaded, choice=replace(loaded.choice, step=pending.step))
 
     # Steps
 
@@ -603,7 +605,7 @@ class Session:
         places = [] if place in self._own else [place] if copies is None else [place, copies.shared]
         topology, parts = self.host.topology(), self._parts_of(root)
 
-        def record() -> tuple[int, list[tuple[int, str, str]]]:
+        def record() -> tuple[int, frozenset[str], list[tuple[int, str, str]]]:
             before = read_ledger(ledger_path(root)).entries
             saved = [entry.iteration for entry in before if entry.kind == "checkpoint"][-1:]
             load = self.host.load.format(directory=str(root))
@@ -623,12 +625,14 @@ class Session:
             )
             if saved and saved[0] > iteration:  # of a start that was refused it would not be true
                 print(f"megaresume: the run goes back: step {saved[0]} -> {iteration}", flush=True)
+            past = frozenset[str]()
             if copies is not None:
-                copies.start(iteration)
+                past = saves_of_present(root)
+                copies.start(iteration, past)
             elif not trains:
                 release(root)  # nothing more is written
             starts = sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
-            return starts, _left(root) if trains else []
+            return starts, past, _left(root) if trains else []
 
         def record_on_node() -> list[tuple[int, str, str]]:
             if parts is None or copies is None or not parts.leads_other:
@@ -636,10 +640,10 @@ class Session:
             if places:
                 check_fresh_start(root, cause=self.host.forgotten, load=self.host.load.format(directory=str(root)))
             tidy(root)
-            copies.start(iteration)
+            copies.start(iteration, past)
             return _left(root) if trains else []
 
-        self.attempt, left = on_rank_0(record)
+        self.attempt, past, left = on_rank_0(record)
         if parts is not None:
             left = on_all_ranks(record_on_node)
         for old_iteration, tag, save_id in left:  # of a process that was killed meanwhile

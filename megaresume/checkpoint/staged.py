@@ -190,23 +190,23 @@ class Staged:
             if (words := adopt(self.local, self.shared)) is not None:
                 print(f"megaresume: {self.named(words)}", flush=True)
 
-    def start(self, began: int | None = None) -> None:
+    def start(self, began: int | None = None, past: frozenset[str] = frozenset()) -> None:
         """Begin to copy, with what an earlier process left. On rank 0; again if the run goes back. If every node has a
         directory of its own, then on the others, too.
 
         Args:
-            began: the step that training begins from, see `Stager.start`.
+            began, past: the step that training begins from, and the saves that led there, see `Stager.start`.
         """
         if self.stager is None:
             return
         if self.is_started:
-            self.stager.go_back(began)
+            self.stager.go_back(began, past)
         else:
             self.is_started = True
             if self.nodes.are_many and is_rank_0():
                 with contextlib.suppress(MegaresumeError):  # before the others upload, and not while they do
                     self.stager.place.begin()
-            self.stager.start(began)
+            self.stager.start(began, past)
             atexit.register(self._at_exit)
 
     def submit(self, iteration: int, tag: str) -> None:

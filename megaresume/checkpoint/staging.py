@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.branches import saves_given_up
 from megaresume.checkpoint.candidates import Candidate, Pointer, examine, find, list_candidates, read_pointers
-from megaresume.checkpoint.ledger import read_ledger, saves_given_up
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import remove_orphans
 from megaresume.checkpoint.places import PartMissingError, Place, part_here, share_ledger
 from megaresume.checkpoint.records import (
@@ -129,22 +130,22 @@ class Stager:
         self._submitted: set[tuple[int, str]] = set()
         #: the step that training began from; None: whatever is there is copied.
         self._began: int | None = None
-        #: whether a save that the ledger named at the start is on a branch that was given up, by its id.
-        self._given_up: dict[str, bool] = {}
+        #: the saves that led there.
+        self._past: frozenset[str] = frozenset()
 
-    def start(self, began: int | None = None) -> None:
+    def start(self, began: int | None = None, past: frozenset[str] = frozenset()) -> None:
         """Begin, with what an earlier process left uncopied on the way to the present.
 
         Args:
-            began: the step that training begins from: what was saved of later ones, which this start has gone back
-                behind, is never copied, nor what lies on a branch that was given up; None: everything is.
+            began: the step that training begins from; None: whatever is there is copied.
+            past: the saves that led there: of what was saved until now, nothing else is ever copied.
 
         Raises:
             CheckpointError: the local root cannot be written.
         """
         make_dir(records_dir(self.local))
         self._write_note()
-        self.go_back(began)
+        self.go_back(began, past)
         self._queue.extend(
             (iteration, candidate.tag)
             for iteration, candidate in committed_in(self.local)
@@ -153,14 +154,12 @@ class Stager:
         self._thread = threading.Thread(target=self._run, name="megaresume-staging", daemon=True)
         self._thread.start()
 
-    def go_back(self, began: int | None) -> None:
-        """Training begins from this step: copy nothing that was saved of later ones until now. See `start`."""
-        known = {} if began is None else saves_given_up(read_ledger(ledger_path(self.local)).entries)
+    def go_back(self, began: int | None, past: frozenset[str]) -> None:
+        """Training begins from this step: see `start`."""
         with self._changed:
-            self._began, self._given_up = began, known
-            if began is not None:
-                self._submitted = {work for work in self._submitted if work[0] <= began}
-                self._queue = deque(work for work in self._queue if work[0] <= began)
+            self._began, self._past = began, past
+            self._submitted = {work for work in self._submitted if self._is_past(*work)}
+            self._queue = deque(work for work in self._queue if self._is_past(*work))
             self._changed.notify_all()
 
     def _is_worth_it(self, iteration: int, tag: str) -> bool:
@@ -170,17 +169,14 @@ class Stager:
         )
 
     def _is_past(self, iteration: int, tag: str) -> bool:
-        """Whether a checkpoint of an earlier process lies on the way to the step that training began from."""
+        """Whether a checkpoint led to the step that training began from."""
         if self._began is None:
             return True
-        if iteration > self._began:
-            return False
         try:
             save = read_step_file(step_path(self.local, iteration, tag)).save_id
         except StateError:
             return True  # `stage` says what is wrong
-        # That of a commit which a kill cut off has no line if another one was loaded.
-        return not self._given_up.get(save, iteration != self._began)
+        return save in self._past
 
     def _write_note(self) -> None:
         """For people, who cannot ask a store at any time."""
@@ -408,12 +404,12 @@ def _check_run(place: Place, step: StepFile) -> None:
 def _moves(local: Path, shared: Path, step: StepFile, goal: int | None) -> tuple[bool, bool]:
     """Which pointers a copy moves: to what the local ones name, or closer to it; back only from what was given up. For
     what comes before the goal, they name the goal."""
-    known = saves_given_up(read_ledger(ledger_path(local)).entries)
+    given_up = saves_given_up(local)
 
     def there(now: Pointer) -> int:
         if now.iteration is not None and now.tag is not None:
             with contextlib.suppress(StateError):
-                if known.get(read_step_file(step_path(shared, now.iteration, now.tag)).save_id):
+                if read_step_file(step_path(shared, now.iteration, now.tag)).save_id in given_up:
                     return -1
         return -1 if now.iteration is None else now.iteration
 

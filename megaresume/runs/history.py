@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
+from megaresume.checkpoint.branches import abandoned_checkpoints
+from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading
 from megaresume.checkpoint.records import records_dir, step_path
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.system import Topology

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.branches import abandoned_checkpoints
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.meter.record import meter_dir, read_pulse
 from megaresume.checkpoint.records import data_path, ledger_path, split_root
 from megaresume.checkpoint.replay import VARIABLE, Replay

@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaresume.checkpoint import ledger
+from megaresume.checkpoint.branches import abandoned_checkpoints, saves_given_up, saves_of_present
 from megaresume.checkpoint.ledger import (
     LedgerEntry,
-    abandoned_checkpoints,
     append_ledger,
     read_ledger,
     read_run,
 )
-from megaresume.checkpoint.records import seal, unseal
+from megaresume.checkpoint.records import ledger_path, seal, unseal
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import NewerFormatError, StateError
 
@@ -160,6 +163,36 @@ def test_given_up_branches() -> None:
     assert history(10, 20, "@10", 15, "@20", 30) == {(20, "t")}
     assert history(10, 12, "@10", "!10") == frozenset()  # an end saves nothing
     assert history(10, 20, "!20", "@20", 30, "!30") == frozenset()
+
+
+def ways(*events: str) -> tuple[list[str], list[str]]:
+    """``"10a"`` is a save ``a`` of step 10, ``"@10a"`` a start that has loaded it. Which are given up, and which led to
+    the last line."""
+    entries = []
+    for event in events:
+        kind, step, save = re.fullmatch("(@?)([0-9]+)([a-z]?)", event).groups()  # type: ignore[union-attr]
+        details = {"loaded" if kind else "save_id": save} if save else {}
+        entries.append(replace(entry(int(step), "start" if kind else "checkpoint"), details=details))
+    with tempfile.TemporaryDirectory() as root:
+        for one in entries:
+            append_ledger(ledger_path(Path(root)), one)
+        return sorted(saves_given_up(Path(root))), sorted(saves_of_present(Path(root)))
+
+
+def test_a_start_names_what_it_has_loaded() -> None:
+    assert ways("@0", "10a", "20b", "@20b", "30c") == ([], ["a", "b", "c"])
+    assert ways("@0", "10a", "20b", "@10a") == ([], ["a"])
+    assert ways("@0", "10a", "20b", "@10a", "15c") == (["b"], ["a", "c"])
+    # Another one goes on from what was given up: then it was not.
+    assert ways("@0", "10a", "20b", "@10a", "15c", "@20b") == (["b"], ["a", "b"])
+    assert ways("@0", "10a", "20b", "@10a", "15c", "@20b", "30d") == (["c"], ["a", "b", "d"])
+    assert ways("@0", "10a", "20b", "30c", "@10a", "15d", "@20b", "25e") == (["c", "d"], ["a", "b", "e"])
+    # Of the same step, and of a later one.
+    assert ways("@0", "10a", "20b", "@10a", "20c", "@20b", "30d") == (["c"], ["a", "b", "d"])
+    assert ways("@0", "10a", "@10a", "40b", "@10a", "20c", "@20c", "30d") == (["b"], ["a", "c", "d"])
+    # What has no name, or names what no line is of, has loaded the newest of its step.
+    assert ways("@0", "10a", "20b", "@10", "15c", "@20", "30d") == (["b"], ["a", "c", "d"])
+    assert ways("@0", "10a", "20b", "@10z", "15c") == (["b"], ["a", "c", "z"])
 
 
 def test_lines_name_the_attempt_that_a_launch_script_has_named(monkeypatch: pytest.MonkeyPatch) -> None:

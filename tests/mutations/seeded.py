@@ -216,8 +216,14 @@ CHECKPOINT = (
     ),
     Mutation(
         "give up the step that a start went back to",
-        "                while live and -live[0][0] > start.iteration:\n",
-        "                while live and -live[0][0] >= start.iteration:\n",
+        "        while self._live and -self._live[0][0] > after:\n",
+        "        while self._live and -self._live[0][0] >= after:\n",
+        LEDGER,
+    ),
+    Mutation(
+        "tell the branch of a start by its step",
+        "            loaded = self._saved.get(_save_of(entry), -1)\n",
+        "            loaded = -1\n",
         LEDGER,
     ),
     Mutation(

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.checkpoint.ledger import Branch, LedgerProblem, branches_of
+from megaresume.checkpoint.branches import Branch, branches_of
+from megaresume.checkpoint.ledger import LedgerProblem
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.records import data_path, manifest_path, records_dir
 from megaresume.checkpoint.step_file import StepFile

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint.branches import branches_of, saves_given_up, saves_of_present
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
 from megaresume.checkpoint.lease import Head, newest_head
-from megaresume.checkpoint.ledger import branches_of, read_ledger
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.staged import Staged
@@ -60,7 +61,7 @@ class Run:
         assert staged.place is not None
         staged.place.share_ledger(local)
         if copies:
-            staged.start(began)
+            staged.start(began, saves_of_present(local))
         for iteration in saves:
             save_checkpoint(local, iteration, checksums=True, salt=salt)
             if copies:
@@ -179,6 +180,30 @@ def test_copies_that_fall_behind_a_run_that_went_back(run: Run) -> None:
     assert run.start("b", (14,), salt=2) == 12 and run.named() == "global_step14"
 
 
+def test_a_machine_that_went_back_alone(run: Run) -> None:
+    """Another one has gone on from what it went back behind: its own way was given up, and that one never was."""
+    run.start("a", (10, 20, 30))
+    assert run.start("a", (12, 14, 45), tag="global_step10", salt=1, copies=False) == 10
+    assert run.start("b", (40,)) == 30
+    present = run.copied()
+    assert sorted(present) == [10, 20, 30, 40]
+    assert run.start("a", (50,), salt=2) == 40
+    assert {step: save for step, save in run.copied().items() if step < 50} == present
+    given_up = saves_given_up(run.root / "a")
+    assert given_up == {save for step, save in run.saves("a").items() if step in (12, 14, 45)}
+
+
+def test_a_start_from_a_branch_that_was_given_up(run: Run) -> None:
+    """What led to it is the present again, and what took another way is not."""
+    run.start("a", (10,))
+    run.start("a", (20, 30), copies=False)
+    run.start("a", (15, 25), tag="global_step10", salt=1, copies=False)
+    assert run.start("a", (40,), tag="global_step20", salt=2) == 20
+    assert sorted(run.copied()) == [10, 20, 40] and run.named() == "global_step40"
+    assert run.start("a", (50,), salt=3) == 40
+    assert sorted(run.copied()) == [10, 20, 40, 50]
+
+
 def test_what_was_begun_from_is_named(run: Run) -> None:
     """The pointers name an older one, which is gone: those of the copies name what the run goes on from."""
     run.start("a", (10,))
@@ -199,11 +224,11 @@ def test_a_program_that_loads_again(run: Run) -> None:
     staged.place.begin()
     record_start(local, iteration=40, state=make_state(320))
     with staged.stager._changed:  # nothing is copied meanwhile
-        staged.start(40)
+        staged.start(40, saves_of_present(local))
         save_checkpoint(local, 50)
         staged.submit(50, "global_step50")
         record_start(local, iteration=10, state=make_state(80))
-        staged.start(10)
+        staged.start(10, saves_of_present(local))
         save_checkpoint(local, 20, salt=1)
         staged.submit(20, "global_step20")
     staged.close(60)
