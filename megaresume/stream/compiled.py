@@ -17,16 +17,23 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import xxhash
-from numba.core import caching
+from numba.core import caching, entrypoints
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import Environment, lookup_environment
+from numba.core.runtime import nrtdynmod
 from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
+#: in place of a function's signature.
+_RUNTIME = "runtime"
 #: the reason that was given: once is enough.
 _said: list[str] = []
 
@@ -47,6 +54,8 @@ def _decorate(function: Callable[..., Any], signatures: tuple[Any, ...], options
     dispatcher = numba.njit(nogil=True, **options)(function)
     try:
         dispatcher._cache = _Cache(function)
+        # It looks for extensions in the metadata of all packages that are installed: only who compiles needs them.
+        dispatcher._compilation_chain_init_hook = _nothing
     except (RuntimeError, OSError) as error:
         _say(f"compiled code cannot be kept: {error}")
     for signature in signatures:
@@ -54,6 +63,10 @@ def _decorate(function: Callable[..., Any], signatures: tuple[Any, ...], options
     if signatures:
         dispatcher.disable_compile()
     return dispatcher
+
+
+def _nothing() -> None:
+    """For numba to call."""
 
 
 def _say(why: str) -> None:
@@ -109,8 +122,66 @@ class _OfUser(caching.UserProvidedCacheLocator):
         super().ensure_cache_path()
 
 
+class _Library(JITCodeLibrary):
+    """Machine code that was kept. Its bitcode, of which other functions are compiled, is parsed if one is."""
+
+    _bitcode: bytes
+
+    @classmethod
+    def kept(cls, library: Any) -> Any:
+        """What is kept of one that was compiled."""
+        name, _, code = library.serialize_using_object_code()
+        module = library._get_module_for_linking()
+        both = chain(module.functions, module.global_variables)
+        return name, code, [one.name for one in both if not one.is_declaration]
+
+    @classmethod
+    def loaded(cls, codegen: Any, kept: Any) -> _Library:
+        """The library again, as numba's `_unserialize` makes it."""
+        name, (code, bitcode), defined = kept
+        self = cls(codegen, name)
+        self.enable_object_caching()
+        self._set_compiled_object(code)
+        self._bitcode = bitcode
+        self._finalize_final_module()
+        codegen._engine._defined_symbols.update(defined)
+        return self
+
+    def _get_module_for_linking(self) -> Any:
+        if self._shared_module is None:
+            self._shared_module = llvm.parse_bitcode(self._bitcode)
+        return self._shared_module
+
+
 class _Implementation(caching.CompileResultCacheImpl):
     _locator_classes = [*caching.CompileResultCacheImpl._locator_classes, _OfUser]  # noqa: RUF012
+
+    def reduce(self, compiled: Any) -> Any:
+        """With the library as `_Library` keeps it."""
+        _, *rest = super().reduce(compiled)
+        return (_Library.kept(compiled.library), *rest)
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        """With a `_Library`."""
+        codegen = target_context.codegen()
+        codegen.unserialize_library = lambda kept: _Library.loaded(codegen, kept)
+        try:
+            return super().rebuild(target_context, payload)
+        finally:
+            del codegen.unserialize_library
+
+
+class _RuntimeImplementation(caching.CodeLibraryCacheImpl):
+    _locator_classes = _Implementation._locator_classes
+    _filename_prefix: Any = _RUNTIME
+
+    def reduce(self, library: Any) -> Any:
+        """As `_Library` keeps it."""
+        return _Library.kept(library)
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        """A `_Library`."""
+        return _Library.loaded(target_context.codegen(), payload)
 
 
 class _Files(caching.IndexDataCacheFile):
@@ -158,7 +229,7 @@ def _environment(module: str, constants: list[Any], name: str) -> Environment:
 
 
 class _Cache(caching.FunctionCache):
-    _impl_class = _Implementation
+    _impl_class: Any = _Implementation
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
@@ -175,10 +246,13 @@ class _Cache(caching.FunctionCache):
         enough; who compiles prepares the rest.
         """
         try:
-            rtsys.initialize(target_context)
-            return self._load_overload(sig, target_context)
+            _initialize_runtime(target_context)
+            found = self._load_overload(sig, target_context)
         except Exception:  # noqa: BLE001  of another build of numba or LLVM
-            return None
+            found = None
+        if found is None:
+            entrypoints.init_all()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Not at all where the disk is full."""
@@ -186,3 +260,48 @@ class _Cache(caching.FunctionCache):
             super().save_overload(sig, data)
         except OSError as error:
             _say(f"compiled code cannot be kept: {error}")
+
+
+class _RuntimeCache(_Cache):
+    _impl_class = _RuntimeImplementation
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """None if there is none that can be used."""
+        try:
+            return self._load_overload(sig, target_context)
+        except Exception:  # noqa: BLE001  of another build of numba or LLVM
+            return None
+
+
+def _initialize_runtime(target_context: Any) -> None:
+    """Numba's memory manager: numba compiles it in every process; here it is kept as functions are."""
+    if rtsys._init:
+        return
+    with global_compiler_lock:
+        compile_anew = nrtdynmod.compile_nrt_functions
+        nrtdynmod.compile_nrt_functions = _runtime
+        try:
+            rtsys.initialize(target_context)
+        finally:
+            nrtdynmod.compile_nrt_functions = compile_anew
+
+
+def _runtime(target_context: Any) -> Any:
+    """As numba's ``compile_nrt_functions``."""
+    try:
+        cache = _RuntimeCache(_runtime)
+    except (RuntimeError, OSError):
+        return _compile_runtime(target_context)  # `_decorate` says why
+    library = cache.load_overload(_RUNTIME, target_context)
+    if library is None:
+        library = _compile_runtime(target_context)
+        cache.save_overload(_RUNTIME, library)
+    return library
+
+
+def _compile_runtime(target_context: Any) -> Any:
+    module, library = nrtdynmod.create_nrt_module(target_context)
+    library.enable_object_caching()
+    library.add_ir_module(module)
+    library.finalize()
+    return library

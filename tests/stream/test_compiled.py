@@ -33,6 +33,39 @@ def twice(x):
 print(twice(np.uint64(1)))
 """
 
+#: notes what LLVM optimizes, and each search through the metadata of packages.
+WATCHED = """
+import importlib.metadata
+from numba.core import codegen
+
+optimized, searched = [], []
+optimize, search = codegen.CPUCodeLibrary._optimize_final_module, importlib.metadata.entry_points
+codegen.CPUCodeLibrary._optimize_final_module = lambda self: (optimized.append(self.name), optimize(self))[1]
+importlib.metadata.entry_points = lambda **some: (searched.append(some), search(**some))[1]
+"""
+CALLS_KEPT = """
+import numba
+import numpy as np
+
+from megaresume.stream import permutation
+
+keys, network = permutation.round_keys(1, "web", 0), permutation._network(1000)
+once = permutation.permute(np.arange(12), 1000, keys)
+print(once.tolist())
+print(permutation.permute(once, 1000, keys).tolist())
+
+
+@numba.njit
+def twice(indices, out, keys, num, left_bits, right_bits, rounds):
+    permutation._permute(indices, out, keys, num, left_bits, right_bits, rounds)
+    permutation._permute(out.copy(), out, keys, num, left_bits, right_bits, rounds)
+
+
+out = np.empty(12, np.int64)
+twice(np.arange(12), out, keys, *network)
+print(out.tolist())
+"""
+
 
 class Installed:
     """A copy of the package, without compiled code, and a home of its own."""
@@ -107,6 +140,25 @@ def test_kept_code_is_loaded_without_what_compiling_needs(installed: Installed) 
     compiling, loading = (installed.run().stdout.splitlines() for _ in range(2))
     assert compiling[0] == loading[0]
     assert "numba.np.arrayobj" in compiling[1] and loading[1] == "[]"
+
+
+@pytest.mark.process
+def test_nothing_is_compiled_where_all_is_kept(installed: Installed) -> None:
+    """Numba's memory manager included; nor is the metadata of all packages read for extensions of the compiler."""
+    installed.program = WATCHED + PROGRAM + "print(optimized, len(searched))"
+    compiling, loading = (installed.run().stdout.splitlines() for _ in range(2))
+    assert compiling[0] == loading[0]
+    assert "'nrt'" in compiling[1] and compiling[1].endswith(" 1") and loading[1] == "[] 0"
+
+
+@pytest.mark.process
+def test_kept_code_is_part_of_what_is_compiled_later(installed: Installed) -> None:
+    installed.program = CALLS_KEPT
+    for _ in range(2):  # compiled, then loaded
+        done = installed.run()
+        assert done.returncode == 0, done.stderr
+        once, twice, by_another = done.stdout.splitlines()
+        assert once != twice == by_another
 
 
 @pytest.mark.process
