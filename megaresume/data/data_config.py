@@ -37,8 +37,6 @@ from fractions import Fraction
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
-
 from megaresume.data.catalog import expanded, open_sources
 from megaresume.data.energon import OUR_PARTS
 from megaresume.data.inputs import is_energon, join
@@ -49,7 +47,7 @@ from megaresume.encoding.images.rgb import augmentation_from_options, augmentati
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.data_yaml import IMAGE_KINDS, SOURCE_KEYS, parse_weight
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Options, read, refused
+from megaresume.stream.schema import Before, Options, read, refused
 from megaresume.stream.yaml_text import read_mapping
 
 
@@ -105,7 +103,7 @@ def _any_set(sets: Any) -> Any:
     return sets
 
 
-_Sets = Annotated[dict[Annotated[str, BeforeValidator(_set_name)], ValidationSet], BeforeValidator(_any_set)]
+_Sets = Annotated[dict[Annotated[str, Before(_set_name)], ValidationSet], Before(_any_set)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
-
 from megaresume.data.energon import OUR_PARTS, read_energon
 from megaresume.data.inputs import expand_shards, join
 from megaresume.data.record_index import SUFFIX, ShardIndex, index_path
 from megaresume.data.shard_source import ShardSource, TooLong
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.schema import Options, Within, read, refused
+from megaresume.stream.schema import Before, Options, Within, read, refused
 from megaresume.stream.yaml_text import read_encoder
 
 
@@ -42,7 +40,7 @@ class ShardOptions(Options):
 
     ALSO: ClassVar[tuple[str, ...]] = ("kind", "split", *SOURCE_KEYS)
     #: tar shards, if they are not where the index says.
-    path: Annotated[Any, BeforeValidator(_files)] = None
+    path: Annotated[Any, Before(_files)] = None
     index: Any = None
     on_fault: Literal["error", "mask", "truncate"] = "error"
     too_long: TooLong = "error"
@@ -57,7 +55,7 @@ class ImageFolderOptions(ShardOptions):
     """Of ``kind: image_folder``: ``path`` are JSON lines."""
 
     #: directory or URL of the images, if it is not where the index says.
-    image_folder: Annotated[Any, BeforeValidator(_directory)] = None
+    image_folder: Annotated[Any, Before(_directory)] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

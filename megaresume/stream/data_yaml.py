@@ -12,10 +12,8 @@ from fractions import Fraction
 from math import gcd, isfinite, lcm
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
-
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Items, ListOf, Options, Truth, Within, check_keys, read, refused
+from megaresume.stream.schema import Before, Items, ListOf, NotEmpty, Options, Truth, Within, check_keys, read, refused
 
 PackingMode = Literal["best_fit", "knapsack", "split", "none"]
 #: How one source is packed where the others are not: ``split`` fills with its pieces what whole documents leave free.
@@ -162,7 +160,7 @@ def _parted(entry: Any) -> Any:
     return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key in OF_SOME_KINDS}}
 
 
-Packing = Annotated[PackingConfig, BeforeValidator(_short)]
+Packing = Annotated[PackingConfig, Before(_short)]
 #: a stage begins with the first sample before which the stream holds at least so many.
 Start = Annotated[int, Within(1, 1 << 62)] | None
 
@@ -175,7 +173,7 @@ class WrittenSource(Options):
     weight: Any = 1
     max_epochs: Annotated[int, Within(1, 1 << 32)] | None = None
     on_exhausted: ExhaustedPolicy | None = None
-    shuffle: Annotated[ShuffleConfig | None, BeforeValidator(_whole_or_blocks)] = None
+    shuffle: Annotated[ShuffleConfig | None, Before(_whole_or_blocks)] = None
     append: Append | None = None
     packing: SourcePacking | None = None
     augment: Annotated[tuple[Any, ...], ListOf("a list of steps, in order")] | None = None
@@ -183,7 +181,7 @@ class WrittenSource(Options):
     group_by_length: GroupConfig | None = None
     was: (
         Annotated[
-            tuple[Annotated[str, Field(min_length=1)], ...],
+            tuple[Annotated[str, NotEmpty()], ...],
             Items("the name that the source had before; or all that it had, the first one first"),
         ]
         | None
@@ -200,7 +198,7 @@ SOURCE_KEYS = tuple(f.name for f in fields(WrittenSource) if f.name not in ("opt
 class WrittenStage(Options):
     """One of ``stages``."""
 
-    name: Annotated[str | None, BeforeValidator(_stage_name)] = None
+    name: Annotated[str | None, Before(_stage_name)] = None
     from_samples: Start = None
     from_tokens: Start = None
     from_step: Start = None
@@ -232,9 +230,7 @@ class WrittenConfig(Options):
     seed: Annotated[int, Within(-(1 << 63), (1 << 64) - 1)] = 1234
     packing: Packing | None = None
     blend: BlendConfig | None = None
-    sources: (
-        dict[Annotated[str, BeforeValidator(_source_name)], Annotated[WrittenSource, BeforeValidator(_parted)]] | None
-    ) = None
+    sources: dict[Annotated[str, Before(_source_name)], Annotated[WrittenSource, Before(_parted)]] | None = None
     stages: (
         Annotated[tuple[WrittenStage, ...], ListOf("a list of changes: [{from_tokens: 1000000, weights: {...}}, ...]")]
         | None

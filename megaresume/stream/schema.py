@@ -8,22 +8,40 @@
     read(Patches, {"sise": 224}, "processor")   ConfigError: unknown key 'sise' in processor; did you mean 'size'?
 
 Values are checked here, once; code that makes such a dataclass itself is trusted.
+
+Pydantic, which takes longer to import than all that a start reads, is asked only about what is not plainly right: it
+judges what a value may be turned into, and words what is wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
-
-from pydantic import BeforeValidator, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+import types
+from collections.abc import Callable, Collection, Mapping
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from megaresume.stream.errors import ConfigError, near
 
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+    from pydantic_core import CoreSchema, PydanticCustomError
+
 T = TypeVar("T")
+Taken = Callable[[Any], Any]
 
 
 class Options:
@@ -45,7 +63,37 @@ class Options:
                     raise _unknown_key(key, [*known, *cls.ALSO])
             return dict(value)
 
-        return core_schema.no_info_before_validator_function(check, handler(source))
+        return _before(check, handler(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What a function makes of a value is validated; it raises `refused`."""
+
+    function: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _before(self.function, handler(source))
+
+    def plain(self, source: Any, inner: Taken) -> Taken:
+        """See `_plain`."""
+        return lambda value: inner(self.function(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class After:
+    """A function makes the value of what was validated; it raises `refused`."""
+
+    function: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.function, handler(source))
+
+    def plain(self, source: Any, inner: Taken) -> Taken:
+        """See `_plain`."""
+        return lambda value: self.function(inner(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +104,8 @@ class Within:
     high: float
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
         if source is int:
             low, high = int(self.low), int(self.high)
             return _expecting(
@@ -63,6 +113,10 @@ class Within:
             )
         number = core_schema.float_schema(strict=True, allow_inf_nan=False, ge=self.low, le=self.high)
         return _expecting(number, f"a number from {self.low:g} to {self.high:g}")
+
+    def plain(self, source: Any, inner: Taken) -> Taken:
+        """See `_plain`."""
+        return lambda value: _sure(value, type(value) is source and self.low <= value <= self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +127,49 @@ class Items:
     expected: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        length = None if Ellipsis in get_args(source) else len(get_args(source))
-
-        def items(value: Any) -> tuple[Any, ...]:
-            found = tuple(value) if isinstance(value, list | tuple) else (value,)
-            if not found or length not in (None, len(found)):
-                raise refused(expected=f"a list of {length or 'one or more'} values")
-            return found
-
-        schema = core_schema.no_info_before_validator_function(items, handler(source))
+        schema = _before(functools.partial(self._items, source), handler(source))
         return schema if self.expected is None else _expecting(schema, self.expected)
 
+    def plain(self, source: Any, inner: Taken) -> Taken:
+        """See `_plain`."""
+        return lambda value: inner(self._items(source, value))
 
-def ListOf(expected: str) -> BeforeValidator:
+    @staticmethod
+    def _items(source: Any, value: Any) -> tuple[Any, ...]:
+        length = None if Ellipsis in get_args(source) else len(get_args(source))
+        found = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not found or length not in (None, len(found)):
+            raise refused(expected=f"a list of {length or 'one or more'} values")
+        return found
+
+
+class Strict:
+    """True or false, and nothing that is like one of them."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.bool_schema(strict=True)
+
+    def plain(self, source: Any, inner: Taken) -> Taken:
+        """See `_plain`."""
+        return inner
+
+
+class NotEmpty:
+    """A text of at least one character."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.str_schema(min_length=1)
+
+    def plain(self, source: Any, inner: Taken) -> Taken:
+        """See `_plain`."""
+        return lambda value: _sure(inner(value), value != "")
+
+
+def ListOf(expected: str) -> Before:
     """A tuple from a list, maybe empty; anything else is refused with these words."""
 
     def check(value: Any) -> Any:
@@ -93,7 +177,7 @@ def ListOf(expected: str) -> BeforeValidator:
             raise refused("{place} is not a list", found=_typed(value), expected=expected)
         return value
 
-    return BeforeValidator(check)
+    return Before(check)
 
 
 Truth = Annotated[bool, Strict()]
@@ -112,6 +196,10 @@ def read(cls: Any, value: object, where: str, *, inside: str | None = None) -> A
     Raises:
         ConfigError: naming the key, what was found and what was expected.
     """
+    with contextlib.suppress(_UnsureError, ValueError):  # the error of a validator: pydantic finds it again
+        return _plain(cls)(value)
+    from pydantic import ValidationError
+
     try:
         return _adapter(cls).validate_python(value)
     except ValidationError as error:
@@ -150,6 +238,8 @@ def refused(headline: str = "bad value of {place}", **fields: Any) -> PydanticCu
         headline: ``{place}`` stands for the place in the configuration.
         fields: of `ConfigError`; ``at``: keys below the value that is validated; ``key``: one that is not known.
     """
+    from pydantic_core import PydanticCustomError
+
     return PydanticCustomError("refused", "refused", {"headline": headline, **fields})
 
 
@@ -160,7 +250,15 @@ def check_keys(data: Mapping[Any, Any], known: Collection[str], where: str, also
             raise _worded(_unknown_key(key, [*known, *also]).context or {}, where, key)
 
 
+def _before(function: Callable[[Any], Any], schema: CoreSchema) -> CoreSchema:
+    from pydantic_core import core_schema
+
+    return core_schema.no_info_before_validator_function(function, schema)
+
+
 def _expecting(schema: CoreSchema, expected: str) -> CoreSchema:
+    from pydantic_core import core_schema
+
     return core_schema.custom_error_schema(
         schema, "refused", custom_error_message="{expected}", custom_error_context={"expected": expected}
     )
@@ -168,6 +266,8 @@ def _expecting(schema: CoreSchema, expected: str) -> CoreSchema:
 
 @functools.cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(cls)
 
 
@@ -216,3 +316,64 @@ def _of_pydantic(error: Any) -> dict[str, Any]:
 
 def _typed(value: object) -> str:
     return f"{type(value).__name__}: {value!r:.60}"
+
+
+class _UnsureError(Exception):
+    """Pydantic has to look at it."""
+
+
+def _sure(value: T, is_plain: bool) -> T:
+    if not is_plain:
+        raise _UnsureError
+    return value
+
+
+@functools.cache
+def _plain(kind: Any) -> Taken:
+    """What takes a value that is plainly of a kind as pydantic does, and raises `_UnsureError` for any other.
+
+    Args:
+        kind: a dataclass of `Options`, or the type of one of its fields.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return lambda value: value
+    if kind in (bool, int, str):
+        return lambda value: _sure(value, type(value) is kind)
+    if origin is Literal:
+        return lambda value: _sure(value, type(value) is str and value in parts)
+    if origin is Annotated:
+        return _annotated(*parts)
+    if origin in (Union, types.UnionType) and len(parts) == 2 and parts[1] is types.NoneType:
+        inner = _plain(parts[0])
+        return lambda value: None if value is None else inner(value)
+    if origin is dict:
+        key, item = map(_plain, parts)
+        return lambda value: {key(k): item(v) for k, v in _sure(value, type(value) is dict).items()}
+    if origin is tuple and len(parts) == 2 and parts[1] is Ellipsis:
+        one = _plain(parts[0])
+        return lambda value: tuple(map(one, _sure(value, type(value) in (list, tuple))))
+    if isinstance(kind, type) and issubclass(kind, Options):
+        return _options(kind)
+    return lambda value: _sure(value, False)
+
+
+def _annotated(source: Any, *markers: Any) -> Taken:
+    taken = _plain(source)
+    for marker in markers:
+        taken = marker.plain(source, taken)
+    return taken
+
+
+def _options(kind: type[Options]) -> Taken:
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [f for f in dataclasses.fields(kind) if f.init]  # type: ignore[arg-type]
+    missing = dataclasses.MISSING
+    needed = {f.name for f in fields if f.default is missing and f.default_factory is missing}
+    taken = {f.name: _plain(hints[f.name]) for f in fields}
+
+    def options(value: Any) -> Any:
+        _sure(value, isinstance(value, Mapping) and needed <= value.keys() <= taken.keys())
+        return kind(**{key: taken[key](item) for key, item in value.items()})
+
+    return options

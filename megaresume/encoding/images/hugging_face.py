@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import AfterValidator
 
 from megaresume.encoding.images.pixels import Backend
 from megaresume.encoding.images.processor import Grid, Pattern, Pixels, image_tokens, of_json, pattern_of_text
 from megaresume.stream.errors import ConfigError, CorpusError, SetupError
-from megaresume.stream.schema import Options, Texts
+from megaresume.stream.schema import After, Options, Texts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -110,7 +109,7 @@ class TransformersProcessor(Options):
     kind: ClassVar[str] = "transformers"
 
     #: name -> content, of the directory of the model.
-    files: Annotated[dict[str, Any], AfterValidator(of_json)] | None = None
+    files: Annotated[dict[str, Any], After(of_json)] | None = None
     #: special tokens of the model's tokenizer.
     tokens: Texts = ()
     #: the token whose place features take: that of the encoder; None: the one that the files name.

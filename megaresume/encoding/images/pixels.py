@@ -35,12 +35,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator
 
 from megaresume.encoding.images.processor import Pixels
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Items, Options, Within, refused
+from megaresume.stream.schema import Before, Items, Options, Within, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,7 +75,7 @@ def _statistics(value: Any) -> Any:
 
 
 #: ``normalize``: a name in `STATISTICS`, or {mean: [r, g, b], std: [r, g, b]}.
-Normalize = Annotated[Statistics, BeforeValidator(_statistics)]
+Normalize = Annotated[Statistics, Before(_statistics)]
 
 
 #: ``backend``: whose pixels.

@@ -33,10 +33,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_ch
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator
 
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Options, refused
+from megaresume.stream.schema import After, Options, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -147,7 +146,7 @@ class PythonProcessor(Options):
     #: "package.module:callable".
     factory: str = ""
     #: of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
-    kwargs: Annotated[dict[str, Any], AfterValidator(of_json)] | None = None
+    kwargs: Annotated[dict[str, Any], After(of_json)] | None = None
     _inner: Processor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-from pydantic import BeforeValidator
 
 from megaresume.stream.errors import ConfigError, CorpusError, near, require
-from megaresume.stream.schema import Items, ListOf, Options, Texts, Within, plain, read, refused
+from megaresume.stream.schema import Before, Items, ListOf, Options, Texts, Within, plain, read, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -384,7 +383,7 @@ def _step(item: Any) -> Any:
 
 
 Steps = Annotated[
-    tuple[Annotated[dict[str, Any], BeforeValidator(_step)], ...],
+    tuple[Annotated[dict[str, Any], Before(_step)], ...],
     ListOf("the steps in order: [{flip: 0.5}, {crop: {scale: [0.8, 1.0]}}]"),
 ]
 

@@ -25,10 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BeforeValidator
-
 from megaresume.stream.errors import near
-from megaresume.stream.schema import Options, refused
+from megaresume.stream.schema import Before, Options, refused
 
 RowShape = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference"]
 SHAPES = cast(tuple[RowShape, ...], get_args(RowShape))
@@ -328,7 +326,7 @@ def _style(value: Any) -> Any:
 
 
 #: ``style``: a name in `STYLES`; {user: {before: ...}, ...}; or the list that a spec holds.
-Style = Annotated[tuple[Role, ...], BeforeValidator(_style)]
+Style = Annotated[tuple[Role, ...], Before(_style)]
 
 _CONTENT = (
     "{% set said = message['content'] %}"

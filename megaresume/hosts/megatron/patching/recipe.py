@@ -26,12 +26,12 @@ from typing import Annotated
 
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import AfterValidator, ValidationError
+from pydantic import ValidationError
 
 from megaresume.hosts.megatron.patching import PatchError
 from megaresume.shipped import shipped_dir
 from megaresume.stream.errors import ConfigError, UsageError
-from megaresume.stream.schema import Options, Within, read, refused
+from megaresume.stream.schema import After, Options, Within, read, refused
 from megaresume.stream.yaml_text import read_mapping
 
 
@@ -65,7 +65,7 @@ def _are_parameters(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-Regex = Annotated[str, AfterValidator(_is_regex)]
+Regex = Annotated[str, After(_is_regex)]
 Modules = tuple[str, ...]
 
 
@@ -75,7 +75,7 @@ class Called(Options):
 
     #: that it is imported from.
     modules: Modules
-    parameters: Annotated[tuple[str, ...], AfterValidator(_are_parameters)]
+    parameters: Annotated[tuple[str, ...], After(_are_parameters)]
     #: files that may define it, relative to the folder of the megatron package; the first that exists is compared.
     defined_in: tuple[str, ...] = ()
     #: functions that take it and give back one with the same parameters: ``f = wrapper(f)`` is still ``f``.
@@ -115,12 +115,12 @@ class ProviderCall(Argument):
 class Recipe(Options):
     """One recipe: for one upstream and one range of its versions."""
 
-    name: Annotated[str, AfterValidator(_is_name)]
+    name: Annotated[str, After(_is_name)]
     #: raised when the changes are others, so that a script patched by an older one is told apart.
     version: Annotated[int, Within(1, 1_000_000)]
     upstream: str
     #: range of megatron.core, as ``>=0.18,<0.19``; empty: any.
-    versions: Annotated[str, AfterValidator(_is_range)] = ""
+    versions: Annotated[str, After(_is_range)] = ""
     #: how a patched script is started; ``{script}`` stands for it.
     run: str = "torchrun --nproc-per-node GPUS {script} ARGUMENTS"
     calls: dict[str, Called]
