@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -171,7 +171,8 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
     states[KEY] = blob.getvalue()
     with dcp_errors():
         if writer == "dcp":
-            save(states, checkpoint_id=directory, process_group=group)
+            # Without a writer torch imports fsspec, in case that the directory is in a store, and ends with this one.
+            save(states, storage_writer=FileSystemWriter(directory), process_group=group)
             return None
         future: Future[Any] = async_save(  # type: ignore[assignment]
             states, checkpoint_id=directory, process_group=group
@@ -193,14 +194,15 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
         objects.put(states, full=True)
     else:
         first: dict[str, Any] = {KEY: b""}
+        reader = FileSystemReader(directory)
         with dcp_errors():
-            load(first, checkpoint_id=directory, process_group=group)
+            load(first, storage_reader=reader, process_group=group)
             rest = _checked(objects, torch.load(io.BytesIO(first[KEY]), map_location="cpu", weights_only=False))
             states = objects.blank()
-            saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+            saved = reader.read_metadata().state_dict_metadata
             for name in objects.optimizers:
                 states[name]["state"] = _only_saved(name, states[name], saved)
-            load(states, checkpoint_id=directory, process_group=group)
+            load(states, storage_reader=reader, process_group=group)
         objects.put(states)
     on_all_ranks(lambda: objects.put_rest(rest))
     return rest
