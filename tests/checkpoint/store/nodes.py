@@ -26,19 +26,24 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import numba  # noqa: F401
 import s3fs  # noqa: F401
+import tenacity  # noqa: F401
 import torch
+import torch._dynamo  # before the forks, as numba
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import megaresume
+import megaresume.hosts.loop
+import megaresume.stream.stream
 from megaresume.checkpoint import lease, staging, store, store_place
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.store.recorder import Bucket, Lost
-from tests.checkpoint.store.server import Proxied, Server
+from tests.checkpoint.store.server import Proxied, Server, freeze, keep_descriptions
 
 BATCH, ITEMS, WIDTH = 12, 1200, 24
 REFUSED, STOPPED = 3, 9
@@ -89,7 +94,7 @@ def train(
 ) -> None:
     """One rank: the loop of docs/torch.md, and what it sees, written down. ``die``: after so many steps, once the
     bucket tells of them."""
-    store.PART, store.MOST_PARTS = 1000, 10_000
+    store.PART, store.MOST_PARTS = 2000, 10_000
     remote.FIRST_WAIT, staging.FIRST_PAUSE, staging.LONGEST_PAUSE = 0.01, 0.05, 0.2
     lease.RENEW_SECONDS, lease.PATIENCE_SECONDS, lease._POLL_SECONDS = 0.3, 60.0, 0.05
     store_place.PART_POLL = 0.05
@@ -179,6 +184,7 @@ class Cluster:
     """Nodes with their disks, and the bucket."""
 
     def __init__(self, seed: int) -> None:
+        keep_descriptions()
         self.server = Server()
         os.environ.update(self.server.environment)
         self.client, self.proxy = self.server.client(), Proxied(self.server)
@@ -214,7 +220,7 @@ class Cluster:
         steps: int,
         *,
         kill: tuple[int, float] | None = None,
-        pause: float = 0.02,
+        pause: float = 0.04,
         save_every: int = 2,
         data_every: int | None = None,
         die: int | None = None,
@@ -280,7 +286,9 @@ class Cluster:
             if name not in sys.modules and not name.startswith("__"):
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
-        self.is_warm = self.is_warm or names.exists()
+        if names.exists() and not self.is_warm:
+            self.is_warm = True
+            freeze()
 
     def judge(self) -> list[int]:
         """The steps that count in the bucket, the newest last; each of them is looked up, and once opened.
@@ -379,7 +387,7 @@ class Cluster:
         try:
             for _ in range(starts):
                 ranks = self.random.choice((2, 2, 2, 3, 1))
-                victim, seconds = self.random.randrange(ranks), self.random.uniform(0.3, 8.0)
+                victim, seconds = self.random.randrange(ranks), self.random.uniform(0.1, 3.0)
                 fault = None
                 if self.random.random() < 0.5:
                     fault = victim, self.random.choice(FAULTS), self.random.randint(1, 80)
@@ -403,7 +411,7 @@ class Cluster:
             if not self.best and not all(disk.exists() for disk in self.disks):
                 return  # as above
             before, ranks = self.best, self.random.choice((1, 2, 3))
-            statuses = self.start(ranks, before + 1000, stop=self.random.uniform(0.3, 3.0))
+            statuses = self.start(ranks, before + 1000, stop=self.random.uniform(0.1, 1.0))
             told.append(f"{ranks} nodes, asked to stop: {statuses}")
             lines = [json.loads(line) for line in (self.record / "rank_0").read_text().splitlines()]
             done = max((line["done"] for line in lines if "done" in line), default=before)
@@ -432,7 +440,7 @@ def main() -> None:
     cluster, began = Cluster(args.seed), time.monotonic()
     try:
         while cluster.counts.total() < args.count:
-            cluster.life(5)
+            cluster.life(min(5, args.count - cluster.counts.total()))
             root = cluster.root
             cluster.new_run()
             shutil.rmtree(root, ignore_errors=True)

@@ -55,10 +55,11 @@ class Bucket:
         Raises:
             Lost: a checkpoint is named that is not whole, or a pointer names none that is.
         """
-        heads = self.heads()
-        if not heads:
+        keys = self.keys()
+        newest = max((name for name in keys if name.startswith("megaresume/heads/")), default=None)
+        if newest is None:
             return None
-        keys, head = self.keys(), heads[-1]
+        head: dict[str, Any] = json.loads(self.get(newest))
         for saved in head["saves"]:
             step, tag, save = saved["iteration"], saved["tag"], saved["save_id"]
             place = f"megaresume/{save}/step_{step:07d}"

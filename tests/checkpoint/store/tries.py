@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import boto3  # noqa: F401  before the forks
-import botocore.loaders
 import fsspec
 import s3fs  # noqa: F401
+import tenacity  # noqa: F401
 
-from megaresume.checkpoint import lease, staging, store
+from megaresume.checkpoint import lease, staging, store, workers  # noqa: F401
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
 from megaresume.checkpoint.retention import Retention
 from megaresume.checkpoint.staged import Staged
@@ -48,7 +48,7 @@ from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
 from tests.checkpoint.store.recorder import Bucket, Folder, Lost
-from tests.checkpoint.store.server import SERVERS, Proxied
+from tests.checkpoint.store.server import SERVERS, Proxied, freeze, keep_descriptions
 
 KILLS = ("kill before", "kill after")
 STOPS = ("stop before", "stop after")
@@ -72,15 +72,14 @@ class World:
     """
 
     def __init__(self, server: str) -> None:
-        # A client reads its own description from files, megabytes of it, which costs more than all it does here.
-        loader = botocore.loaders.JSONFileLoader
-        loader.load_file = functools.lru_cache(loader.load_file)  # type: ignore[method-assign]
+        keep_descriptions()
         self.server = SERVERS[server]()
         self.proxy = Proxied(self.server)
         os.environ.update(self.server.environment)
         os.environ["AWS_ENDPOINT_URL"] = self.proxy.url
         self.client = self.server.client()
         self.disk = _disk()
+        freeze()
 
     def close(self) -> None:
         self.proxy.close()
