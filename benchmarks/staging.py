@@ -58,7 +58,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     if not client.exists(BUCKET):
         client.mkdir(BUCKET)
     try:
-        yield from _moved(files, _clients(client), 1 if quick else setup.sizes.slow_repetitions)
+        yield from _moved(files, _clients(client, _entries(files)), 1 if quick else setup.sizes.slow_repetitions)
         yield _slower(files, rounds=1 if quick else 8, setup=setup)
     finally:
         client.rm(BUCKET, recursive=True)
@@ -75,20 +75,15 @@ def _entries(files: list[tuple[Path, str]]) -> list[FileEntry]:
     ]
 
 
-def _clients(s3: Any) -> dict[str, Client]:
+def _clients(s3: Any, entries: list[FileEntry]) -> dict[str, Client]:
     """By name; those that are not installed are said."""
     ours = store.Store(f"s3://{BUCKET}")
-    known: dict[Path, list[FileEntry]] = {}
-
-    def entries(files: list[tuple[Path, str]]) -> list[FileEntry]:
-        return known.setdefault(files[0][0], _entries(files))
-
     options = {"chunksize": store.PART, "max_concurrency": store.REQUESTS}
     clients: dict[str, Client] = {
         "ours": (
-            lambda files: ours.upload_all((p, n, e) for (p, n), e in zip(files, entries(files), strict=True)),
+            lambda files: ours.upload_all((p, n, e) for (p, n), e in zip(files, entries, strict=True)),
             lambda files, to: ours.download_all(
-                [(n, to / p.name, e) for (p, n), e in zip(files, entries(files), strict=True)], lambda: None
+                [(n, to / p.name, e) for (p, n), e in zip(files, entries, strict=True)], lambda: None
             ),
         ),
         "s3fs": (

@@ -53,6 +53,7 @@ Files, in the order of a save and of a load:
     places.py           where copies go: a directory, or, in store_place.py, an object store
     nodes.py            machines without a directory in common; parts.py: a checkpoint in parts, one on each of them
     store.py            the requests to an object store; receipts.py: it has what was sent; workers.py: in threads
+    http_session.py     how they are sent; buffer.py: the memory of a part
     lease.py            the one writer of an object store, and its commits
     mirror.py           what an object store holds, as a directory (scratch.py: a temporary one)
     fetch.py            a checkpoint of a store, brought here

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from megaresume.checkpoint.buffer import Buffer
 from megaresume.data.remote import s3_code
 
 #: of a method of S3's client, as botocore names it.
@@ -34,7 +35,7 @@ class OtherBytesError(OSError):
     """A store has received other bytes than were sent, and has not refused them."""
 
 
-def send_with_md5(call: Call, method: str, data: bytes, **parameters: Any) -> Any:
+def send_with_md5(call: Call, method: str, data: bytes | Buffer, **parameters: Any) -> Any:
     """Send bytes; what the store answers. Raises OtherBytesError, and what the client does."""
     digest = hashlib.md5(data, usedforsecurity=False)
     answer = call(method, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **parameters)
@@ -65,7 +66,7 @@ class Parts:
         self._upload = self._call("create_multipart_upload", Key=self._key, **algorithm)["UploadId"]
         return self._upload
 
-    def send(self, number: int, data: bytes) -> dict[str, Any]:
+    def send(self, number: int, data: Buffer) -> dict[str, Any]:
         """Send a part; what the end of the upload says of it. Raises OtherBytesError, and what the client does."""
         where = {"Key": self._key, "UploadId": self._upload, "PartNumber": number}
         if not self._with_crc32:
@@ -102,6 +103,6 @@ def compares_crc32(call: Call, key: str) -> bool:
     return False
 
 
-def _crc32(data: bytes) -> str:
+def _crc32(data: bytes | Buffer) -> str:
     """As S3 writes it: base64 of its four bytes, the highest first."""
     return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import xxhash
 
+from megaresume.checkpoint.buffer import Buffer
 from megaresume.checkpoint.manifest import FileEntry, checksum_file
 from megaresume.checkpoint.receipts import OtherBytesError, Parts, compares_crc32, send_with_md5
 from megaresume.data.remote import PATIENCE, RemoteStore, s3_code
@@ -83,8 +84,10 @@ class Store:
         self._path = path
         self._bucket, _, self._prefix = path.partition("/")
         self._is_s3 = protocol in ("s3", "s3a")
-        self._remote = RemoteStore(protocol)
+        self._remote = RemoteStore(protocol, _settings)
         self._buffers = threading.BoundedSemaphore(BUFFERS)
+        #: of parts that were sent; with those in use, not more than `BUFFERS`.
+        self._spare: list[Buffer] = []
         self._pools: tuple[int, Workers, Workers] | None = None
         #: whether the store compares a CRC32; None: it was not asked yet.
         self._is_compared: bool | None = None
@@ -293,7 +296,11 @@ class Store:
             SetupError: the store does not answer, or refuses.
             GaveWayError: it was stopped.
         """
-        return _all(self._of_files.submit(self._upload, *one, gives_way) for one in files)
+        try:
+            return _all(self._of_files.submit(self._upload, *one, gives_way) for one in files)
+        finally:
+            for buffer in self._spare:
+                buffer.rest()
 
     def _upload(self, path: Path, name: str, entry: FileEntry, gives_way: Callable[[], bool]) -> str:
         if gives_way():
@@ -312,6 +319,8 @@ class Store:
     def _upload_whole(self, path: Path, name: str, entry: FileEntry) -> str:
         if entry.size <= PART:
             with self._buffers:
+                with contextlib.suppress(IndexError):
+                    self._spare.pop().close()  # or there would be more than `BUFFERS`
                 data = read_file(path)
                 checksum = xxhash.xxh3_128_hexdigest(data)
                 check_source(path, entry, checksum, len(data))
@@ -337,9 +346,11 @@ class Store:
         upload, hasher = self._tried(name, "begun", receipts.begin, verb="written"), xxhash.xxh3_128()
         sent: list[Future[dict[str, Any]]] = []
 
-        def send(number: int, data: bytes) -> dict[str, Any]:
+        def send(number: int, data: Buffer) -> dict[str, Any]:
             try:
-                return self._tried(name, f"written, part {number}", lambda: receipts.send(number, data), verb="written")
+                part = self._tried(name, f"written, part {number}", lambda: receipts.send(number, data), verb="written")
+                self._spare.append(data)
+                return part
             finally:
                 self._buffers.release()
 
@@ -350,15 +361,15 @@ class Store:
                     raise GaveWayError
                 self._buffers.acquire()
                 try:
-                    data = file.read(min(part_size, left))
-                    if not data:
-                        raise _changed(path, entry, f"{entry.size - left} bytes")
+                    data = self._buffer(size := min(part_size, left))
+                    if (count := data.fill(file)) < size:
+                        raise _changed(path, entry, f"{entry.size - left + count} bytes")
                     hasher.update(data)
                     sent.append(self._of_requests.submit(send, len(sent) + 1, data))
                 except BaseException:
                     self._buffers.release()
                     raise
-                left -= len(data)
+                left -= size
             parts = _all(sent)
             check_source(path, entry, hasher.hexdigest(), entry.size)
             self._tried(name, "completed", lambda: self._complete(key, upload, parts, entry.size), verb="written")
@@ -368,6 +379,14 @@ class Store:
             self._abort(key, upload)
             raise
         return hasher.hexdigest()
+
+    def _buffer(self, size: int) -> Buffer:
+        """A spare one, or another in its place."""
+        with contextlib.suppress(IndexError):
+            if len(spare := self._spare.pop()) == size:
+                return spare
+            spare.close()
+        return Buffer(size)
 
     def _compares_crc32(self, key: str) -> bool:
         with self._asking:
@@ -497,9 +516,10 @@ class Store:
 
     def prepare(self) -> None:
         """Have every thread that is needed later, up to the end of Python."""
-        from megaresume.checkpoint.workers import Workers
+        from megaresume.checkpoint.workers import Workers, senders
 
         self._workers()
+        senders(os.getpid())
         if (loop := getattr(self._remote.opened(), "loop", None)) is not None:
             # Looks up names of hosts, for requests that wait for it.
             loop.call_soon_threadsafe(loop.set_default_executor, Workers(2, "megaresume-names"))
@@ -548,6 +568,13 @@ class Store:
         """Pass on that it is the bucket that is not there."""
         if self._is_s3 and "bucket" in str(error).lower():
             raise error
+
+
+def _settings() -> dict[str, Any]:
+    """Of S3's client."""
+    from megaresume.checkpoint.http_session import HttpSession
+
+    return {"http_session_cls": HttpSession}
 
 
 def _done(part: Path) -> Path:

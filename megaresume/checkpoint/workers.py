@@ -1,4 +1,4 @@
-"""`Workers`: threads that work on while Python ends."""
+"""`Workers`: threads that work on while Python ends. `senders`: those that send the parts of uploads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+#: parts of uploads that are sent at a time.
+SENDERS = 8
 
 
 class Workers(ThreadPoolExecutor):
@@ -45,3 +48,9 @@ class Workers(ThreadPoolExecutor):
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
                 future.set_exception(error)
+
+
+@functools.lru_cache(maxsize=1)
+def senders(process: int) -> Workers:
+    """Those that send the parts of uploads, of this process: its parent's do not outlive a fork."""
+    return Workers(SENDERS, "megaresume-senders")

@@ -148,17 +148,18 @@ class RemoteStore:
 
     Args:
         protocol: ``s3``, ``gs``, ``memory``, ...
+        settings: of S3's client, beside those that it is configured with; asked when it is opened.
     """
 
-    def __init__(self, protocol: str) -> None:
-        self.protocol = protocol
+    def __init__(self, protocol: str, settings: Callable[[], dict[str, Any]] = dict) -> None:
+        self.protocol, self._settings = protocol, settings
         self._opened: tuple[int, Any] | None = None
         #: what reads ranges instead of the filesystem, and of which one.
         self._ranges: tuple[Any, S3Ranges | None] = (None, None)
         self._failed, self._quiet_until = 0, 0.0
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (RemoteStore, (self.protocol,))
+        return (RemoteStore, (self.protocol, self._settings))
 
     def size(self, url: str) -> int:
         """Bytes of a file.
@@ -238,6 +239,9 @@ class RemoteStore:
             options = _OPTIONS.get(self.protocol, {})
             configured = fsspec.config.conf.get(self.protocol, {})
             options = {name: value for name, value in options.items() if name not in configured}
+            if self.protocol in ("s3", "s3a") and (settings := self._settings()):
+                known = options.get("config_kwargs") or configured.get("config_kwargs", {})
+                options["config_kwargs"] = {**known, **settings}
             self._opened = (os.getpid(), fsspec.filesystem(self.protocol, **options))
         return self._opened[1]
 

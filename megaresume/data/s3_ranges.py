@@ -21,7 +21,10 @@ from urllib.parse import urlsplit
 #: of s3fs, and of its ``config_kwargs`` and ``client_kwargs``: settings that obstore is given as well, or that do not
 #: matter for a read.
 _KNOWN = {"key", "secret", "token", "endpoint_url", "profile", "cache_regions", "config_kwargs", "client_kwargs"}
-_KNOWN_CONFIG = {"max_pool_connections", "connect_timeout", "read_timeout", "retries", "region_name", "s3"}
+_KNOWN_CONFIG = {
+    *("max_pool_connections", "connect_timeout", "read_timeout", "retries", "region_name", "s3"),
+    "http_session_cls",  # `megaresume.checkpoint.http_session`
+}
 _KNOWN_CLIENT = {"region_name", "endpoint_url"}
 #: certificates that botocore is told of, and obstore is not.
 _CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")

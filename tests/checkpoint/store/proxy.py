@@ -6,6 +6,7 @@ prints its URL.
     kill before, kill after      SIGKILL to a process, before the request is passed on, or when the server has done it
     stop before, stop after      SIGSTOP, likewise
     503, slow                    an answer that the server is too busy: SlowDown
+    half, half reset             503 to the first request of each part, or a closed connection, after half of its body
     403                          ExpiredToken
     reset before, reset after    the connection is closed, before the request is passed on, or instead of the answer
     torn                         half of the body of the answer, then the connection is closed
@@ -34,6 +35,7 @@ import signal
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -43,9 +45,11 @@ ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>as planned</Messag
 
 
 async def _message(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None = None
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter | None = None,
+    is_cut: Callable[[bytes], bool] = lambda first: False,
 ) -> tuple[bytes, dict[str, str], bytes]:
-    """First line, headers, body; ``writer``: to a client that waits before it sends its body."""
+    """First line, headers, body, or half of it; ``writer``: to a client that waits before it sends its body."""
     head = await reader.readuntil(b"\r\n\r\n")
     first, *lines = head[:-4].split(b"\r\n")
     headers = dict(line.decode().split(": ", 1) for line in lines if b": " in line)
@@ -60,7 +64,7 @@ async def _message(
         headers = {name: value for name, value in headers.items() if name.lower() != "transfer-encoding"}
         headers["Content-Length"] = str(len(body))
     elif length := int(lower.get("content-length", 0)):
-        body = await reader.readexactly(length)
+        body = await reader.readexactly(length // 2 if is_cut(first) else length)
     return first, headers, body
 
 
@@ -96,7 +100,7 @@ class Proxy:
             writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        first, headers, body = await _message(reader, writer)
+        first, headers, body = await _message(reader, writer, self._is_cut)
         method, path, _ = first.decode().split(" ")
         if path == "/__plan__":
             self.plan, self.log = json.loads(body), []
@@ -106,7 +110,14 @@ class Proxy:
             data = json.dumps(self.log).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
             return True
+        is_cut = self._is_cut(first)
         self.log.append(f"{method} {path}")
+        if is_cut and self.plan["fault"] == "half":
+            writer.write(b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n")
+            await reader.readexactly(int(headers["Content-Length"]) - len(body))
+            return True
+        if is_cut:
+            return False
         fault = self.plan.get("fault", "") if len(self.log) == self.plan.get("at") else ""
         if self.plan.get("fault") == "quota" and len(self.log) >= self.plan["at"] and method in ("PUT", "POST"):
             fault = "quota"
@@ -167,6 +178,12 @@ class Proxy:
         writer.write(_bytes(answer, after, content))
         await writer.drain()
         return True
+
+    def _is_cut(self, first: bytes) -> bool:
+        """Whether this is the first request of a part, which gets half of its body through."""
+        method, path, _ = first.decode().split(" ")
+        is_part = self.plan.get("fault", "").startswith("half") and "partNumber=" in path
+        return is_part and f"{method} {path}" not in self.log
 
     def _always(self, method: str, path: str, headers: dict[str, str]) -> str:
         """What happens to every request."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import xxhash
 
 from megaresume.checkpoint import store
+from megaresume.checkpoint.buffer import Buffer
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.store import Store
 from megaresume.data import remote
@@ -66,6 +69,64 @@ def test_a_byte_is_another_one_on_its_way(compares: bool, proxy: Proxied, server
         target.upload_all([(path, f"{at}.pt", entry)])
         assert client.get_object(Bucket="runs", Key=f"{key}/{at}.pt")["Body"].read() == path.read_bytes()
     assert not client.list_multipart_uploads(Bucket="runs").get("Uploads")
+
+
+@pytest.mark.parametrize(("fault", "compares"), [("half", True), ("half reset", False)])
+@pytest.mark.parametrize("attempts", [(1, 1), (3, 1), (1, 3)], ids=["ours", "botocore's", "s3fs's"])
+def test_another_attempt_sends_all_of_a_part(
+    attempts: tuple[int, int],
+    fault: str,
+    compares: bool,
+    proxy: Proxied,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Whoever makes it, after half of the first one has gone out, in whatever way."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", str(attempts[0]))
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", attempts[1])
+    part = 3 << 20  # more than what sockets hold
+    monkeypatch.setattr(store, "PART", part)
+    path, entry = _file(tmp_path, 4 * part + 1000)
+    target = Store(f"s3://runs/{tmp_path.name}")
+    target._is_compared = compares
+    proxy.plan(fault=fault)
+    target.upload_all([(path, "model.pt", entry)])
+    found = server.client().get_object(Bucket="runs", Key=f"{tmp_path.name}/model.pt")
+    assert found["Body"].read() == path.read_bytes()
+    sent = [line for line in proxy.requests() if "partNumber=" in line]
+    assert len(sent) == 2 * len(set(sent)) == 10
+
+
+def test_memory_of_an_upload(proxy: Proxied, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each part is there once: a client that copies it would need twice what is promised."""
+    part = 1 << 20
+    monkeypatch.setattr(store, "PART", part)
+    big, entry = _file(tmp_path, 40 * part)
+    small = tmp_path / "small.pt"
+    small.write_bytes(b"x" * part)
+    small_entry = FileEntry(path=small.name, size=part, checksum=None)
+    target = Store(f"s3://runs/{tmp_path.name}")
+    made, most = list["weakref.ref[Buffer]"](), 0
+
+    def make(size: int) -> Buffer:
+        nonlocal most
+        buffer = Buffer(size)
+        made.append(weakref.ref(buffer))
+        there = [one for ref in list(made) if (one := ref()) is not None and not one.closed]
+        most = max(most, sum(map(len, there)))
+        return buffer
+
+    monkeypatch.setattr(store, "Buffer", make)
+
+    target.upload_all([(big, "a.pt", entry)])  # and all that is loaded once
+    tracemalloc.start()
+    files = [(big, f"{k}.pt", entry) for k in range(3)] + [(small, f"small-{k}.pt", small_entry) for k in range(6)]
+    target.upload_all(files)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0 < most <= store.BUFFERS * part
+    assert peak < (store.FILES + 1) * part  # of small files, which are not sent as parts
 
 
 def test_asked_once_and_after_a_failure_again(proxy: Proxied, server: Server, tmp_path: Path) -> None:
