@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.tiers", "tests.tokenizer"]
+pytest_plugins = ["tests.tiers", "tests.tokenizer", "tests.warm"]
 
 # Before torch is imported, here and in what is started: threads of many processes at once are in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.cluster.local import free_port
-from tests.warm import ENVIRONMENT, Forked
+from tests.forked import ENVIRONMENT
 
 pytestmark = pytest.mark.process
 
@@ -21,7 +23,7 @@ PROGRAM = Path(__file__).with_name("meeting.py")
 SOON = 60.0
 
 
-class Rank(Forked):
+class Rank(subprocess.Popen[bytes]):
     """Runs `meeting.py`; no launcher ends it if another one is killed."""
 
     def said(self) -> str:
@@ -33,8 +35,10 @@ class Rank(Forked):
         return self.output.read_text()
 
     def __init__(self, words: str, env: dict[str, str], output: Path) -> None:
-        super().__init__([str(PROGRAM), *words.split()], env, output)
         self.output = output
+        command = [sys.executable, str(PROGRAM), *words.split()]
+        with open(output, "wb") as file:
+            super().__init__(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 @contextmanager
@@ -71,6 +75,7 @@ def test_a_rank_is_killed_while_the_others_wait(tmp_path: Path, victim: int, pla
 
 def test_a_rank_was_killed_before_the_others_came(tmp_path: Path) -> None:
     with ranks(tmp_path, "gone=2 gate", "gone=2 end", "die-after=0") as started:
+        started[2].wait()  # until then there is a process of this number
         assert notice(started[:2])
 
 

@@ -18,7 +18,7 @@ import pytest
 from megaresume.cluster.new import STARTS
 from tests.cli.conftest import megaresume
 from tests.packaging.conftest import ROOT
-from tests.warm import run_forked
+from tests.warm import run_program
 
 #: trainer -> the package that it is a starting point for.
 PACKAGES = {"torch": "torch", "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
@@ -59,7 +59,7 @@ def forked_lines_of(directory: Path, command: list[str], kill_at: int | None = N
     """`command_lines_of`, of a process that need not import the trainer."""
     end = "" if kill_at is None else f"step {kill_at} "
     output = directory / f"output-{time.monotonic_ns()}"
-    return steps_of(*run_forked(command[1:], environment(), directory, output, kill_at=end), kill_at)
+    return steps_of(*run_program(command[1:], environment(), directory, output, kill_at=end), kill_at)
 
 
 def command_lines_of(directory: Path, command: list[str], kill_at: int | None = None) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
-from tests.warm import run_forked
+from tests.warm import run_program
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.process
@@ -48,7 +48,7 @@ def run(page: Path, folder: Path, *, first: str = "", at: str = "") -> tuple[int
     program.write_text(first + (page / "train.py").read_text())
     env = os.environ | {"PYTHONPATH": str(DOCUMENT.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
     output = folder.with_name(f"{folder.name}-output-{time.monotonic_ns()}")
-    status, lines = run_forked([str(program), str(folder)], env, page, output, kill_at=at)
+    status, lines = run_program([str(program), str(folder)], env, page, output, kill_at=at)
     return status, [line for line in lines if line.startswith("step ")], "\n".join(lines)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.local import Launcher
+from megaresume.cluster.local import Launcher, LocalJob
 from tests.corpora import progressions
-from tests.warm import WarmJob
 
 HERE = Path(__file__).parent
 VOCAB = 64
@@ -54,7 +53,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     ) -> tuple[int, str]:
         output = tmp_path_factory.mktemp("job") / "output.txt"
         cache = {"MEGARESUME_CACHE": str(tmp_path_factory.getbasetemp()), "DS_ACCELERATOR": "cpu"}
-        with WarmJob(
+        with LocalJob(
             program,
             [str(a) for a in arguments],
             num_processes=num_processes,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import WarmJob
+from megaresume.cluster.local import LocalJob
 
 pytestmark = pytest.mark.process
 
@@ -79,7 +79,7 @@ def test_the_traceback_of_the_scripts_own_code_stays_if_it_is_the_cause(run: Cal
 
 def test_ranks_that_find_the_same_say_it_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN + GROUP)
-    with WarmJob(str(tmp_path / "train.py"), [], num_processes=2, output=tmp_path / "out", launcher="env") as job:
+    with LocalJob(str(tmp_path / "train.py"), [], num_processes=2, output=tmp_path / "out", launcher="env") as job:
         status, said = job.wait(60), job.text()
     assert status == 1, said
     assert re.findall("megaresume: error: (.*)", said) == ["megaresume.attach does not recognise this trainer"]

@@ -105,7 +105,7 @@ def test_conversations_are_questions_and_answers() -> None:
 
 @pytest.mark.process
 def test_the_program_trains_what_its_code_expects(tmp_path: Path) -> None:
-    from tests.warm import WarmJob
+    from megaresume.cluster.local import LocalJob
 
     data = SFT.prepare(tmp_path, lambda text: None)
     log = tmp_path / "run.jsonl"
@@ -113,7 +113,7 @@ def test_the_program_trains_what_its_code_expects(tmp_path: Path) -> None:
     flags += ["--megaresume-log-samples", str(log), "--save", str(tmp_path / "run")]
     output = tmp_path / "run.txt"
     env = {"DS_ACCELERATOR": "cpu"}
-    with WarmJob(SFT.program, flags, num_processes=1, output=output, launcher="env", env=env) as job:
+    with LocalJob(SFT.program, flags, num_processes=1, output=output, launcher="env", env=env) as job:
         assert job.wait(1200) == 0, job.text()[-4000:]
     found = read_given(tmp_path, "run")
     assert [one.sample for one in found] == list(range(32))

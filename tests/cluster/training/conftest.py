@@ -12,7 +12,6 @@ import pytest
 from megaresume.cluster.local import Launcher, LocalJob
 from megaresume.cluster.records import RunRecords, read_records
 from tests.corpora import progressions
-from tests.warm import WarmJob
 
 VOCAB = 256
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 256 --lr 1e-3 --split 9,1,0"
@@ -109,7 +108,7 @@ class Runs:
             return f'"event": "step", "step": {kill_after},'.encode() in new
 
         output = self.directory / f"{name}.txt"
-        with WarmJob(
+        with LocalJob(
             "megaresume.cluster.training",
             arguments,
             num_processes=num_processes,

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume import StopConditions
+from megaresume.cluster.local import LocalJob
 from megaresume.hosts.driver import Driver, Job, Ran, wait_for_copies
 from tests.hosts.torch.record import ENVIRONMENT
-from tests.warm import WarmJob
 
 Train = Callable[[Job], None]
 
@@ -45,7 +45,7 @@ class ForkingDriver(Driver):
         words, output = [json.dumps(asdict(job), default=str)], job.directory.with_name(f"{job.directory.name}.output")
         env = ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "contract", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(job.ranks)}
         program, *words = [*filter(None, [self.launcher]), self.program, *words]
-        with WarmJob(program, words, num_processes=job.ranks, output=output, launcher="env", env=env) as started:
+        with LocalJob(program, words, num_processes=job.ranks, output=output, launcher="env", env=env) as started:
             return Ran(started.wait(), started.text())
 
     def _here(self, job: Job) -> Ran:

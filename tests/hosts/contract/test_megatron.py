@@ -107,6 +107,7 @@ class TestMegatron(HostContract):
 
 
 if __name__ == "__main__":
+    del __file__  # or the process that megatron-core spawns for a queue would import all this again
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     main(train)

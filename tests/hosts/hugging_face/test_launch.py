@@ -20,11 +20,11 @@ pytest.importorskip("accelerate")
 import megaresume
 from megaresume import run
 from megaresume.checkpoint.choose import choose
+from megaresume.cluster.local import LocalJob
 from megaresume.hosts.hugging_face_launch import SETTINGS_VARIABLE, take_flags
 from megaresume.stream.errors import UsageError
 from tests.hosts.hugging_face.program import ITEMS, make
 from tests.hosts.torch.record import ENVIRONMENT, items, lines, trained
-from tests.warm import WarmJob
 
 PLAIN = Path(__file__).with_name("plain.py")
 
@@ -32,7 +32,7 @@ PLAIN = Path(__file__).with_name("plain.py")
 def launch(output: Path, ranks: int, *flags: str, script: Path = PLAIN, **options: Any) -> tuple[int, str]:
     """The script under the launcher: exit status and output."""
     words, log = [str(script), str(output), json.dumps(options), *flags], output.with_suffix(".output")
-    with WarmJob(str(run.__file__), words, num_processes=ranks, output=log, launcher="env", env=ENVIRONMENT) as job:
+    with LocalJob(str(run.__file__), words, num_processes=ranks, output=log, launcher="env", env=ENVIRONMENT) as job:
         return job.wait(), job.text()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.warm import WarmJob
+from megaresume.cluster.local import LocalJob
 
 MINI = Path(__file__).parent / "mini"
 SCRIPTS = ("pretrain_until_0_17.py", "pretrain_0_18.py", "pretrain_from_0_19.py")
@@ -73,7 +73,7 @@ def mini(tmp_path_factory: pytest.TempPathFactory) -> Mini:
         directory = tmp_path_factory.mktemp("run")
         path, words = str(MINI / script), [str(a) for a in arguments]
         variables = {"MEGARESUME_CACHE": str(tmp_path_factory.getbasetemp()), "TORCHDYNAMO_DISABLE": "1"}
-        with WarmJob(
+        with LocalJob(
             "megaresume.run" if hooks else path,
             [*([path] if hooks else []), *words, "--mini-log", str(directory / "log")],
             num_processes=num_processes,

@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
+from megaresume.cluster.local import LocalJob
 from megaresume.hosts.megatron.iterators import check_replicas
 from megaresume.stream.errors import StateError
-from tests.warm import WarmJob
 
 pytest.importorskip("megatron.core")
 
@@ -32,7 +32,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     output = directory / "output.txt"
     variables = {"MEGARESUME_CACHE": str(directory)}
     program = str(HERE / "replicas.py")
-    with WarmJob(program, [str(directory)], num_processes=2, output=output, launcher="env", env=variables) as job:
+    with LocalJob(program, [str(directory)], num_processes=2, output=output, launcher="env", env=variables) as job:
         status = job.wait(240)
         text = job.text()
     assert status == 0, text

@@ -279,6 +279,7 @@ def test_children(tmp_path):
     assert done.stdout.count("mine True") >= 4 and "mine False" not in done.stdout
 
 
+@pytest.mark.cold
 def test_children_load_next_to_nothing(tmp_path):
     """A child that never imports Megatron pays for one small file."""
     show = (

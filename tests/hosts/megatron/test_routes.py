@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import megaresume
+from megaresume.cluster.local import LocalJob
 from megaresume.hosts.megatron import hooks
 from megaresume.stream.errors import SetupError, UsageError
 from tests.hosts.megatron.conftest import MINI, SCRIPTS
 from tests.hosts.megatron.layouts import DOUBLES, run_python, script, write_lm
 from tests.hosts.megatron.test_launcher import LM_HOOKS, LM_SCRIPT, hooks_of
-from tests.warm import WarmJob
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_ranks_refuse_once_and_end(tmp_path, case, who):
     pytest.importorskip("torch")
     own = str(script(tmp_path / "own.py", GROUP))
     env = {"PATIENCE": "1"} if case == "caught" else {}
-    with WarmJob(own, [case], num_processes=2, output=tmp_path / "out", launcher="env", env=env) as job:
+    with LocalJob(own, [case], num_processes=2, output=tmp_path / "out", launcher="env", env=env) as job:
         status, output = job.wait(60), job.text()
     assert status == 1, output
     assert re.findall("megaresume: error: (.*)no such thing", output) == [who], output

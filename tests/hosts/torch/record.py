@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megaresume.cluster.local import LocalJob
 from megaresume.hosts.driver import copied, items, lines, losses, trained
-from tests.warm import WarmJob
 
 __all__ = ["copied", "items", "lines", "losses", "trained"]
 
@@ -58,7 +58,7 @@ def refused(program: Path, python: str, directory: Path, ranks: int = 1, **optio
 def launch_forked(program: Path, directory: Path, ranks: int, **options: Any) -> tuple[int, str]:
     """The same without a launcher, by processes that are forked: exit status and output."""
     words, output = [str(directory), json.dumps(options)], directory.with_name(f"{directory.name}.output")
-    with WarmJob(str(program), words, num_processes=ranks, output=output, launcher="env", env=ENVIRONMENT) as job:
+    with LocalJob(str(program), words, num_processes=ranks, output=output, launcher="env", env=ENVIRONMENT) as job:
         return job.wait(), job.text()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megaresume.cluster.local import LocalJob
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.record import ENVIRONMENT
-from tests.warm import WarmJob
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +23,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     write_corpus(root / "web", documents=60, seed=1)
     (root / "data.yaml").write_text("seed: 7\nseq_length: 32\nsources:\n  web: {path: web}\n")
     program, words = str(Path(__file__).with_name("shares.py")), [str(root), str(root / "data.yaml")]
-    with WarmJob(program, words, num_processes=2, output=root / "out", launcher="env", env=ENVIRONMENT) as job:
+    with LocalJob(program, words, num_processes=2, output=root / "out", launcher="env", env=ENVIRONMENT) as job:
         assert job.wait() == 0, job.text()
     found: dict[str, list[Any]] = json.loads((root / "said.json").read_text())
     return found

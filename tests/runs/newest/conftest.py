@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import WarmJob
+from megaresume.cluster.local import LocalJob
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -23,7 +23,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = Path(__file__).with_name("writers.py")
     output = root / "output.txt"
     env = {"DS_ACCELERATOR": "cpu"}
-    with WarmJob(str(program), [str(root)], num_processes=2, output=output, launcher="env", env=env) as job:
+    with LocalJob(str(program), [str(root)], num_processes=2, output=output, launcher="env", env=env) as job:
         assert job.wait(1200) == 0, job.text()[-4000:]
     return root
 
