@@ -30,7 +30,10 @@ _MARK = "__megaresume__"
 _MOST_WRAPPERS = 200
 
 #: Modules that cannot hold a function of Megatron: by far the most, and some act when looked at.
-STRANGERS = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "deepspeed", "megaresume"}
+STRANGERS = frozenset(sys.stdlib_module_names) | {
+    *("torch", "numpy", "triton", "deepspeed", "megaresume"),
+    *("boto3", "botocore", "mpmath", "networkx", "numba", "sympy", "tensorboard"),  # a thousand modules
+}
 
 _lock = threading.RLock()
 _callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
