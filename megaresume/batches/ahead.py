@@ -58,6 +58,8 @@ FARTHEST = 1 << 16
 #: bytes read ahead at first, doubled until they are what is allowed: the first batch waits for little besides its own.
 FIRST = 2 << 20
 
+#: samples that are planned together.
+TOGETHER = 64
 #: blocks of the stream that are planned ahead: it keeps more, so that nothing is planned twice.
 BLOCKS = 8
 
@@ -163,6 +165,10 @@ class ReadAhead:
         #: (samples, segments, places of their records) of each micro-batch that is planned and not yet read.
         self._planned: deque[tuple[list[int], int, list[Place]]] = deque()
         self._segments = 0
+        #: of the samples that were planned last: the first one, where the segments of each begin, their records.
+        self._first = 0
+        self._starts: list[int] = [0]
+        self._pairs: list[list[int]] = []
         self._ahead: Ahead | None = None
         if self._sources and memory:
             from megaresume.data.shard_files import Ahead
@@ -210,13 +216,17 @@ class ReadAhead:
         self._upcoming = chain([samples], coming)
 
     def _plan(self, ahead: Ahead) -> None:
+        farthest = BLOCKS * self._stream.block_samples
         # Half of it at once: so neighbours meet in one request.
-        if ahead.held > self._window // 2 or self._segments > FARTHEST // 2:
+        if (
+            ahead.held > self._window // 2
+            or self._segments > FARTHEST // 2
+            or (self._planned and self._planned[-1][0][0] - self._planned[0][0][0] > farthest // 2)
+        ):
             return
         wanted: list[Place] = []
         room = self._window - ahead.held
         self._window = min(2 * self._window, self._memory)
-        farthest = BLOCKS * self._stream.block_samples
         while room > 0 and self._segments < FARTHEST:
             if self._planned and self._planned[-1][0][0] - self._planned[0][0][0] > farthest:
                 break
@@ -230,18 +240,31 @@ class ReadAhead:
             self._segments += segments
             wanted += places
             room -= sum(place.nbytes for place in places)
-        ahead.want(wanted)
+        if wanted:
+            ahead.want(wanted)
 
     def _places(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
         segments = 0
         places: list[Place] = []
         for sample in samples:
-            table = self._stream.plan(sample, sample + 1).table
-            segments += len(table)
-            for source, document in table[:, [SOURCE, DOCUMENT]].tolist():
+            records = self._records(sample)
+            segments += len(records)
+            for source, document in records:
                 if source in self._sources:
                     places += cast(Any, self._sources[source]).places(document)
         return segments, places
+
+    def _records(self, sample: int) -> list[list[int]]:
+        """Source and document of each segment of a sample; of the next ones too, so that those cost little."""
+        if not 0 <= sample - self._first < len(self._starts) - 1:
+            try:
+                plan = self._stream.plan(sample, sample + TOGETHER)
+            except MegaresumeError:  # the stream ends before that
+                plan = self._stream.plan(sample, sample + 1)
+            self._first, self._starts = sample, plan.starts.tolist()
+            self._pairs = plan.table[:, [SOURCE, DOCUMENT]].tolist()
+        start, stop = self._starts[sample - self._first : sample - self._first + 2]
+        return self._pairs[start:stop]
 
 
 if sys.platform == "linux":

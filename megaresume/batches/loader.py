@@ -379,9 +379,22 @@ class StreamLoader(RankLoader):
 
     def indices(self) -> Iterator[Sequence[int]]:
         """The sample numbers of every micro-batch of this rank, in order. Raises as `runs_of_steps`."""
-        for samples, step in self.runs_of_steps(self.start):
+        first = self.start
+        while (run := self.next_steps(first, 1 if self.is_live else DEALT)) is not None:
+            samples, step = run
             for _, mine in self.deal(samples, step):
                 yield mine
+            first = samples.stop
+
+    def next_steps(self, first: int, micro_batches: int) -> tuple[range, int] | None:
+        """The steps from a sample on, as many as are so many micro-batches of this rank, but at least one."""
+        samples = micro_batches * self.micro_batch_size * self.dp_size
+        # Not so far that what a state needs would have to be planned again.
+        most = min(samples, self.dataset.stream.block_samples)
+        try:
+            return next(self.runs_of_steps(first, most=most), None)
+        except Exception:  # noqa: BLE001  raised again by the step that it belongs to
+            return next(self.runs_of_steps(first), None)
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches from ``start`` on; every call begins there again.
@@ -446,6 +459,8 @@ class _InWorkers(torch.utils.data.Dataset[Batch]):
             return loader.dataset.read(samples, levels=True)
 
 
+#: micro-batches that are dealt at a time.
+DEALT = 64
 #: tokens read at once, at most; more only if one micro-batch has more.
 TOKENS = 1 << 17
 #: seconds: what takes longer waits for a disk. Then one at a time is as fast, and nobody waits for all of them.
@@ -649,7 +664,7 @@ class Together:
     def _blocks(self) -> Iterator[Sequence[Sequence[int]]]:
         loader, stream = self._loader, self._loader.dataset.stream
         first = loader.start
-        while (run := self._run(first)) is not None:
+        while (run := loader.next_steps(first, self._most)) is not None:
             samples, step = run
             mine = [micro_batch for _, micro_batch in loader.deal(samples, step)]
             alike = stream.config_at(samples[0]) is stream.config_at(samples[-1])  # else another shape may begin
@@ -659,14 +674,3 @@ class Together:
                 yield mine[begin:stop]
                 begin = stop
             first = samples.stop
-
-    def _run(self, first: int) -> tuple[range, int] | None:
-        """The next steps: of as many micro-batches as are read at once, or a single one."""
-        loader = self._loader
-        samples = self._most * loader.micro_batch_size * loader.dp_size
-        # Not so far that what a state needs would have to be planned again.
-        most = min(samples, loader.dataset.stream.block_samples)
-        try:
-            return next(loader.runs_of_steps(first, most=most), None)
-        except Exception:  # noqa: BLE001  raised again by the step that it belongs to
-            return next(loader.runs_of_steps(first), None)

@@ -171,7 +171,7 @@ class RecordIndex:
         Raises:
             CorpusError: the index is damaged there.
         """
-        offset, nbytes, content = (int(self._columns[name][i]) for name in ("offset", "nbytes", "content"))
+        offset, nbytes, content = (self._columns[name].item(i) for name in ("offset", "nbytes", "content"))
         if offset < 0:
             raise self.damaged(f"record {i} at byte {offset}")
         return RecordPlace(self.file_of(i), offset, nbytes, content)

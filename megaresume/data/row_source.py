@@ -204,6 +204,7 @@ class RawFiles:
         self.files = ShardFiles()
         #: where compressed files were unpacked, and their size then.
         self._plain: dict[int, tuple[str, int]] = {}
+        self._names: dict[int, tuple[str, str]] = {}
         #: what `_table` opened, and the row groups and record batches read last.
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, int], Any] = OrderedDict()
@@ -213,6 +214,13 @@ class RawFiles:
     def paths(self) -> list[str]:
         """Paths or URLs of all inputs."""
         return [self.path(file) for file in range(len(self._index.files))]
+
+    def _named(self, file: int) -> tuple[str, str]:
+        """Path and suffix of an input: pathlib takes longer to find that than a row to be read."""
+        if file not in self._names:
+            path = self.path(file)
+            self._names[file] = path, Path(path).suffix
+        return self._names[file]
 
     def path(self, file: int) -> str:
         """Path or URL of an input."""
@@ -225,8 +233,8 @@ class RawFiles:
         Raises:
             CorpusError: the index is damaged there.
         """
-        path = self.path(place.file)
-        if Path(path).suffix in (*TABLES, *COMPRESSIONS):
+        path, suffix = self._named(place.file)
+        if suffix in (*TABLES, *COMPRESSIONS):
             return None
         return self._index.range_of(place, self.files, path, self._index.files[place.file].size)
 
@@ -238,7 +246,7 @@ class RawFiles:
             SetupError: the store does not answer; no room to unpack.
         """
         self._check(place.file)
-        suffix = Path(self.path(place.file)).suffix
+        _, suffix = self._named(place.file)
         if suffix in TABLES:
             return self._row(place, self._row_group if suffix == ".parquet" else self._record_batch)
         lies = self.bytes_of(place) or self._index.range_of(place, self.files, *self._unpacked(place.file))

@@ -147,7 +147,7 @@ class ShardFiles:
         if data is None:
             if not place.whole:
                 self.check(place.path, place.size)
-            data = None if again else self.kept(place)
+            data = None if again else self.kept([place]).get(place)
         if data is None:
             span = self.read_span([place])
             self.keep([place], span, again=again)
@@ -168,17 +168,26 @@ class ShardFiles:
             start, stop = start // REGION * REGION, min(-(-stop // REGION) * REGION, size)
         return Span(start, self.read(path, start, stop - start))
 
-    def kept(self, place: Place) -> bytes | None:
-        """What the cache has of a place, whose shard was checked; None: nothing, or not all."""
-        if self.cache is None or (key := self._key(place)) is None:
-            return None
-        if self._small(place):
-            regions = list(_regions(place.offset, place.stop, place))
-            if all(self.cache.has(self._region_key(region)) for region in regions):
-                parts = [self.cache.get(self._region_key(region), region.nbytes) for region in regions]
-                if None not in parts:
-                    return Span(regions[0].offset, b"".join(cast("list[bytes]", parts))).of(place)
-        return self.cache.get(key, None if place.whole else place.nbytes)
+    def kept(self, places: Sequence[Place]) -> dict[Place, bytes]:
+        """What the cache has of places of one shard, which was checked: each region is read once for all of them."""
+        if self.cache is None or self._key(places[0]) is None:
+            return {}
+        found: dict[Place, bytes] = {}
+        regions: dict[Place, bytes | None] = {}
+        for place in places:
+            if self._small(place):
+                around = list(_regions(place.offset, place.stop, place))
+                for region in around:
+                    if region not in regions:
+                        regions[region] = self.cache.get(self._region_key(region), region.nbytes)
+                parts = [part for region in around if (part := regions[region]) is not None]
+                if len(parts) == len(around):
+                    found[place] = Span(around[0].offset, b"".join(parts)).of(place)
+            else:
+                data = self.cache.get(cast(str, self._key(place)), None if place.whole else place.nbytes)
+                if data is not None:
+                    found[place] = data
+        return found
 
     def keep(self, places: Sequence[Place], span: Span, *, again: bool = False) -> None:
         """Have the cache keep what was read of places of one shard, which was checked.
@@ -190,17 +199,14 @@ class ShardFiles:
         """
         if self.cache is None or self._key(places[0]) is None:
             return
-        regions: list[Place] = []
-        if any(map(self._small, places)):
-            around = _regions(span.start, span.stop, places[0])
-            regions = [region for region in around if span.start <= region.offset and region.stop <= span.stop]
         for place in places:
-            within = regions and regions[0].offset <= place.offset and place.stop <= regions[-1].stop
-            if not (within and self._small(place)):
+            if not self._small(place):
                 self.cache.put(cast(str, self._key(place)), span.of(place))
-        for region in regions:
-            if again or not self.cache.has(self._region_key(region)):
-                self.cache.put(self._region_key(region), span.of(region))
+        if any(map(self._small, places)):
+            for region in _regions(span.start, span.stop, places[0]):
+                whole = span.start <= region.offset and region.stop <= span.stop
+                if whole and (again or not self.cache.has(self._region_key(region))):
+                    self.cache.put(self._region_key(region), span.of(region))
 
     def read_whole(self, path: str) -> bytes:
         """A whole file.
@@ -584,7 +590,9 @@ class Ahead:
         span: Span | None = None
         try:
             self._check(places[0])
-            missing = [place for place in places if not self._kept(place)]
+            here = files.kept(places)
+            self._done(here)
+            missing = [place for place in places if place not in here]
             if missing:
                 span = files.read_span(missing)
         except RecordError:
@@ -592,21 +600,18 @@ class Ahead:
         except Exception as error:  # noqa: BLE001  whatever it is: who needs the bytes must not wait forever
             what = error.headline if isinstance(error, MegaresumeError) else repr(error)
             log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
-        self._done(missing, {} if span is None else {place: span.of(place) for place in missing})
+        self._done({place: None if span is None else span.of(place) for place in missing})
         if span is not None:
             files.keep(missing, span)
 
-    def _kept(self, place: Place) -> bool:
-        data = place.files.kept(place)
-        if data is not None:
-            self._done([place], {place: data})
-        return data is not None
-
-    def _done(self, places: Sequence[Place], read: Mapping[Place, bytes]) -> None:
+    def _done(self, read: Mapping[Place, bytes | None]) -> None:
+        """These are here, or will not be."""
+        if not read:
+            return
         with self._changed:
-            for place in places:
+            for place, data in read.items():
                 if (entry := self._entries.get(place)) is not None:
-                    entry.done, entry.data = True, read.get(place)
+                    entry.done, entry.data = True, data
             self._changed.notify_all()
 
     def _check(self, place: Place) -> None:

@@ -109,6 +109,16 @@ def test_neighbours_are_one_request(shards, monkeypatch):
     assert len(far.reads) <= 45 / 3, "45 records or more, of 2 KiB, in requests of at most 16"
 
 
+def test_neighbours_meet_also_where_no_more_may_be_planned(shards, monkeypatch):
+    monkeypatch.setattr(shard_files, "GAP", 16 << 10)
+    how = {"shuffle": {"block": 8, "window": 1}, "stop": 32}
+    monkeypatch.setattr("megaresume.batches.ahead.BLOCKS", 12 / loader(shards).stream.block_samples)
+    with serve(shards) as far:
+        assert batches(shards, far.url, **how) == batches(shards, **how)
+    check_once(far.requests)
+    assert len(far.reads) <= 90 / 4, "of twelve samples that are planned six are asked for together, of some 16 records"
+
+
 def test_places_to_requests():
     files, other = ShardFiles(), ShardFiles()
 
