@@ -345,6 +345,14 @@ def callback_of(host: Any) -> Any:
     class DataResume(base):  # type: ignore[misc, valid-type]
         """The callback through which the Trainer reports its steps."""
 
+        # Lightning profiles each call of a hook, whether it does anything; what cannot be called it passes over.
+        on_train_batch_start: Any = None
+        on_before_zero_grad: Any = None
+
+        def on_train_start(self, *args: Any, **more: Any) -> None:
+            if host.session.meter is None:
+                self.__dict__["on_before_backward"] = None  # nobody takes the loss
+
         def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
             host.note_loss(loss, is_scaled=True)
 

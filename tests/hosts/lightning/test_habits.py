@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 
 import megaresume
@@ -49,6 +50,15 @@ def directory(tmp_path: Path) -> Path:
 
 
 # What is fine
+
+
+def test_hooks_of_each_step_that_nothing_is_told_by_are_not_called(directory: Path) -> None:
+    """Lightning profiles each call of a callback, which takes longer than most of what hooks do."""
+    trainer = attached(directory, profiler=SimpleProfiler())
+    trainer.fit(Module(directory), loader())
+    times = {name: len(calls) for name, calls in trainer.profiler.recorded_durations.items() if ".DataResume." in name}
+    each_step = {name.rpartition(".")[2] for name, num in times.items() if num > 1}
+    assert each_step == {"on_after_backward", "on_before_optimizer_step", "on_train_batch_end"}
 
 
 def test_validations_before_in_between_and_after(directory: Path) -> None:
