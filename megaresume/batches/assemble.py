@@ -9,8 +9,8 @@ Both halves are kept apart as two documents are.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate, islice, pairwise, repeat
-from typing import Any, cast
+from itertools import accumulate, islice
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,8 @@ from megaresume.encoding.images.pixels import Room
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
+
+T = TypeVar("T")
 
 _DTYPES = {
     "tokens": torch.int64,
@@ -403,19 +405,20 @@ def make_batches(
         _check_all_trained(assembler)
     arrays = BatchArrays.empty(len(plan), assembler.seq_length, fields)
     layout = assembler.fill(plan, arrays, samples=samples)
-    bounds = iter(_parts(layout.bounds, layout.num_bounds.tolist()))
     others = [_parts(getattr(arrays, name), sizes) for name in fields]
     rows = zip(
         _parts(arrays.tokens, sizes),
-        zip(*others, strict=True) if others else repeat(()),
-        [list(islice(bounds, size)) for size in sizes],
+        _grouped(_parts(layout.bounds, layout.num_bounds.tolist()), sizes),
         _parts(np.array(samples, np.int64), sizes),
         _parts(plan.hashes.view(np.int64).copy(), sizes),
-        strict=False,
+        strict=True,
     )
+    # For a micro-batch of 2,048 tokens this takes as long as half of their copy: nothing here that needs not be.
+    if not others:
+        return [{"tokens": t, "cu_seqlens": c, "samples": n, "hashes": h} for t, c, n, h in rows]
     return [
-        cast(Batch, {"tokens": t, **dict(zip(fields, o, strict=True)), "cu_seqlens": c, "samples": n, "hashes": h})
-        for t, o, c, n, h in rows
+        {"tokens": t, **dict(zip(fields, o, strict=True)), "cu_seqlens": c, "samples": n, "hashes": h}  # type: ignore[typeddict-item]
+        for (t, c, n, h), *o in zip(rows, *others, strict=True)
     ]
 
 
@@ -423,7 +426,16 @@ def _parts(array: npt.NDArray[Any], sizes: Sequence[int]) -> Iterable[torch.Tens
     """A tensor of each part of an array, of so many rows."""
     if len(set(sizes)) == 1:  # in half the time of slices
         return map(torch.from_numpy, array.reshape(len(sizes), sizes[0], *array.shape[1:]))
-    return [torch.from_numpy(array[a:b]) for a, b in pairwise(accumulate(sizes, initial=0))]
+    ends = list(accumulate(sizes, initial=0))
+    return map(torch.from_numpy, map(array.__getitem__, map(slice, ends, ends[1:])))
+
+
+def _grouped(values: Iterable[T], sizes: Sequence[int]) -> Iterable[list[T]]:
+    """Lists of so many."""
+    if set(sizes) == {1}:
+        return map(list, zip(values, strict=False))
+    rest = iter(values)
+    return [list(islice(rest, size)) for size in sizes]
 
 
 def _check_all_trained(assembler: Assembler) -> None:

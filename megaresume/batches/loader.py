@@ -274,8 +274,9 @@ class RankLoader:
         for size in self.parts(len(samples), step):
             # As many of a whole one as of any other; else dealt out evenly.
             begin, stop = mine if size == everybody else part_of(size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-            yield samples.start + first + size, order[first + begin : first + max(stop, begin + 1)]
+            chosen = order[first + begin : first + (stop if stop > begin else begin + 1)]
             first += size
+            yield samples.start + first, chosen
 
     def _balanced(self, samples: range, step: int) -> list[int]:
         """The samples in the order in which they are dealt out, step by step."""
@@ -653,6 +654,7 @@ class Together:
             quick = time.perf_counter() - begun < QUICK
             self._most = min(2 * self._most, TOKENS) if quick else max(len(block) // 2, 1)
             yield from batches
+            del batches  # the next ones may lie where these have been, which the processor still has at hand
 
     def _read(self, block: Sequence[Sequence[int]]) -> Iterable[Batch]:
         dataset = self._loader.dataset
