@@ -1,6 +1,6 @@
 """Branches of a run: which save follows which, and which of them were given up.
 
-A start names the save that it loaded, and what it saves comes after it in the ledger. So each save has one before it:
+A start names the save that it loaded, and a save the start that made it. So each save has one before it:
 
     loaded nothing   10 a --> 20 a --> 30 a
     loaded 10 a       `-> 15 b --> 25 b         from 15 b on, 20 a and 30 a are given up
@@ -41,7 +41,7 @@ class _Ways:
     """The ways that a run has gone, read line by line."""
 
     def __init__(self, entries: Sequence[LedgerEntry]) -> None:
-        self.entries = entries
+        self.entries = [entries[line] for line in _by_start(entries)]
         #: of every line, the branch that it belongs to; None if it lies on the path to the present.
         self.branches: list[Branch | None] = [None] * len(entries)
         #: the line that each follows; -1: it is the first. Of a start, that of the save that it loaded.
@@ -52,7 +52,7 @@ class _Ways:
         #: save -> line.
         self._saved: dict[str | None, int] = {}
         start: int | None = None
-        for line, entry in enumerate(entries):
+        for line, entry in enumerate(self.entries):
             if entry.kind == "durable":
                 # A separate, later line: it lies where its checkpoint does.
                 self._before[line] = self._saved.get(_save_of(entry), -1)
@@ -67,7 +67,7 @@ class _Ways:
                 self._saved[_save_of(entry)] = line
             heapq.heappush(self._live, (-entry.iteration, line))
             self._last = line
-        for line, entry in enumerate(entries):
+        for line, entry in enumerate(self.entries):
             if entry.kind == "durable" and self._before[line] >= 0:
                 self.branches[line] = self.branches[self._before[line]]
 
@@ -114,6 +114,19 @@ class _Ways:
             line = self._before[line]
 
 
+def _by_start(entries: Sequence[LedgerEntry]) -> list[int]:
+    """The lines of a ledger, those of one start together. Lines that another machine has written before it was killed
+    may have come here later than those of the starts after it."""
+    last, order, starts = -1, list[int](), dict[str | None, int]()
+    for line, entry in enumerate(entries):
+        start = entry.details.get("start")
+        named = start if isinstance(start, str) else None
+        if entry.kind == "start":
+            starts[named] = last = line
+        order.append(last if named is None else starts.get(named, last))
+    return sorted(range(len(entries)), key=order.__getitem__)
+
+
 def _save_of(entry: LedgerEntry) -> str | None:
     """What was saved, or loaded."""
     save = entry.details.get("loaded" if entry.kind == "start" else "save_id")
@@ -122,7 +135,8 @@ def _save_of(entry: LedgerEntry) -> str | None:
 
 def branches_of(entries: Sequence[LedgerEntry]) -> list[Branch | None]:
     """Of every line of a ledger, the branch that it belongs to; None if it lies on the path to the present."""
-    return _Ways(entries).branches
+    found = dict(zip(_by_start(entries), _Ways(entries).branches, strict=True))
+    return [found[line] for line in range(len(entries))]
 
 
 def abandoned_checkpoints(entries: Sequence[LedgerEntry]) -> frozenset[tuple[int, str]]:

@@ -18,14 +18,14 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.branches import saves_given_up
 from megaresume.checkpoint.candidates import examine, list_candidates, read_pointer, write_tracker
-from megaresume.checkpoint.commit import abandon_save, publish
+from megaresume.checkpoint.commit import abandon_save, publish, record_commit
 from megaresume.checkpoint.ledger import (
     EntryKind,
     LedgerEntry,
@@ -34,7 +34,7 @@ from megaresume.checkpoint.ledger import (
     with_attempt,
 )
 from megaresume.checkpoint.lock import release, take
-from megaresume.checkpoint.manifest import Progress
+from megaresume.checkpoint.manifest import Manifest, Progress
 from megaresume.checkpoint.position import reached
 from megaresume.checkpoint.records import (
     TRACKER,
@@ -51,6 +51,7 @@ from megaresume.checkpoint.retention import put_back
 from megaresume.checkpoint.search import Choice, Rejected, Search
 from megaresume.checkpoint.step_file import (
     DataState,
+    Marker,
     StepFile,
     new_id,
     read_marker,
@@ -316,7 +317,7 @@ def record_start(
     """
     root = Path(os.path.abspath(save_dir))
     tidy(root, choice)
-    kept: dict[str, Any] = dict(details or {})
+    kept: dict[str, Any] = {**(details or {}), "start": new_id()}
     if choice is not None and choice.step is not None:
         kept["loaded"] = choice.step.save_id
     if (seconds := process_age()) is not None:
@@ -415,24 +416,45 @@ def _append(
     return entry
 
 
+def record_cut_commits(root: Path) -> None:
+    """Let the ledger know of commits that a kill cut off. As the owner of the root, before the lines of other machines
+    are added: a save belongs to the start before it.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+        StateError: it was written by a newer megaresume, or its ledger cannot be read.
+    """
+    for step, manifest, _ in _cut_commits(root):
+        if step.save_id not in _recorded(root):
+            record_commit(root, step, manifest)
+
+
 def _settle(root: Path, choice: Choice | None) -> None:
     own = choice if choice is not None and same_place(choice.load_dir, root) else None
+    for step, manifest, marker in _cut_commits(root):
+        if own is not None and (own.tag, own.iteration) == (step.tag, step.iteration):
+            publish(root, step, manifest, marker, is_recorded=step.save_id in _recorded(root))
+        else:
+            remove_marker(marker_path(root, step.iteration, step.tag))
+
+
+def _recorded(root: Path) -> set[Any]:
+    """The saves that the ledger has a line of."""
+    entries = read_ledger(ledger_path(root)).entries
+    return {entry.details.get("save_id") for entry in entries if entry.kind == "checkpoint"}
+
+
+def _cut_commits(root: Path) -> Iterator[tuple[StepFile, Manifest, Marker]]:
+    """What a kill has left whole, with its marker."""
     for candidate in list_candidates(root):
         if "saving" not in candidate.records or candidate.iteration is None:
             continue
         found = examine(root, candidate)
         if not found.is_settled or found.step is None or found.manifest is None:
             continue
-        path = marker_path(root, candidate.iteration, candidate.tag)
-        marker = read_marker(path)
-        if marker is None:
-            continue
-        chosen = own is not None and (own.tag, own.iteration) == (candidate.tag, candidate.iteration)
-        known = {entry.details.get("save_id") for entry in read_ledger(ledger_path(root)).entries}
-        if chosen and found.step.save_id not in known:
-            publish(root, found.step, found.manifest, marker, seconds=None)
-        else:
-            remove_marker(path)
+        marker = read_marker(marker_path(root, candidate.iteration, candidate.tag))
+        if marker is not None:
+            yield found.step, found.manifest, marker
 
 
 def distrust_tracker(root: Path) -> str | None:

@@ -33,7 +33,7 @@ from typing import Any
 
 from megaresume.checkpoint import system
 from megaresume.checkpoint.candidates import read_pointer, write_latest, write_tracker
-from megaresume.checkpoint.ledger import append_ledger, with_attempt
+from megaresume.checkpoint.ledger import append_ledger, last_start, with_attempt
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, unlisted
 from megaresume.checkpoint.records import (
@@ -250,8 +250,9 @@ def publish(
     manifest: Manifest,
     marker: Marker,
     *,
-    seconds: float | None,
+    seconds: float | None = None,
     notes: tuple[str, ...] = (),
+    is_recorded: bool = False,
 ) -> None:
     """The second half of a commit: pointers, ledger line, marker. The manifest must have been written.
 
@@ -262,23 +263,34 @@ def publish(
         marker: of the save: which pointers to move.
         seconds: that the save took; None if not known.
         notes: to be kept in the ledger.
+        is_recorded: whether the ledger has its line already.
     """
     if marker.latest:
         write_latest(root, step.tag)
     if marker.tracker:
         write_tracker(root, step.iteration)
+    if not is_recorded:
+        record_commit(root, step, manifest, seconds=seconds, notes=notes)
+    remove_marker(marker_path(root, step.iteration, step.tag))
+
+
+def record_commit(
+    root: Path, step: StepFile, manifest: Manifest, *, seconds: float | None = None, notes: tuple[str, ...] = ()
+) -> None:
+    """The ledger line of a commit: see `publish`."""
     details: dict[str, object] = {
         "save_id": step.save_id,
         "files": len(manifest.files),
         "bytes": manifest.size,
     }
+    if (start := last_start(ledger_path(root))) is not None:
+        details["start"] = start
     if seconds is not None:
         details["save_seconds"] = round(max(seconds, 0.0), 3)
     if notes:
         details["notes"] = list(notes)
     if manifest.is_of_rank_0:
         append_ledger(ledger_path(root), step.ledger_entry("checkpoint", with_attempt(details)))
-    remove_marker(marker_path(root, step.iteration, step.tag))
 
 
 def _check_not_overtaken(pending: PendingCheckpoint) -> None:

@@ -67,7 +67,8 @@ class LedgerEntry:
     topology: Topology
     #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; of a start the save
     #: that it ``loaded``, by its id, and the place that it loaded from, ``startup_seconds`` since its process began,
-    #: and what the process before it had ``reached``; ``attempt`` of a launch script; notes. Plain JSON.
+    #: and what the process before it had ``reached``; of both the id of the ``start``; ``attempt`` of a launch script;
+    #: notes. Plain JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -181,6 +182,12 @@ def newest_entries(path: Path) -> tuple[LedgerEntry, ...]:
         return ()
     lines = data.split(b"\n")
     return _read(path, lines if size <= _TAIL else lines[1:]).entries
+
+
+def last_start(path: Path) -> str | None:
+    """The id of the last start that a ledger tells of; None if none is named near its end."""
+    named = (entry.details.get("start") for entry in reversed(newest_entries(path)))
+    return next((start for start in named if isinstance(start, str)), None)
 
 
 def read_run(path: Path) -> str | None:

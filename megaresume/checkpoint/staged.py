@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from megaresume.checkpoint.choose import choose_of_two
+from megaresume.checkpoint.choose import choose_of_two, record_cut_commits
 from megaresume.checkpoint.fetch import fetch
 from megaresume.checkpoint.lock import claim_directory, hold_directory, release, say
 from megaresume.checkpoint.mirror import by_name
@@ -120,6 +120,7 @@ class Staged:
     def _learn(self, root: Path) -> None:
         """Let the local ledger know what other machines have done since."""
         if run_of(self.local) is not None and run_of(self.local) == run_of(root):
+            record_cut_commits(self.local)
             share_ledger(root, self.local)
 
     def _join(self, stage_to: str | os.PathLike[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import ledger
-from megaresume.checkpoint.branches import abandoned_checkpoints, saves_given_up, saves_of_present
+from megaresume.checkpoint.branches import abandoned_checkpoints, branches_of, saves_given_up, saves_of_present
 from megaresume.checkpoint.ledger import (
     LedgerEntry,
     append_ledger,
@@ -193,6 +193,29 @@ def test_a_start_names_what_it_has_loaded() -> None:
     # What has no name, or names what no line is of, has loaded the newest of its step.
     assert ways("@0", "10a", "20b", "@10", "15c", "@20", "30d") == (["b"], ["a", "c", "d"])
     assert ways("@0", "10a", "20b", "@10z", "15c") == (["b"], ["a", "c", "z"])
+
+
+def test_lines_of_a_start_that_come_late() -> None:
+    """Another machine has started since, with a ledger that did not have them: they are still of their start."""
+
+    def line(step: int, kind: str, start: str, save: str | None) -> LedgerEntry:
+        details = {"start": start, "loaded" if kind == "start" else "save_id": save}
+        return replace(entry(step, kind), details=details)
+
+    entries = [
+        line(0, "start", "A", None),
+        line(10, "checkpoint", "A", "a"),
+        line(10, "start", "B", "a"),
+        line(10, "start", "C", "a"),
+        line(20, "checkpoint", "C", "c"),
+        line(15, "checkpoint", "B", "b"),
+        line(15, "start", "D", "b"),
+        line(25, "checkpoint", "D", "d"),
+    ]
+    lost = [None if branch is None else str(branch) for branch in branches_of(entries)]
+    assert [number for number, branch in enumerate(lost) if branch] == [4]
+    lost = [None if branch is None else str(branch) for branch in branches_of(entries[:6])]
+    assert [number for number, branch in enumerate(lost) if branch] == [5]
 
 
 def test_lines_name_the_attempt_that_a_launch_script_has_named(monkeypatch: pytest.MonkeyPatch) -> None:

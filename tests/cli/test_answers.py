@@ -67,6 +67,8 @@ def answer(run: SavedRun, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     ids = set()
     for path in (run.save / "megaresume").glob("*.json"):
         ids.update(re.findall(r'"(?:run|save_id)": ?"([0-9a-f]+)"', path.read_text()))
+    for line in (run.save / "megaresume" / "ledger.jsonl").read_text().splitlines():
+        ids.update(re.findall(r'"start": ?"([0-9a-f]{16})"', line))
     (tmp_path / "empty").mkdir()
     new = tmp_path / "new.yaml"
     new.write_text(run.data.read_text().replace("weight: 0.7", "weight: 0.5"))

@@ -89,8 +89,8 @@ CHECKPOINT = (
     ),
     Mutation(
         "leave the marker of a save that is over",
-        "    remove_marker(marker_path(root, step.iteration, step.tag))\n\n\ndef _check",
-        "\n\ndef _check",
+        "    remove_marker(marker_path(root, step.iteration, step.tag))\n\n\ndef record_commit",
+        "\n\ndef record_commit",
         COMMIT,
     ),
     Mutation(
@@ -302,7 +302,7 @@ CHECKPOINT = (
     ),
     Mutation(
         "finish no commit that was cut off",
-        "        if chosen and found.step.save_id not in known:\n",
+        "        if own is not None and (own.tag, own.iteration) == (step.tag, step.iteration):\n",
         "        if False:\n",
         ("tests/checkpoint/test_kill.py::test_a_start_that_finishes_a_killed_commit", *COMMIT),
     ),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint import commit
 from megaresume.checkpoint.branches import branches_of, saves_given_up, saves_of_present
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
 from megaresume.checkpoint.lease import Head, newest_head
@@ -22,6 +23,8 @@ from megaresume.checkpoint.staging import stage
 from megaresume.checkpoint.step_file import new_id
 from megaresume.checkpoint.store_place import StorePlace, place_of
 from tests.checkpoint.conftest import make_state, save_checkpoint
+from tests.checkpoint.store import histories
+from tests.release import release
 
 
 class Run:
@@ -202,6 +205,41 @@ def test_a_start_from_a_branch_that_was_given_up(run: Run) -> None:
     assert sorted(run.copied()) == [10, 20, 40] and run.named() == "global_step40"
     assert run.start("a", (50,), salt=3) == 40
     assert sorted(run.copied()) == [10, 20, 40, 50]
+
+
+def test_a_commit_that_was_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its save there is no line in the ledger when another machine goes on: it is given up all the same."""
+    run.start("a", (10,))
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish", lambda *_, **__: None)
+        run.start("a", (20,), copies=False)
+    assert run.start("b", (15,), salt=1) == 10
+    assert run.start("a", (30,), salt=2) == 15
+    assert sorted(run.copied()) == [10, 15, 30]
+
+
+def test_a_commit_that_was_cut_off_and_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.start("a", (10,))
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish", lambda *_, **__: None)
+        run.start("a", (20,), copies=False)
+    assert run.start("a") == 20
+    assert sorted(run.copied()) == [10, 20] and run.named() == "global_step20"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["directory", "store"])
+def test_whatever_happens(kind: str, seed: int) -> None:
+    """Histories of chance, held against a model that reads no ledger."""
+    pytest.importorskip("fsspec")
+    assert histories.run(seed, kind).starts
+
+
+@release("500 histories in each kind of place", "the same, of six")
+def test_whatever_happens_1000_times() -> None:
+    for seed in range(500):
+        for kind in ("directory", "store"):
+            histories.run(1000 + seed, kind)
 
 
 def test_what_was_begun_from_is_named(run: Run) -> None:
