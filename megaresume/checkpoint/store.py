@@ -32,7 +32,7 @@ import xxhash
 from megaresume.checkpoint.buffer import Buffer
 from megaresume.checkpoint.manifest import FileEntry, checksum_file
 from megaresume.checkpoint.receipts import OtherBytesError, Parts, compares_crc32, send_with_md5
-from megaresume.data.remote import PATIENCE, RemoteStore, s3_code
+from megaresume.data.remote import PATIENCE, RemoteStore, patience, s3_code
 from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_file, write_error
 from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
 
@@ -128,7 +128,7 @@ class Store:
         files.invalidate_cache()
         top = files._strip_protocol(self.url)
         with contextlib.suppress(FileNotFoundError):
-            found = files.find(f"{self.url}/{prefix}".rstrip("/"), detail=True)
+            found = files.find(f"{self.url}/{prefix}".rstrip("/"), detail=True, **patience(files))
             for path, info in found.items():
                 name = path.removeprefix(top).lstrip("/")
                 if name.startswith(prefix):
@@ -210,9 +210,9 @@ class Store:
             return
         files, url = self._remote.opened(), self._url(name)
         how = self._condition() if is_new else {}
-        if how is None and files.exists(url):
+        if how is None and files.exists(url, **patience(files, seconds)):
             raise FileExistsError(url)
-        files.pipe_file(url, data, **(how or {}))
+        files.pipe_file(url, data, **(how or {}), **patience(files, seconds))
 
     def _condition(self) -> dict[str, Any] | None:
         """What tells fsspec to write only what is not there; None: this filesystem cannot."""
@@ -242,7 +242,8 @@ class Store:
             return
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._remote.opened().rm_file(self._url(name))
+                files = self._remote.opened()
+                files.rm_file(self._url(name), **patience(files))
 
     def abort_uploads(self, names: re.Pattern[str]) -> int:
         """Give up the uploads in parts that are under way: those of a process that was killed take room.

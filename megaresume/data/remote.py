@@ -109,9 +109,9 @@ def _status(error: BaseException) -> int | None:
     """The status of an HTTP server's answer, from an error or its causes; None if it is of another kind."""
     seen: BaseException | None = error
     while seen is not None:
-        status = getattr(seen, "status", None)
-        if isinstance(status, int):
-            return status
+        for name in ("status", "status_code", "code"):  # of aiohttp, of Azure, of Google
+            if isinstance(status := getattr(seen, name, None), int):
+                return status
         seen = seen.__cause__ or seen.__context__
     return None
 
@@ -139,8 +139,9 @@ def _forbidden(url: str, error: BaseException) -> SetupError:
     )
 
 
-def _patience(store: Any) -> dict[str, float]:
-    return {"timeout": PATIENCE} if getattr(store, "async_impl", False) else {}
+def patience(store: Any, seconds: float | None = None) -> dict[str, float]:
+    """For a request of a filesystem: how long it may take, if that can be told; `PATIENCE` if nothing is said."""
+    return {"timeout": seconds or PATIENCE} if getattr(store, "async_impl", False) else {}
 
 
 class RemoteStore:
@@ -176,7 +177,7 @@ class RemoteStore:
         def ask() -> dict[str, Any]:
             store = self.opened()
             store.invalidate_cache()
-            return dict(store.info(url, **_patience(store)))
+            return dict(store.info(url, **patience(store)))
 
         return self.tried(url, "asked for its size", ask)
 
@@ -196,7 +197,7 @@ class RemoteStore:
             if ranges is not None:
                 data = ranges.read(url, offset, nbytes)
             else:
-                data = memoryview(store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store)))
+                data = memoryview(store.cat_file(url, start=offset, end=offset + nbytes, **patience(store)))
             if len(data) > nbytes:
                 raise SetupError(
                     f"{url} comes from a server that ignores ranges",
@@ -223,7 +224,7 @@ class RemoteStore:
         # S3's client would ask for the size first, to read large files in parts.
         takes = inspect.signature(getattr(store, "_cat_file", store.cat_file)).parameters
         one_request = {"max_concurrency": 1} if "max_concurrency" in takes else {}
-        return bytes(store.cat_file(url, **_patience(store), **one_request))
+        return bytes(store.cat_file(url, **patience(store), **one_request))
 
     def glob(self, url: str) -> list[str]:
         """URLs of the files that a pattern matches, sorted; raises as `size`."""
@@ -315,16 +316,6 @@ class RemoteStore:
             return retrying(call)
         except MegaresumeError:
             raise
-        except FileNotFoundError as error:
-            if _status(error) in _DENIED:  # fsspec calls it so, whatever the server said
-                raise _forbidden(url, error) from error
-            raise CorpusError(
-                f"{url} is missing",
-                found="no such file in the store",
-                expected="a shard",
-                cause="a wrong path or bucket, or a shard that was moved or deleted",
-                action="check the path, or give the shards' new location: path in data.yaml",
-            ) from error
         except ImportError as error:
             raise SetupError(
                 f"{url} needs a package that is not installed",
@@ -333,8 +324,16 @@ class RemoteStore:
                 action="install it, for example: pip install 'megaresume[s3]' (s3://) or gcsfs (gs://)",
             ) from error
         except Exception as error:  # whatever the library of the store raises
-            if _status(error) in _DENIED:
+            if _status(error) in _DENIED:  # some filesystems call it missing, whatever the server said
                 raise _forbidden(url, error) from error
+            if isinstance(error, FileNotFoundError) or _status(error) == 404:
+                raise CorpusError(
+                    f"{url} is missing",
+                    found="no such file in the store",
+                    expected="a shard",
+                    cause="a wrong path or bucket, or a shard that was moved or deleted",
+                    action="check the path, or give the shards' new location: path in data.yaml",
+                ) from error
             final = _is_final(error)
             cause, remedy = "the store or the network is down, or too busy", _CHECK
             if isinstance(error, PermissionError):

@@ -84,7 +84,7 @@ class SeaweedFS(Server):
         self.directory = tempfile.mkdtemp(prefix="megaresume-weed-")
         names = [f"{name}.port{kind}" for name in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
         names += ["s3.port.iceberg", "s3.port.lance"]  # or a second server finds them taken
-        ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
         words = ["server", f"-dir={self.directory}", "-ip=127.0.0.1", "-s3", "-master.telemetry=false"]
         words += ["-volume.max=100", "-master.volumeSizeLimitMB=256"]
         words += [f"-{name}={port}" for name, port in ports.items()]
@@ -108,7 +108,7 @@ class SeaweedFS(Server):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -371,6 +372,20 @@ def test_a_filesystem_without_conditions_is_named(
     monkeypatch.setattr(memory, "pipe_file", lambda self, path, value: whole(self, path, value))
     _copied(local, f"memory://{tmp_path.name}/plain")
     assert "has no conditional writes" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another kind than S3, either: whoever asks gives up, and a program that ends soon."""
+    pytest.importorskip("fsspec")
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote, "PATIENCE", 0.2)
+    monkeypatch.setattr(store, "AT_THE_END", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = store.Store("http://{}:{}/run".format(*silent.getsockname()))
+        target.try_write("last word", b"")
+        for ask in (target.sizes, lambda: target.write("x", b""), lambda: target.delete(["x"])):
+            with pytest.raises(SetupError, match="the store or the network is down"):
+                ask()
 
 
 @contextlib.contextmanager

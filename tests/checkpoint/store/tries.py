@@ -1,6 +1,6 @@
 """Runs that copy to a real S3 server, killed, stopped and lied to at any request: ``python -m
-tests.checkpoint.store.tries --count 2000``; ``--server seaweedfs`` names another one, ``--local`` files that fsspec
-serves as a store.
+tests.checkpoint.store.tries --count 2000``; ``--server seaweedfs`` names another one, ``--server gcs`` one that is not
+S3 (`emulators`), ``--local`` files that fsspec serves as a store.
 
 A **life** is one run: start, look at both storages, bring what is newest, save, copy, end. A start of it is killed at a
 request (before the server has it, or when it has done it), or a request goes wrong; then its disk stays or is lost, and
@@ -47,6 +47,7 @@ from megaresume.checkpoint.staged import Staged
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
+from tests.checkpoint.store.emulators import EMULATORS
 from tests.checkpoint.store.recorder import Bucket, Folder, Lost
 from tests.checkpoint.store.server import SERVERS, Proxied, freeze, keep_descriptions
 
@@ -188,6 +189,22 @@ class LocalWorld(World):
             return before(store, url, what, request, **more)
 
         remote.RemoteStore.tried = tried  # type: ignore[method-assign]
+
+
+class EmulatorWorld(LocalWorld):
+    """The same of an emulator."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.emulator = EMULATORS[name]()
+        os.environ.update(self.emulator.environment)
+
+    def close(self) -> None:
+        self.emulator.close()
+        super().close()
+
+    def place(self, prefix: str) -> tuple[str, Bucket]:
+        return self.emulator.place(prefix)
 
 
 def _disk() -> Path:
@@ -343,11 +360,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="starts that something happens to")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--duels", type=float, default=0.15, help="share of duels")
-    parser.add_argument("--server", choices=SERVERS, default="moto")
+    parser.add_argument("--server", choices=[*SERVERS, *EMULATORS], default="moto")
     parser.add_argument("--local", action="store_true", help="on a store of files, without the faults of a network")
     args = parser.parse_args()
-    world = LocalWorld() if args.local else World(args.server)
-    faults = (*KILLS, *KILLS, *(WRONG[:4] if args.local else WRONG))
+    world = LocalWorld() if args.local else (EmulatorWorld if args.server in EMULATORS else World)(args.server)
+    faults = (*KILLS, *KILLS, *(WRONG[:4] if isinstance(world, LocalWorld) else WRONG))
     tries, began = Tries(world, args.seed), time.monotonic()
     try:
         while tries.counts.total() < args.count:
