@@ -219,7 +219,7 @@ class Cluster:
         ranks: int,
         steps: int,
         *,
-        kill: tuple[int, float] | None = None,
+        kill: tuple[int, int, float] | None = None,
         pause: float = 0.04,
         save_every: int = 2,
         data_every: int | None = None,
@@ -228,9 +228,9 @@ class Cluster:
         stop: float | None = None,
         until: int | None = None,
     ) -> list[int]:
-        """One start of the job; ``kill``: which rank, after how many seconds: then the launcher ends the others, too;
-        ``fault``: to which rank, what, and at which of its requests (proxy.py); ``stop``: SIGTERM to all, after so many
-        seconds; ``until``: kill all, once rank 0 has saved this step.
+        """One start of the job; ``kill``: which rank, after how many saves, and seconds from there: then the launcher
+        ends the others, too; ``fault``: to which rank, what, and at which of its requests (proxy.py); ``stop``: SIGTERM
+        to all, after so many seconds; ``until``: kill all, once rank 0 has saved this step.
 
         Returns:
             the status of every rank; negative: the signal.
@@ -250,12 +250,12 @@ class Cluster:
         statuses: dict[int, int] = {}
         doomed = pids if kill is None else [pids[kill[0]]]
         began, from_here = time.monotonic(), kill is not None and self.random.random() < 0.3
-        deadline = began + (600.0 if kill is None or not from_here else kill[1])
+        deadline = began + (600.0 if kill is None or not from_here else kill[2])
         while len(statuses) < ranks:
             time.sleep(0.005)
-            if not from_here and (self.record / "rank_0").exists():  # training begins
+            if not from_here and self._saves() >= (0 if kill is None else kill[1]):
                 began, from_here = time.monotonic(), True
-                deadline = deadline if kill is None else began + kill[1]
+                deadline = deadline if kill is None else began + kill[2]
             if stop is not None and from_here and time.monotonic() > began + stop:
                 for pid in set(pids) - set(statuses):
                     os.kill(pid, signal.SIGTERM)
@@ -278,6 +278,11 @@ class Cluster:
     def _has_saved(self, step: int) -> bool:
         path = self.record / "rank_0"
         return path.exists() and f'"saved": {step},' in path.read_text()
+
+    def _saves(self) -> int:
+        """How many this start has made; -1: training has not begun."""
+        path = self.record / "rank_0"
+        return path.read_text().count('"saved"') if path.exists() else -1
 
     def _warm(self) -> None:
         """Import what a node has imported, for the forks to come."""
@@ -387,12 +392,15 @@ class Cluster:
         try:
             for _ in range(starts):
                 ranks = self.random.choice((2, 2, 2, 3, 1))
-                victim, seconds = self.random.randrange(ranks), self.random.uniform(0.1, 3.0)
+                victim, saves = self.random.randrange(ranks), self.random.randrange(5)
+                seconds = self.random.uniform(0.0, 1.0)
                 fault = None
                 if self.random.random() < 0.5:
                     fault = victim, self.random.choice(FAULTS), self.random.randint(1, 80)
-                statuses = self.start(ranks, self.best + 100, kill=(victim, seconds), fault=fault)
-                told.append(f"{ranks} nodes, node {victim} killed after {seconds:.2f} s, {fault}: {statuses}")
+                statuses = self.start(ranks, self.best + 100, kill=(victim, saves, seconds), fault=fault)
+                told.append(
+                    f"{ranks} nodes, node {victim} killed {seconds:.2f} s after {saves} saves, {fault}: {statuses}"
+                )
                 before = self.best
                 self.judge()
                 self.judge_start(before, ranks)
