@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,19 @@ settings.register_profile(
     "megaresume", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("megaresume")
+
+
+# What is imported for tests stays: the collector need not look through millions of objects, again and again.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """All of it is there."""
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    gc.get_freeze_count = lambda: frozen  # which counts them one by one, at each import by megaresume
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

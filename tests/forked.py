@@ -103,6 +103,8 @@ class Warm:
         self._ours, self._owner, self._lock = ours, os.getpid(), threading.Lock()
         # What forks forks a process that forks and ends, so that the program is an orphan, which is given to us.
         self._adopt = ctypes.CDLL(None).prctl
+        # Or it would not end with this process, but with the last worker that this has forked.
+        os.register_at_fork(after_in_child=ours.close)
 
     def start(self, program: Program, files: Sequence[int]) -> int | None:
         """Its pid; None: it cannot be forked from here."""

@@ -15,6 +15,7 @@ import pytest
 from tests.checkpoint.store.recorder import Bucket
 from tests.checkpoint.store.server import Server, serving
 from tests.corpora import simple_corpus
+from tests.release import release
 
 PROGRAM = Path(__file__).with_name("staged.py")
 
@@ -36,6 +37,12 @@ def _samples(done: subprocess.CompletedProcess) -> dict[str, str]:
     return {row[0]: row[1] for row in rows}
 
 
+@release(
+    "five starts of a run on a real server",
+    "`tests/hosts/test_staged.py::test_killed_and_its_node_lost`: the same program, copied to a directory, "
+    "`tests/checkpoint/store/test_position.py::test_steps_after_the_last_save_are_known_and_lost`: `[1]`, "
+    "a machine lost and a store",
+)
 def test_killed_and_resumed_on_an_empty_machine(server: Server, tmp_path: Path) -> None:
     """The twin is never stopped. The run is killed after a save, resumes, loses its disk, resumes from the store."""
     simple_corpus(tmp_path / "web", [5 + k % 9 for k in range(200)])

@@ -28,8 +28,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 
 RELEASE = release(
     "`[fsdp-sharded]`, `[fsdp2-full]`, `[zero1]`, `[zero2]`, `[zero3]`: three launches each",
-    "the same, `[fsdp2-sharded]`, and "
-    "`tests/hosts/hugging_face/test_accelerator_backends.py::test_killed_in_a_save`: `[zero2]`",
+    "the same, `[fsdp2-sharded]`, and `tests/hosts/hugging_face/test_backends.py::test_killed_in_a_save`: `[zero2]`",
 )
 
 
