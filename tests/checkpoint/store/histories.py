@@ -208,7 +208,7 @@ class History:
         loaded = None if found is None or found.step is None else found.step.save_id
         if loaded != (expected and expected.save_id):
             raise Wrong(f"{found} was loaded, save {loaded}, and not {expected}")
-        if self.is_told and machine.known:  # what was cut off comes before what others have done since
+        if self.is_told:  # what was cut off comes before what others have done since
             machine.known |= {machine.cut} - {None}
         machine.known |= self.known
         staged.adopt(is_fresh=False)
