@@ -39,7 +39,6 @@ from megaresume.batches.batch import (
 from megaresume.batches.masked import masked_documents
 from megaresume.data.layout import Spans, has_pairs, has_spans, spans_of
 from megaresume.data.source import Source, TokenSource, is_document_source
-from megaresume.encoding.images.pixels import Room
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
@@ -355,6 +354,8 @@ def make_batch(
     arrays = BatchArrays(**_NOTHING | {name: tensor.numpy() for name, tensor in tensors.items()})
     images = values = None
     if assembler.documents is not None:
+        from megaresume.encoding.images.pixels import Room  # deferred: a start with text alone does without images
+
         values = room_of(plan, assembler.documents, pin_memory=pin_memory, levels=levels)
         images = BatchImages(room=None if values is None else Room(values.numpy()))
     pairs: list[npt.NDArray[np.int64]] | None = [] if PAIRS in fields else None

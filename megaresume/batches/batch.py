@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -34,14 +34,16 @@ import torch.utils.data
 
 from megaresume.batches.workers import shared_memory
 from megaresume.data.source import DocumentSource
-from megaresume.encoding.images.document import EncodedDocument, Key
-from megaresume.encoding.images.pixels import Levels, Room
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from megaresume.stream.kernel import LENGTH, OFFSET, SOURCE
 from megaresume.stream.left_out import FaultRecord
 from megaresume.stream.planner import Plan
 from megaresume.stream.selection import prefetch
+
+if TYPE_CHECKING:
+    from megaresume.encoding.images.document import EncodedDocument, Key
+    from megaresume.encoding.images.pixels import Levels, Room
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -452,6 +454,8 @@ class DocumentReader:
         Raises:
             CorpusError: a document cannot be read and the policy is ``error``; or an encoder breaks its word.
         """
+        from megaresume.encoding.images.document import Key  # deferred: a start with text alone does without images
+
         # In the order of the table, whatever the sources: it is that of rows and columns.
         for k in sorted(which.tolist()):
             source, position, document, offset, length = plan.table[k].tolist()

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaresume.checkpoint.branches import saves_of_present
 from megaresume.checkpoint.choose import (
@@ -46,7 +46,6 @@ from megaresume.checkpoint.choose import (
 )
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.durability import Durability, not_durable
-from megaresume.checkpoint.figures import figures_of_run, make_meter
 from megaresume.checkpoint.file_errors import Retries, compared, find_damage, read_undamaged, reading, writing
 from megaresume.checkpoint.host import (
     Data,
@@ -65,7 +64,6 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import claim_directory, release, take
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.meter.looker import Watched
 from megaresume.checkpoint.parts import Parts
 from megaresume.checkpoint.position import Positions
 from megaresume.checkpoint.random_state import RandomState, Snapshot
@@ -88,6 +86,10 @@ from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, new_i
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age
 from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.checkpoint.meter.looker import Watched
+    from megaresume.checkpoint.meter.meter import Meter
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,7 @@ class Session:
         #: seconds that this process waits for data, and in saves.
         self.clocks = Clocks()
         #: tells live figures; None if nobody asked for them.
-        self.meter = make_meter(metrics, self.clocks, host)
+        self.meter = self._meter_of(metrics)
         #: makes complete checkpoints durable, in the background.
         self.durability = Durability(checksums=checksums)
         self.stopper = None if stop is None else Stopper(stop, save_seconds=lambda: self.save_seconds)
@@ -574,8 +576,18 @@ class Session:
             send=None if copies is None or copies.place is None else copies.place.put_position,
         )
 
+    def _meter_of(self, metrics: Any) -> Meter | None:
+        if not metrics:
+            return None
+        from megaresume.checkpoint.figures import make_meter  # deferred: a start without figures does without them
+
+        return make_meter(metrics, self.clocks, self.host)
+
     def _watched(self) -> Watched:
         """What the meter reads at each step."""
+        from megaresume.checkpoint.figures import figures_of_run
+        from megaresume.checkpoint.meter.looker import Watched
+
         # After a load in the middle of a program nothing was started.
         age, root = 0.0 if self._begun else process_age(), self.save_dir
         return Watched(

@@ -27,15 +27,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.encoding.images.document import EncodedDocument, Key
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
+
+if TYPE_CHECKING:
+    from megaresume.encoding.images.document import EncodedDocument, Key
 
 
 @runtime_checkable

@@ -19,12 +19,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Resume, Save
-from megaresume.checkpoint.meter.meter import Meter
 from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, on_all_ranks
 from megaresume.checkpoint.records import deepspeed_tag
 from megaresume.checkpoint.search import Choice
@@ -36,6 +35,9 @@ from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.checkpoint.meter.meter import Meter
 
 
 class LoopHost(TrainerHost):

@@ -52,12 +52,9 @@ def compiled(*signatures: Any, **options: Any) -> Any:
 
 def _decorate(function: Callable[..., Any], signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
     dispatcher = numba.njit(nogil=True, **options)(function)
-    try:
-        dispatcher._cache = _Cache(function)
-        # It looks for extensions in the metadata of all packages that are installed: only who compiles needs them.
-        dispatcher._compilation_chain_init_hook = _nothing
-    except (RuntimeError, OSError) as error:
-        _say(f"compiled code cannot be kept: {error}")
+    dispatcher._cache = _WhenUsed(function)
+    # It looks for extensions in the metadata of all packages that are installed: only who compiles needs them.
+    dispatcher._compilation_chain_init_hook = _nothing
     for signature in signatures:
         dispatcher.compile(signature)
     if signatures:
@@ -260,6 +257,26 @@ class _Cache(caching.FunctionCache):
             super().save_overload(sig, data)
         except OSError as error:
             _say(f"compiled code cannot be kept: {error}")
+
+
+class _WhenUsed:
+    """The cache of a function, made when it is first called: numba tries whether files can be written there, in every
+    process and for every function."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    @functools.cached_property
+    def _cache(self) -> Any:
+        try:
+            return _Cache(self._function)
+        except (RuntimeError, OSError) as error:
+            _say(f"compiled code cannot be kept: {error}")
+            entrypoints.init_all()
+            return caching.NullCache()
 
 
 class _RuntimeCache(_Cache):

@@ -33,6 +33,8 @@ HEAVY = {
     "pydantic",  # for what is wrong in a data.yaml
     "scipy.linalg",  # for compiling
 }
+#: our own, for what this program does not do.
+OWN = {"megaresume.checkpoint.meter.meter", "megaresume.encoding.images.pixels", "megaresume.runs"}
 
 
 def imported(directory: Path) -> set[str]:
@@ -43,8 +45,13 @@ def imported(directory: Path) -> set[str]:
 
 
 @pytest.mark.process
+@pytest.mark.cold
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
-    imported(tmp_path / "compiled first")  # functions are kept from here on
-    fresh, resumed = imported(tmp_path / "run"), imported(tmp_path / "run")
-    assert "megaresume.hosts.loop" in fresh & resumed
-    assert (fresh | resumed) & HEAVY == set()
+    heavy: set[str] = set()
+    for attempt in ("first", "second"):  # the first one may compile functions, which are kept from there on
+        fresh, resumed = imported(tmp_path / attempt), imported(tmp_path / attempt)
+        assert "megaresume.hosts.loop" in fresh & resumed
+        heavy = (fresh | resumed) & (HEAVY | OWN)
+        if not heavy:
+            break
+    assert heavy == set()
