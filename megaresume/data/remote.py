@@ -109,7 +109,9 @@ def _status(error: BaseException) -> int | None:
     """The status of an HTTP server's answer, from an error or its causes; None if it is of another kind."""
     seen: BaseException | None = error
     while seen is not None:
-        for name in ("status", "status_code", "code"):  # of aiohttp, of Azure, of Google
+        # Of aiohttp, of Azure, of Google: aiohttp gives a torn answer a code as well.
+        names = ("status", "code" if type(seen).__module__.startswith("gcsfs.") else "status_code")
+        for name in names:
             if isinstance(status := getattr(seen, name, None), int):
                 return status
         seen = seen.__cause__ or seen.__context__

@@ -78,7 +78,8 @@ def test_killed_between_two_saves(page: Path, whole: list[str], tmp_path: Path) 
     status, *_ = run(page, folder, at="step 7 ")
     assert status < 0
     status, steps, said = run(page, folder)
-    assert status == 0 and steps == whole[4:], said
+    # The kill comes a moment after the line: the save of step 8 may be complete by then.
+    assert status == 0 and steps in (whole[4:], whole[8:]), said
 
 
 @pytest.mark.parametrize(
