@@ -58,7 +58,7 @@ FARTHEST = 1 << 16
 #: bytes read ahead at first, doubled until they are what is allowed: the first batch waits for little besides its own.
 FIRST = 2 << 20
 
-#: samples that are planned together.
+#: samples that are planned together, at most.
 TOGETHER = 64
 #: blocks of the stream that are planned ahead: it keeps more, so that nothing is planned twice.
 BLOCKS = 8
@@ -166,8 +166,8 @@ class ReadAhead:
         self._planned: deque[tuple[list[int], int, list[Place]]] = deque()
         self._segments = 0
         #: of the samples that were planned last: the first one, where the segments of each begin, their records.
-        self._first = 0
-        self._starts: list[int] = [0]
+        self._first = -2
+        self._starts: list[int] = [0, 0]
         self._pairs: list[list[int]] = []
         self._ahead: Ahead | None = None
         if self._sources and memory:
@@ -218,17 +218,13 @@ class ReadAhead:
     def _plan(self, ahead: Ahead) -> None:
         farthest = BLOCKS * self._stream.block_samples
         # Half of it at once: so neighbours meet in one request.
-        if (
-            ahead.held > self._window // 2
-            or self._segments > FARTHEST // 2
-            or (self._planned and self._planned[-1][0][0] - self._planned[0][0][0] > farthest // 2)
-        ):
+        if ahead.held > self._window // 2 or self._segments > FARTHEST // 2 or self._span > farthest // 2:
             return
         wanted: list[Place] = []
         room = self._window - ahead.held
         self._window = min(2 * self._window, self._memory)
         while room > 0 and self._segments < FARTHEST:
-            if self._planned and self._planned[-1][0][0] - self._planned[0][0][0] > farthest:
+            if self._span > farthest:
                 break
             try:
                 samples = next(self._upcoming)
@@ -243,6 +239,11 @@ class ReadAhead:
         if wanted:
             ahead.want(wanted)
 
+    @property
+    def _span(self) -> int:
+        """Samples of all ranks from the first that is planned to the last one."""
+        return self._planned[-1][0][0] - self._planned[0][0][0] if self._planned else 0
+
     def _places(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
         segments = 0
         places: list[Place] = []
@@ -255,10 +256,13 @@ class ReadAhead:
         return segments, places
 
     def _records(self, sample: int) -> list[list[int]]:
-        """Source and document of each segment of a sample; of the next ones too, so that those cost little."""
-        if not 0 <= sample - self._first < len(self._starts) - 1:
+        """Source and document of each segment of a sample; of the next ones too while one follows the other."""
+        num = len(self._starts) - 1
+        if not 0 <= sample - self._first < num:
+            # Of others' samples between two of this rank nothing is asked.
+            num = min(2 * num, TOGETHER) if sample == self._first + num else 1
             try:
-                plan = self._stream.plan(sample, sample + TOGETHER)
+                plan = self._stream.plan(sample, sample + num)
             except MegaresumeError:  # the stream ends before that
                 plan = self._stream.plan(sample, sample + 1)
             self._first, self._starts = sample, plan.starts.tolist()
