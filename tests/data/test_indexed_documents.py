@@ -84,6 +84,16 @@ def test_a_damaged_boundary_is_seen_though_others_are_remembered(tmp_path, bound
                 source.lengths(np.array([document]))
 
 
+def test_a_damaged_length_is_seen_though_its_block_is_remembered(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [[[1] * (d % 7 + 1)] for d in range(1301)])
+    rewrite(Path(f"{prefix}.idx"), 34 + 4 * 600, struct.pack("<i", -5))
+    source = IndexedSource(prefix)
+    for _ in range(4):
+        assert source.lengths(np.arange(601, 1301)).tolist() == [d % 7 + 1 for d in range(601, 1301)]
+        with pytest.raises(CorpusError, match="600"):
+            source.lengths(np.arange(300, 1301))
+
+
 def test_corpus_of_megatrons_builder_reads_the_same(tmp_path):
     torch = pytest.importorskip("torch")
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
