@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.forked import freeze
+
 pytest_plugins = ["tests.tiers", "tests.tokenizer", "tests.warm"]
 
 # Before torch is imported, here and in what is started: threads of many processes at once are in each other's way.
@@ -33,9 +35,7 @@ gc.disable()
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """All of it is there."""
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    gc.get_freeze_count = lambda: frozen  # which counts them one by one, at each import by megaresume
+    freeze()
     gc.enable()
 
 

@@ -362,6 +362,13 @@ def run(program: Program) -> None:
     os._exit(status & 0xFF)
 
 
+def freeze() -> None:
+    """What is imported stays: the collector need not look through millions of objects, here and in what is forked."""
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    gc.get_freeze_count = lambda: frozen  # which counts them one by one, at each import by megaresume
+
+
 def prepare_compiler() -> None:
     """Numba reads its tables, and scipy, with the first function of a process, also with one that it has kept."""
     import numba
@@ -382,9 +389,7 @@ def main() -> None:
     prepare_compiler()
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "forking is not safe"
     assert not {"megaresume", "megatron"} & {name.partition(".")[0] for name in sys.modules}
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    gc.get_freeze_count = lambda: frozen  # to count a million objects takes a while
+    freeze()
     requests.send(b"ready")
     run(serve(requests))
 

@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.forked import freeze
 from tests.reliability import job, megatron_job
 from tests.reliability.job import MEGATRON, WORLD_SIZE, Kind, Task
 
@@ -207,6 +208,8 @@ def warm(data: Path) -> None:
 
     torch.set_num_threads(1)
     import deepspeed
+    import deepspeed.module_inject.auto_ep_layer  # as the others, by each engine
+    import deepspeed.runtime.superoffload.superoffload_stage3
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.runtime.zero.stage3
     import deepspeed.runtime.zero.stage_1_and_2
@@ -226,7 +229,7 @@ def warm(data: Path) -> None:
     assert len(list(loader)) == 2
     assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads is not safe"
     gc.collect()
-    gc.freeze()  # ZeRO 3 collects garbage when it begins: not that of all modules in every child
+    freeze()  # ZeRO 3 collects garbage when it begins: not that of all modules in every child
 
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
