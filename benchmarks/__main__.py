@@ -20,6 +20,7 @@ NAMES = (
     "steps",
     "assembly",
     "loader",
+    "device",
     "tokens",
     "items",
     "hosts",
