@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -243,12 +242,15 @@ def test_two_runs(roots: tuple[Path, Path], tmp_path: Path) -> None:
         choose_of_two(local, tmp_path / "other")
 
 
-COPY = """
-import os, signal, sys
+#: LOCAL WORK: copies again and again, into WORK/N, killed at operation N; the last one comes to its end.
+COPIES = """
+import itertools, os, signal, sys
 from pathlib import Path
 
-left = int(sys.argv[3])
-names = ("open", "fsync", "replace", "unlink", "mkdir", "write")
+from megaresume.checkpoint.staging import stage
+
+local, work = map(Path, sys.argv[1:])
+
 
 def counted(function):
     def call(*args, **kwargs):
@@ -257,17 +259,22 @@ def counted(function):
             os.kill(os.getpid(), signal.SIGKILL)
         left -= 1
         return function(*args, **kwargs)
+
     return call
 
-from tests.checkpoint.durability import make_durable
-from megaresume.checkpoint.retention import prune
-from megaresume.checkpoint.staging import stage
-for name in names:
-    setattr(os, name, counted(getattr(os, name)))
-local, shared = Path(sys.argv[1]), Path(sys.argv[2])
-for iteration in (10, 20, 30):
-    stage(local, shared, iteration, f"global_step{iteration}")
-print("done", left)
+
+for operations in itertools.count():
+    if (child := os.fork()) == 0:
+        left = operations
+        for name in ("open", "fsync", "replace", "unlink", "mkdir", "write"):
+            setattr(os, name, counted(getattr(os, name)))
+        for iteration in (10, 20, 30):
+            stage(local, work / str(operations), iteration, f"global_step{iteration}")
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != -signal.SIGKILL:
+        print(status, operations)
+        break
 """
 
 
@@ -279,13 +286,14 @@ def test_killed_at_every_file_operation(tmp_path: Path) -> None:
     local = tmp_path / "local"
     for iteration in (10, 20, 30):
         save_checkpoint(local, iteration)
-    command = [sys.executable, "-c", COPY, str(local)]
-    full = subprocess.run([*command, str(tmp_path / "full"), "100000"], cwd=REPOSITORY, capture_output=True, check=True)
-    operations = 100_000 - int(full.stdout.split()[1])
-    assert operations > 60
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, "-c", COPIES, str(local), str(work)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    status, operations = map(int, done.stdout.split())
+    assert status == 0 and operations > 60
     for k in range(operations):
-        shared = tmp_path / f"cut-{k}"
-        assert _killed([*command, str(shared), str(k)]) == -signal.SIGKILL
+        shared = work / str(k)
         step = _with_local_storage_lost(tmp_path / f"new-{k}", shared)
         assert step is None or step == _step_of(local, step.iteration)
         for iteration in (10, 20, 30):
@@ -312,18 +320,6 @@ def _with_local_storage_lost(local: Path, shared: Path) -> StepFile | None:
         return None
     assert choice.load_dir == shared
     return choice.step
-
-
-def _killed(command: list[str]) -> int:
-    """In a fork of this process: starting Python as often would take minutes."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            sys.argv = ["-c", *command[3:]]
-            exec(compile(command[2], "copy", "exec"), {"__name__": "copy"})
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _step_of(root: Path, iteration: int) -> StepFile:
