@@ -58,6 +58,15 @@ MODULES = (
     "torch.utils.tensorboard",
     "multistorageclient",
     "deepspeed",
+    # Imported by each engine, by each DataLoader with workers, and by tests' programs.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "multiprocessing.sharedctypes",
+    "pytest",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.utils.serialization",
+    "xxhash",
 )
 #: and what programs import whose text has one of these names.
 OF_TRAINERS = ("accelerate", "transformers", "lightning")

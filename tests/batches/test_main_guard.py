@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Run:
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        ("stream_loader()", ("train.py",)),
+        pytest.param("stream_loader()", ("train.py",), marks=pytest.mark.cold),
         ("data_loader()", ("-m", "train")),  # which workers import by its name
         ("stream_loader()", ("-m", "megaresume.run", "train.py")),
     ],

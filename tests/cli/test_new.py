@@ -104,21 +104,26 @@ def test_it_runs_and_goes_on_exactly_after_a_kill(tmp_path: Path, name: str) -> 
     if find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
     megaresume("new", name, tmp_path / "whole")
+    program, steps = tmp_path / "whole" / STARTS[name].program, 160
     if name == "deepspeed":
-        program = tmp_path / "whole" / STARTS[name].program
         program.write_text(PRELUDE + program.read_text())
+    if name == "vlm":  # a step of it takes ten times as long as one of the others
+        text = program.read_text()
+        assert text.count("160  #") == 1
+        steps = 100
+        program.write_text(text.replace("160  #", f"{steps}  #"))
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     command = STARTS[name].command.split()
     # The command is the same for most: torch's is given as a user gives it.
     lines_of = forked_lines_of if command == ["python", "train.py"] and name != "torch" else command_lines_of
     whole = lines_of(tmp_path / "whole", command)
-    assert [int(line.split()[1]) for line in whole] == list(range(1, 161))
+    assert [int(line.split()[1]) for line in whole] == list(range(1, steps + 1))
     killed = lines_of(tmp_path / "cut", command, kill_at=70)
     assert killed == whole[: len(killed)]
     resumed = lines_of(tmp_path / "cut", command)
     # From the last checkpoint on, each step again with the loss that it has in the undisturbed run.
-    assert 100 <= len(resumed) <= 120 and resumed == whole[-len(resumed) :]
-    assert megaresume("latest", tmp_path / "cut" / _saves(name), "--iteration").stdout.strip() == "160"
+    assert steps - 60 <= len(resumed) <= steps - 40 and resumed == whole[-len(resumed) :]
+    assert megaresume("latest", tmp_path / "cut" / _saves(name), "--iteration").stdout.strip() == str(steps)
 
 
 @pytest.mark.process

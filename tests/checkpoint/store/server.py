@@ -70,6 +70,7 @@ def serving() -> Iterator[Server]:
 
     pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
+    keep_descriptions()
     server = Server()
     yield server
     server.close()
@@ -116,6 +117,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+@functools.cache
 def keep_descriptions() -> None:
     """A client reads its own description from files, megabytes of it, which costs more than all it does here: have this
     process, and its forks, read them once."""

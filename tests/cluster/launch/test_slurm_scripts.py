@@ -180,7 +180,8 @@ def test_the_time_limit_where_requeue_is_not_allowed(slurm: Cluster, directory: 
 
 @release(
     "the same script with another stop",
-    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`",
+    "`tests/cluster/launch/test_smoke_slurm.py::test_a_killed_rank_with_zero_1`, and DeepSpeed's launcher in "
+    "`tests/cluster/launch/test_scripts.py::test_deepspeed_is_started_again_after_a_failure_and_stopped`",
 )
 def test_a_killed_rank_under_deepspeed(slurm: Cluster, directory: Path) -> None:
     run = Run("killed", directory, slurm)

@@ -75,7 +75,7 @@ def through_every_stop(record: Callable[[str, object], None], out: Path, *words:
 
 @release(
     "eight launches, and a wall time of a minute",
-    "`::test_deepspeed_with_zero_1`, "
+    "`::test_a_killed_rank_with_zero_1`, "
     "`tests/cluster/launch/test_slurm_scripts.py::test_a_signal_a_requeue_a_cancel_and_the_end`",
 )
 @pytest.mark.timeout(1800)
@@ -97,7 +97,7 @@ def test_torchrun_through_every_stop(
 
 @release(
     "eight launches each",
-    "`::test_deepspeed_with_zero_1`, "
+    "`::test_a_killed_rank_with_zero_1`, "
     "`tests/cluster/launch/test_slurm_scripts.py::test_a_signal_a_requeue_a_cancel_and_the_end`",
 )
 @pytest.mark.timeout(1800)
@@ -111,9 +111,19 @@ def test_the_others_through_every_stop(
     through_every_stop(record_property, tmp_path / "out", *words.split())
 
 
+RELEASE = release(
+    "`[deepspeed]`: two launchers more on every node, each of which imports DeepSpeed",
+    "the same, `[torchrun]`, `tests/cluster/launching/test_slurm_settings.py::test_the_command_of_a_launcher`, and "
+    "that command without Slurm: `tests/cluster/launch/test_scripts.py::test_one_run_through_all_scripts_and_signals`",
+)
+
+
 @pytest.mark.timeout(1800)
-def test_deepspeed_with_zero_1(slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    words = ["--launch", "deepspeed", "--zero-stage", "1", "--kill", "sigkill", "--nodes", "2,1"]
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=RELEASE)])
+def test_a_killed_rank_with_zero_1(
+    slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None], launcher: str
+) -> None:
+    words = ["--launch", launcher, "--zero-stage", "1", "--kill", "sigkill", "--nodes", "2,1"]
     short = ["--steps", "20", "--min-step-seconds", "0.5", "--save-interval", "4", "--micro-batch-size", "1"]
     result = proved(record_property, tmp_path / "out", *words, *short, "--workers", "0")
     assert layouts(result) == [2, 1]
@@ -122,7 +132,8 @@ def test_deepspeed_with_zero_1(slurm: Cluster, tmp_path: Path, record_property: 
 
 @release(
     "four launches",
-    "`::test_deepspeed_with_zero_1`, `tests/cluster/training/test_vlm.py::test_killed_and_resumed_on_another_topology`",
+    "`::test_a_killed_rank_with_zero_1`, "
+    "`tests/cluster/training/test_vlm.py::test_killed_and_resumed_on_another_topology`",
 )
 @pytest.mark.timeout(1800)
 def test_images_and_text(slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:

@@ -19,7 +19,7 @@ MINI = ROOT / "tests" / "hosts" / "megatron" / "mini"
 
 @release(
     "four launches of two ranks",
-    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`",
+    "`tests/cluster/launch/test_smoke_slurm.py::test_a_killed_rank_with_zero_1`",
 )
 def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
     kinds = ["sigkill", "node-down"]  # sigterm: tests/cluster/launch/test_scripts.py
@@ -55,7 +55,8 @@ def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
 
 @release(
     "three launches",
-    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`",
+    "`tests/cluster/launch/test_smoke_slurm.py::test_a_killed_rank_with_zero_1`, and DeepSpeed's launcher in "
+    "`tests/cluster/launch/test_scripts.py::test_deepspeed_is_started_again_after_a_failure_and_stopped`",
 )
 def test_deepspeed_launcher_with_its_own_data(tmp_path: Path) -> None:
     from tests.cluster.training.conftest import write_corpus
@@ -103,7 +104,7 @@ SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 25
 
 @release(
     "two launches of Megatron-LM",
-    "`tests/cluster/launch/test_smoke_slurm.py::test_deepspeed_with_zero_1`, "
+    "`tests/cluster/launch/test_smoke_slurm.py::test_a_killed_rank_with_zero_1`, "
     "`tests/cluster/smoke/test_faults.py::test_a_good_program_holds`",
 )
 def test_a_megatron_script(tmp_path: Path) -> None:
