@@ -193,7 +193,7 @@ def set_deadline(sources, i, units):  # type: ignore[no-untyped-def]
     return due
 
 
-@compiled
+@compiled(forceinline=True)
 def _select_of_few(release, deadline, stage_units):  # type: ignore[no-untyped-def]
     """The same as `selection.select`, but looks at every source: int64[n] twice, by place."""
     best, earliest = -1, NEVER
@@ -343,60 +343,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
         if overdue and not knapsack:
             close = 0
         elif length > 0:
-            # A segment is pending. Where does it go?
-            # (A whole sample of one document passes the open bins by, through the one spare slot.)
-            b = -1
-            fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
-            if fits_a_bin and not knapsack:
-                b = _best_fit(room, length)
-            elif config.mode == SPLIT and length < config.seq_length:
-                b = num_open - 1
-            elif fits_a_bin and num_open > 0:
-                used = config.seq_length - room[num_open - 1] + -(-length // config.align) * config.align
-                b = num_open - 1 if used <= config.group else -1
-            enough = num_open == config.open_bins or (not knapsack and num_waiting >= OPEN_SEGMENTS)
-            if b < 0 and fits_a_bin and enough:
-                gather = knapsack
-                close = -1 if knapsack else _best_fit(room, 1)  # the fullest
-            else:
-                if free < 0:
-                    status = GROW_BINS
-                    break
-                if b < 0:
-                    b = num_open
-                    room[b], opened[b] = config.seq_length, samples
-                    num_open += 1
-                bin_, k = np.uint64(b), np.uint64(free)  # an index without a sign is not looked at for one
-                free = link[k]
-                left = room[bin_]
-                put = min(length, left)
-                segments[k, SOURCE], segments[k, POSITION], segments[k, DOCUMENT] = source, position, document
-                segments[k, OFFSET], segments[k, LENGTH] = offset, put
-                if left == config.seq_length:
-                    head[bin_] = k
-                else:
-                    link[np.uint64(tail[bin_])] = k
-                tail[bin_], link[k] = k, -1
-                num_waiting += 1
-                offset += put
-                length -= put
-                left -= put if config.align == 1 else -(-put // config.align) * config.align
-                room[bin_] = left
-                keeps = tails.shape[0] > 0 and (not config.fills or sources[source, FILLS] > 0)
-                if length > 0 and keeps and num_tails == tails.shape[0] and config.fills:
-                    for column in range(SEGMENT_WIDTH):
-                        fillers[num_fillers, column] = tails[first_tail, column]
-                    num_fillers += 1
-                    first_tail = (first_tail + 1) % tails.shape[0]
-                    num_tails -= 1
-                if length > 0 and keeps and num_tails < tails.shape[0]:
-                    row = (first_tail + num_tails) % tails.shape[0]
-                    tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
-                    tails[row, 3], tails[row, 4] = offset, length
-                    num_tails += 1
-                    length = 0
-                if left == 0 or config.mode == NONE:
-                    close = b
+            pass  # a segment is pending already
         elif num_fillers >= FILLERS or (ending and num_fillers > 0):
             source, position, document = fillers[0, 0], fillers[0, 1], fillers[0, 2]
             offset, length = fillers[0, 3], fillers[0, 4]
@@ -464,6 +411,62 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
             else:
                 status = EXHAUSTED
                 break
+
+        if length > 0 and close < 0:
+            # Where does the pending segment go?
+            # (A whole sample of one document passes the open bins by, through the one spare slot.)
+            b = -1
+            fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
+            if fits_a_bin and not knapsack:
+                b = _best_fit(room, length)
+            elif config.mode == SPLIT and length < config.seq_length:
+                b = num_open - 1
+            elif fits_a_bin and num_open > 0:
+                used = config.seq_length - room[num_open - 1] + -(-length // config.align) * config.align
+                b = num_open - 1 if used <= config.group else -1
+            enough = num_open == config.open_bins or (not knapsack and num_waiting >= OPEN_SEGMENTS)
+            if b < 0 and fits_a_bin and enough:
+                gather = knapsack
+                close = -1 if knapsack else _best_fit(room, 1)  # the fullest
+            else:
+                if free < 0:
+                    status = GROW_BINS
+                    break
+                if b < 0:
+                    b = num_open
+                    room[b], opened[b] = config.seq_length, samples
+                    num_open += 1
+                bin_, k = np.uint64(b), np.uint64(free)  # an index without a sign is not looked at for one
+                free = link[k]
+                left = room[bin_]
+                put = min(length, left)
+                segments[k, SOURCE], segments[k, POSITION], segments[k, DOCUMENT] = source, position, document
+                segments[k, OFFSET], segments[k, LENGTH] = offset, put
+                if left == config.seq_length:
+                    head[bin_] = k
+                else:
+                    link[np.uint64(tail[bin_])] = k
+                tail[bin_], link[k] = k, -1
+                num_waiting += 1
+                offset += put
+                length -= put
+                left -= put if config.align == 1 else -(-put // config.align) * config.align
+                room[bin_] = left
+                keeps = tails.shape[0] > 0 and (not config.fills or sources[source, FILLS] > 0)
+                if length > 0 and keeps and num_tails == tails.shape[0] and config.fills:
+                    for column in range(SEGMENT_WIDTH):
+                        fillers[num_fillers, column] = tails[first_tail, column]
+                    num_fillers += 1
+                    first_tail = (first_tail + 1) % tails.shape[0]
+                    num_tails -= 1
+                if length > 0 and keeps and num_tails < tails.shape[0]:
+                    row = (first_tail + num_tails) % tails.shape[0]
+                    tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
+                    tails[row, 3], tails[row, 4] = offset, length
+                    num_tails += 1
+                    length = 0
+                if left == 0 or config.mode == NONE:
+                    close = b
 
         if close >= 0 and config.fills:
             while room[close] > 0:
