@@ -372,7 +372,8 @@ class DiskCache:
 
     Args:
         directory: on a local disk; made when something is kept.
-        limit: bytes of all files in it.
+        limit: bytes of all files in it; one record of each writer more, while some are deleted: what is being written
+            then may not be counted until the next time.
         began: seconds since 1970; what was used later is not deleted.
     """
 

@@ -272,7 +272,8 @@ def test_processes_that_are_killed_at_any_moment_leave_nothing_wrong(cache):
         process.kill()
         process.join()
     assert not list(cache.parent.glob("wrong-*"))
-    assert 0 < taken(cache) <= 300 * BLOCK
+    # What each of them was writing while another one counted, and deleted, may come on top.
+    assert 0 < taken(cache) <= (300 + 4) * BLOCK
     again = DiskCache(cache, 300 * BLOCK)
     found = [again.get(str(number), len(bytes_of(number))) for number in range(400)]
     assert all(data is None or data == bytes_of(number) for number, data in enumerate(found))
