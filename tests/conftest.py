@@ -48,6 +48,14 @@ def _no_process_group_is_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_module_leaves_stays() -> Iterator[None]:
+    """Imports and caches: trainers collect garbage at each start, and would look through those of a hundred modules."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--regenerate",

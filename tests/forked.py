@@ -83,6 +83,8 @@ _AT_START = ("HF_", "LC_", "LD_", "NUMBA_", "PYTHON", "TRANSFORMERS_")
 ROOM = {"MEGARESUME_TESTS_ROOM": "." * 100_000}
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SET_CHILD_SUBREAPER = 36
+#: in paths of programs whose ranks start programs.
+_STARTING = ("megatron", "background", "elastic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ def program_of(
         return None
     if asked[0] == "-c" and "resource_tracker" in asked[1]:
         return None  # it imports nothing
-    is_rank = "RANK" in env and not any("megatron" in word for word in words)
+    is_rank = "RANK" in env and not any(folder in word for word in words for folder in _STARTING)
     return words, not (is_rank or "--multiprocessing-fork" in words)
 
 
