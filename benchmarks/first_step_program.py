@@ -2,14 +2,14 @@
 
 python benchmarks/first_step_program.py TRAINER ours|alone DIRECTORY [LENGTHS]
 
-TRAINER is torch, transformers, deepspeed, or stream: a loop of torch's over packed samples of the documents of LENGTHS.
+TRAINER is torch (under DDP if a launcher started it), transformers, deepspeed, or stream: a loop of torch's over packed
+samples of the documents of LENGTHS. Megatron's program is a script of its own.
 It continues from the checkpoint in DIRECTORY. If there is none, it saves one after its first step.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +44,11 @@ class Net(torch.nn.Module):
 
 
 def torch_loop(is_ours: bool, directory: Path, *_: str) -> None:
-    """A loop of one's own; alone it saves with torch.save."""
-    model = Net()
+    """A loop of one's own, under DDP if it was launched; alone it saves with torch.save."""
+    model: torch.nn.Module = Net()
+    if is_launched := "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches: Any
     if is_ours:
@@ -56,7 +59,8 @@ def torch_loop(is_ours: bool, directory: Path, *_: str) -> None:
         batches = loop = megaresume.attach(parts, loader, checkpoints=megaresume.Checkpoints(save_dir=directory))
         loop.load()
     else:
-        batches = torch.utils.data.DataLoader(Rows(), batch_size=BATCH, shuffle=True)
+        sampler: Any = torch.utils.data.DistributedSampler(Rows()) if is_launched else None
+        batches = torch.utils.data.DataLoader(Rows(), batch_size=BATCH, shuffle=sampler is None, sampler=sampler)
         for path in directory.glob("*.pt"):
             parts = torch.load(path)
             model.load_state_dict(parts["model"])
@@ -69,7 +73,7 @@ def torch_loop(is_ours: bool, directory: Path, *_: str) -> None:
         if loop.step == 1:
             loop.save()
             loop.close()
-    elif not any(directory.iterdir()):
+    elif not any(directory.iterdir()) and os.environ.get("RANK", "0") == "0":
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, directory / "1.pt")
 
 
@@ -128,10 +132,6 @@ def deepspeed_loop(is_ours: bool, directory: Path, *_: str) -> None:
     """DeepSpeed's engine; alone with the loader that `deepspeed.initialize` makes."""
     import deepspeed
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(rank, MASTER_PORT=str(found.getsockname()[1]))
     model = Net()
     config = {"train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     data = None if is_ours else Rows()
