@@ -42,15 +42,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaresume.checkpoint import system
 from megaresume.checkpoint.candidates import examine, list_candidates
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import Manifest, checksum_file, read_manifest, remove_orphans
-from megaresume.checkpoint.nodes import Nodes
-from megaresume.checkpoint.places import write_copy
 from megaresume.checkpoint.ranks import gather, rank
 from megaresume.checkpoint.records import (
     TRACKER,
@@ -68,6 +66,9 @@ from megaresume.checkpoint.retention import KEEP_ALL, Retention, changing, prune
 from megaresume.checkpoint.step_file import StepFile, read_step_file
 from megaresume.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, MegaresumeError
+
+if TYPE_CHECKING:
+    from megaresume.checkpoint.nodes import Nodes
 
 FORMAT, VERSION = "megaresume.synced", 1
 
@@ -168,6 +169,8 @@ def _force(path: Path, flags: int) -> str:
 
 
 def _write_again(root: Path, path: Path, checksum: str | None) -> None:
+    from megaresume.checkpoint.places import write_copy  # with all that knows of object stores: see `Session.start`
+
     draft = records_dir(root) / leftover_name(path.name)
     try:
         if checksum is None or write_copy(path, draft) != checksum:

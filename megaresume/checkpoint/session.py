@@ -64,7 +64,6 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import claim_directory, release, take
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.parts import Parts
 from megaresume.checkpoint.position import Positions
 from megaresume.checkpoint.random_state import RandomState, Snapshot
 from megaresume.checkpoint.ranks import (
@@ -81,7 +80,6 @@ from megaresume.checkpoint.records import ledger_path, manifest_path, same_place
 from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, has_older, make_room
 from megaresume.checkpoint.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.staged import Staged
 from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age
@@ -90,6 +88,8 @@ from megaresume.stream.errors import UsageError
 if TYPE_CHECKING:
     from megaresume.checkpoint.meter.looker import Watched
     from megaresume.checkpoint.meter.meter import Meter
+    from megaresume.checkpoint.parts import Parts
+    from megaresume.checkpoint.staged import Staged
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +220,10 @@ class Session:
         if self.save_dir is None:
             return
         if self._stage_to is not None:
+            # Imported here: a run without copies starts without them, and without object stores.
+            from megaresume.checkpoint.parts import Parts
+            from megaresume.checkpoint.staged import Staged
+
             self._copies = copies = Staged(os.fspath(self.save_dir), self._stage_to, self.retention)
             self._claimed.add(self.save_dir.resolve())
             if are_many := copies.nodes.are_many:
