@@ -1,7 +1,8 @@
 """From launch to the end of the first step: whole programs, fresh and resumed, beside the same ones without us.
 
 Processor time of all processes of a program: imports, compiled loops from their cache, opening the data, planning,
-loading a checkpoint, the first batch. A fresh one is not the first on the machine: compiled loops are kept.
+loading a checkpoint, the first batch. Neither saves. A fresh one is not the first on the machine: compiled loops are
+kept.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.corpora import VOCABULARY, WEIGHTS
@@ -27,6 +29,9 @@ ROOT = Path(__file__).parents[1]
 #: a stand-in for Megatron-LM's training package over the megatron-core that is installed.
 MEGATRON = ROOT / "tests" / "hosts" / "megatron" / "mini" / "pretrain_from_0_19.py"
 MOST_SECONDS = 0.3
+#: the words after ``python``, given "ours" or "alone"; "fresh", "saving" (after its first step) or "resumed"; and the
+#: directory of its checkpoints.
+Words = Callable[[str, str, Path], Sequence[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +39,9 @@ class Program:
     """What is started."""
 
     what: str
-    #: the words after ``python``, given "ours" or "alone", and the directory of its checkpoints.
-    words: Callable[[str, Path], Sequence[object]]
+    words: Words
     #: processes; None: one, without the variables of a launcher.
     ranks: int | None = None
-    #: how a resumed one is started instead.
-    resumed: Callable[[str, Path], Sequence[object]] | None = None
 
 
 def children() -> float:
@@ -64,31 +66,31 @@ def _programs(setup: Setup) -> Iterator[Program]:
     if importlib.util.find_spec("deepspeed"):
         yield Program(what="deepspeed", words=_loop("deepspeed"), ranks=1)
     if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"):
-        fresh = _megatron(setup, "--exit-interval", 1, "--save-interval", 1)
-        resumed = _megatron(setup, "--save-interval", 1000)
-        yield Program(what="Megatron", words=fresh, resumed=resumed, ranks=1)
+        yield Program(what="Megatron", words=_megatron(setup), ranks=1)
 
 
-def _loop(trainer: str, *more: object) -> Callable[[str, Path], Sequence[object]]:
+def _loop(trainer: str, *more: object) -> Words:
     program = Path(__file__).with_name("first_step_program.py")
-    return lambda side, directory: (program, trainer, side, directory, *more)
+    return lambda side, state, directory: (program, trainer, side, state, directory, *more)
 
 
-def _megatron(setup: Setup, *more: object) -> Callable[[str, Path], Sequence[object]]:
+def _megatron(setup: Setup) -> Words:
     """Its own datasets, or the stream of a data.yaml over the same corpora in their place."""
     sources = {name: {"path": str(setup.corpora[name]), "weight": weight} for name, weight in WEIGHTS.items()}
     config = setup.directory / "first-step.yaml"
     config.write_text(json.dumps({"sources": sources}))
     blend = [word for name, weight in WEIGHTS.items() for word in (weight, setup.corpora[name])]
     shared = ["--seq-length", 32, "--vocab-size", VOCABULARY, "--micro-batch-size", 8, "--global-batch-size", 8]
-    shared += ["--train-iters", 2, *more]
+    lasts = {"fresh": ["--train-iters", 1], "saving": ["--train-iters", 2, "--exit-interval", 1]}
+    lasts["resumed"] = ["--train-iters", 2]
     cache = setup.directory / "first-step-indexes"
 
-    def words(side: str, directory: Path) -> Sequence[object]:
+    def words(side: str, state: str, directory: Path) -> Sequence[object]:
         places = ["--save", directory, "--load", directory, "--mini-log", directory / "log"]
+        both = [MEGATRON, *shared, *lasts[state], *places]
         if side == "ours":
-            return ["-m", "megaresume.run", MEGATRON, *shared, *places, "--megaresume-data", config]
-        return [MEGATRON, *shared, *places, "--data-path", *blend, "--split", "90,5,5", "--data-cache-path", cache]
+            return ["-m", "megaresume.run", *both, "--megaresume-data", config]
+        return [*both, "--data-path", *blend, "--split", "90,5,5", "--data-cache-path", cache]
 
     return words
 
@@ -97,26 +99,18 @@ def _rows_of(program: Program, directory: Path, repetitions: int) -> Iterator[Ro
     saved = {side: directory / f"{side}-saved" for side in ("ours", "alone")}
     for side, path in saved.items():
         path.mkdir(parents=True)
-        _run(program.words(side, path), program.ranks)
+        _run(program.words(side, "saving", path), program.ranks)
 
-    def fresh(side: str) -> Callable[[int], None]:
-        def run(repetition: int) -> None:
-            path = directory / f"{side}-{repetition}"
-            path.mkdir()
-            _run(program.words(side, path), program.ranks)
-
-        return run
-
-    def resumed(side: str) -> Callable[[int], None]:
-        def run(repetition: int) -> None:
-            path = directory / f"{side}-resumed-{repetition}"
+    def start(side: str, state: str, repetition: int) -> None:
+        path = directory / f"{side}-{state}-{repetition}"
+        if state == "resumed":
             shutil.copytree(saved[side], path)
-            _run((program.resumed or program.words)(side, path), program.ranks)
+        else:
+            path.mkdir()
+        _run(program.words(side, state, path), program.ranks)
 
-        return run
-
-    for state, start in (("fresh", fresh), ("resumed", resumed)):
-        sides = {side: start(side) for side in ("ours", "alone")}
+    for state in ("fresh", "resumed"):
+        sides = {side: partial(start, side, state) for side in saved}
         seconds = interleaved(sides, repetitions, clock=children, warm_up=False)
         ranks = program.ranks or 1
         alone = median(seconds["alone"]) / ranks

@@ -1,10 +1,10 @@
 """A training program as a user writes it, to the end of its first step: with megaresume, or without anything of it.
 
-python benchmarks/first_step_program.py TRAINER ours|alone DIRECTORY [LENGTHS]
+python benchmarks/first_step_program.py TRAINER ours|alone fresh|saving|resumed DIRECTORY [LENGTHS]
 
 TRAINER is torch (under DDP if a launcher started it), transformers, deepspeed, or stream: a loop of torch's over packed
 samples of the documents of LENGTHS. Megatron's program is a script of its own.
-It continues from the checkpoint in DIRECTORY. If there is none, it saves one after its first step.
+It continues from the checkpoint in DIRECTORY, if there is one; "saving" saves one there after its first step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(self.net(inputs), labels)}
 
 
-def torch_loop(is_ours: bool, directory: Path, *_: str) -> None:
+def torch_loop(is_ours: bool, saves: bool, directory: Path, *_: str) -> None:
     """A loop of one's own, under DDP if it was launched; alone it saves with torch.save."""
     model: torch.nn.Module = Net()
     if is_launched := "WORLD_SIZE" in os.environ:
@@ -70,14 +70,14 @@ def torch_loop(is_ours: bool, directory: Path, *_: str) -> None:
     optimizer.step()
     if is_ours:
         loop.stepped()
-        if loop.step == 1:
+        if saves:
             loop.save()
             loop.close()
-    elif not any(directory.iterdir()) and os.environ.get("RANK", "0") == "0":
+    elif saves and os.environ.get("RANK", "0") == "0":
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, directory / "1.pt")
 
 
-def stream_loop(is_ours: bool, directory: Path, lengths: str) -> None:
+def stream_loop(is_ours: bool, saves: bool, directory: Path, lengths: str) -> None:
     """A loop over packed samples; alone, over tokens that are there."""
     model = torch.nn.Embedding(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,12 +100,12 @@ def stream_loop(is_ours: bool, directory: Path, lengths: str) -> None:
     optimizer.step()
     if is_ours:
         loop.stepped()
-        if loop.step == 1:
+        if saves:
             loop.save()
             loop.close()
 
 
-def trainer(is_ours: bool, directory: Path, *_: str) -> None:
+def trainer(is_ours: bool, saves: bool, directory: Path, *_: str) -> None:
     """Hugging Face's Trainer."""
     import transformers
 
@@ -114,7 +114,7 @@ def trainer(is_ours: bool, directory: Path, *_: str) -> None:
         output_dir=str(directory),
         max_steps=1 if is_new else 2,
         per_device_train_batch_size=BATCH,
-        save_strategy="steps" if is_new else "no",
+        save_strategy="steps" if saves else "no",
         save_steps=1,
         report_to=[],
         disable_tqdm=True,
@@ -128,7 +128,7 @@ def trainer(is_ours: bool, directory: Path, *_: str) -> None:
     made.train(resume_from_checkpoint=not is_new)
 
 
-def deepspeed_loop(is_ours: bool, directory: Path, *_: str) -> None:
+def deepspeed_loop(is_ours: bool, saves: bool, directory: Path, *_: str) -> None:
     """DeepSpeed's engine; alone with the loader that `deepspeed.initialize` makes."""
     import deepspeed
 
@@ -147,7 +147,7 @@ def deepspeed_loop(is_ours: bool, directory: Path, *_: str) -> None:
     batch = next(iter(batches))
     engine.backward(engine(**batch)["loss"])
     engine.step()
-    if engine.global_steps == 1:
+    if saves:
         engine.save_checkpoint(str(directory))
         if is_ours:
             batches.close()
@@ -163,7 +163,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    name, side, where, *more = sys.argv[1:]
-    PROGRAMS[name](side == "ours", Path(where), *more)
+    name, side, state, where, *more = sys.argv[1:]
+    PROGRAMS[name](side == "ours", state == "saving", Path(where), *more)
     sys.stdout.flush()
     os._exit(0)  # what ending costs belongs to no first step

@@ -6,6 +6,8 @@
 
 Modules and optimizers are saved by the names of their parameters, without what DDP, FSDP and torch.compile add to them.
 Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank 0's is saved.
+
+torch.distributed.checkpoint is imported at the first save or load: it takes 40 ms, and a fresh start does without.
 """
 
 from __future__ import annotations
@@ -23,17 +25,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Save
@@ -91,6 +82,12 @@ class Objects:
 
     def states(self, *, full: bool = False) -> dict[str, Any]:
         """Of modules and optimizers, by the names of the parameters; ``full``: all shards, on rank 0."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
         options = StateDictOptions(full_state_dict=full, cpu_offload=full)
         states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
         for name, (optimizer, module) in self.optimizers.items():
@@ -103,6 +100,8 @@ class Objects:
 
     def blank(self) -> dict[str, Any]:
         """As `states`, to be read into: the optimizers forget their states, and every parameter gets an empty one."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
         for optimizer, _ in self.optimizers.values():
             optimizer.state.clear()
             optimizer.zero_grad()  # of a step that is given up
@@ -111,6 +110,12 @@ class Objects:
 
     def put(self, states: Mapping[str, Any], *, full: bool = False) -> None:
         """Set those of modules and optimizers: what was read into `blank`, or ``full``."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
         blank = self.blank() if full else states
         options = StateDictOptions(full_state_dict=full)
         for name, module in self.modules.items():
@@ -159,6 +164,9 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
     Returns:
         of ``dcp_async``: done when this rank's part is written; on rank 0, when those of all ranks are.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
     states = objects.states(full=writer == "torch")
     rest = on_all_ranks(lambda: objects.rest(held))
     if writer == "torch":
@@ -188,6 +196,9 @@ def wait(future: Future[Any]) -> None:
 
 def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
     """Read a checkpoint that any of the writers wrote, on any number of ranks; what else it holds. On every rank."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     if (directory / SINGLE).exists():
         states = torch.load(directory / SINGLE, map_location="cpu", mmap=True, weights_only=False)
         rest = _checked(objects, states.pop(KEY))
@@ -281,6 +292,8 @@ def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, to
 @contextmanager
 def dcp_errors() -> Iterator[None]:
     """torch's CheckpointException, which no ``except Exception`` sees, as an error with the cause of its first rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as failed:
