@@ -105,7 +105,7 @@ _EXTRAS = {
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """While modules are imported, all of whose objects stay: the collector would look through everything that torch
     has made, twice. Afterwards they are as old as that is: it comes to them when it comes to all."""
     enabled = gc.isenabled()
@@ -127,7 +127,7 @@ def __getattr__(name: str) -> Any:
 
     show_refusals()
     try:
-        with _uncollected():
+        with uncollected():
             return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         from megaresume.stream.errors import missing_package

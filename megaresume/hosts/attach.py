@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megaresume import uncollected
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.settings import Checkpoints, Loader
 from megaresume.checkpoint.stopping import StopConditions
@@ -239,7 +240,8 @@ def _unknown(thing: Any, names: Sequence[tuple[str, str]]) -> UsageError:
 
 def _function_of(trainer: KnownTrainer) -> Callable[..., Any]:
     try:
-        function: Callable[..., Any] = importlib.import_module(trainer.module).attach
+        with uncollected():
+            function: Callable[..., Any] = importlib.import_module(trainer.module).attach
     except ModuleNotFoundError as error:
         explained = missing_package(error, "megaresume.attach", trainer.extra)
         raise error if explained is None else explained from error

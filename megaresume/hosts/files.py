@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megaresume import uncollected
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Save
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
@@ -196,8 +197,9 @@ def wait(future: Future[Any]) -> None:
 
 def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
     """Read a checkpoint that any of the writers wrote, on any number of ranks; what else it holds. On every rank."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    with uncollected():
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
     if (directory / SINGLE).exists():
         states = torch.load(directory / SINGLE, map_location="cpu", mmap=True, weights_only=False)
