@@ -10,7 +10,8 @@ at-exit handlers included, without taking each module apart. Launchers that were
 
 Even and odd ranks are forked from two processes, so that their string hashes differ, as those of processes that were
 started do. Programs with a trainer of Hugging Face's or of Lightning's are forked from two more, forked from these,
-which have imported their packages as well. Nothing of megaresume or megatron is imported before the fork.
+which have imported their packages as well. Nothing of megaresume or megatron is imported before the fork, but their
+files have been read, and are read again if they have changed.
 
 Who reads other variables at imports, has options of the interpreter, or is started by a shell, is started as ever; so
 are all programs of tests with the mark `cold`: those about starting, about what is imported, and one of each launcher.
@@ -22,12 +23,14 @@ import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import functools
 import gc
 import importlib
 import io
 import json
+import marshal
 import os
 import runpy
 import signal
@@ -37,6 +40,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,6 +71,22 @@ MODULES = (
     "torch.distributed.checkpoint.state_dict",
     "torch.utils.serialization",
     "xxhash",
+)
+#: what many programs import, which is read and compiled once, and not imported before the fork.
+OF_PROGRAMS = (
+    "megaresume.batches.loader",
+    "megaresume.batches.open",
+    "megaresume.hosts.deepspeed.attach",
+    "megaresume.hosts.loop",
+    "megaresume.hosts.megatron.hooks",
+    "megaresume.hosts.megatron.host",
+    "megaresume.run",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.parallel_state",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.rerun_state_machine",
 )
 #: and what programs import whose text has one of these names.
 OF_TRAINERS = ("accelerate", "transformers", "lightning")
@@ -387,6 +407,48 @@ def prepare_compiler() -> None:
     numba.njit("int64(int64[:])")(lambda numbers: numbers.sum())
 
 
+def keep_code() -> None:
+    """Have `OF_PROGRAMS` read, and the functions of their dataclasses compiled, by a fork, for all others."""
+    loader = importlib._bootstrap_external.SourceLoader  # type: ignore[attr-defined]
+    read = loader.get_code
+    files: dict[str, tuple[tuple[int, int], types.CodeType]] = {}
+    texts: dict[str, types.CodeType] = {}
+
+    def state_of(path: str) -> tuple[int, int]:
+        return (found := os.stat(path)).st_mtime_ns, found.st_size
+
+    def noted_code(self: Any, name: str) -> types.CodeType:
+        code = read(self, name)
+        files[self.path] = state_of(self.path), code
+        return code
+
+    def noted_exec(text: str, *scopes: Any) -> None:
+        texts[text] = compile(text, "<string>", "exec", dont_inherit=True)
+        exec(texts[text], *scopes)
+
+    receive, send = os.pipe()
+    if os.fork() == 0:
+        warnings.simplefilter("ignore")
+        loader.get_code, vars(dataclasses)["exec"] = noted_code, noted_exec
+        for name in OF_PROGRAMS:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        with open(send, "wb") as file:
+            marshal.dump((files, texts), file)
+        os._exit(0)
+    os.close(send)
+    with open(receive, "rb") as file:
+        files, texts = marshal.load(file)
+    os.wait()
+
+    def kept_code(self: Any, name: str) -> types.CodeType:
+        state, code = files.get(self.path, (None, None))
+        return code if code is not None and state == state_of(self.path) else read(self, name)
+
+    loader.get_code = kept_code
+    vars(dataclasses)["exec"] = lambda text, *scopes: exec(texts.get(text, text), *scopes)
+
+
 def main() -> None:
     """Import, fork, run."""
     requests = socket.socket(fileno=int(sys.argv[1]))
@@ -398,6 +460,8 @@ def main() -> None:
         with contextlib.suppress(ImportError, AttributeError):
             importlib.import_module("transformers").Trainer  # noqa: B018  imports most of it
     prepare_compiler()
+    if not sys.argv[2:]:  # or this is a fork of one that has them
+        keep_code()
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "forking is not safe"
     assert not {"megaresume", "megatron"} & {name.partition(".")[0] for name in sys.modules}
     freeze()

@@ -108,3 +108,27 @@ def test_signals_reach_it(kind: Callable[[], contextlib.AbstractContextManager[N
         process.send_signal(number)
         assert process.wait() == -number and process.stdout.read() == b""
         process.stdout.close()
+
+
+#: what is read of a module is what is in its file.
+READ = """
+import dataclasses, sys
+import megaresume.hosts.loop, megatron.core.parallel_state
+
+names = [name for name in sys.modules if name.split(".")[0] in ("megaresume", "megatron")]
+for name in names:
+    module = sys.modules[name]
+    if getattr(module, "__file__", None):
+        source = open(module.__file__, encoding="utf-8").read()
+        code = compile(source, module.__file__, "exec", dont_inherit=True)
+        assert module.__spec__.loader.get_code(name) == code, name
+print(len(names) > 50, dataclasses.asdict(dataclasses.make_dataclass("Made", ["field"])(1)))
+"""
+
+
+def test_modules_that_were_read_before_the_fork_are_those_of_their_files() -> None:
+    pytest.importorskip("megatron.core")
+    for kind in (starting, forking):
+        with kind():
+            done = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True)
+        assert done.stdout == "True {'field': 1}\n", done.stderr
