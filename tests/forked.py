@@ -192,7 +192,9 @@ def can_fork(env: Mapping[str, str], base: Mapping[str, str], places: Collection
         return False
     theirs = {name.partition(".")[0] for name in (*MODULES, *OF_TRAINERS)}
     folders = [*map(Path, places), *_folders(env.get("PYTHONPATH", ""))]
-    return not any((folder / name).exists() for folder in folders for name in theirs)
+    # A folder without __init__.py is found after a package of the same name, wherever that is.
+    modules = [file for name in theirs for file in (f"{name}/__init__.py", f"{name}.py")]
+    return not any((folder / file).exists() for folder in folders for file in modules)
 
 
 def _folders(path: str) -> list[Path]:
@@ -453,6 +455,7 @@ def main() -> None:
     """Import, fork, run."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(requests.fileno(), False)
+    gc.disable()
     for name in (*MODULES, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -465,6 +468,7 @@ def main() -> None:
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "forking is not safe"
     assert not {"megaresume", "megatron"} & {name.partition(".")[0] for name in sys.modules}
     freeze()
+    gc.enable()
     requests.send(b"ready")
     run(serve(requests))
 

@@ -204,6 +204,7 @@ class Harness:
 def warm(data: Path) -> None:
     """Import and use what a job needs, without a thread and without a process group."""
     warnings.simplefilter("ignore")
+    gc.disable()
     import torch
 
     torch.set_num_threads(1)
@@ -230,6 +231,7 @@ def warm(data: Path) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads is not safe"
     gc.collect()
     freeze()  # ZeRO 3 collects garbage when it begins: not that of all modules in every child
+    gc.enable()
 
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h

@@ -40,6 +40,10 @@ def say(kind, step):
 
 
 if sys.argv[1:3] == ["-m", "megaresume.cluster.launching.node_check"]:
+    # It imports torch, to see that it can; tests of real training have the real one.
+    (here / "packages" / "torch").mkdir(parents=True, exist_ok=True)
+    (here / "packages" / "torch" / "__init__.py").touch()
+    os.environ["PYTHONPATH"] = f"{{here / 'packages'}}:{{os.environ.get('PYTHONPATH', '')}}"
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 #: in front of Slurm's own: a controller that is being restarted, when it is asked the first time.
