@@ -40,6 +40,7 @@ FORKED = (
     "hosts",
     "runs/newest",
     "runs/replay",
+    "runs/trace",
 )
 
 _REAL = _posixsubprocess.fork_exec
