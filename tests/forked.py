@@ -37,6 +37,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import types
@@ -191,7 +192,8 @@ def can_fork(env: Mapping[str, str], base: Mapping[str, str], places: Collection
     if any(env.get(name) != base.get(name) for name in names):
         return False
     theirs = {name.partition(".")[0] for name in (*MODULES, *OF_TRAINERS)}
-    folders = [*map(Path, places), *_folders(env.get("PYTHONPATH", ""))]
+    installed = {Path(folder) for folder in sysconfig.get_paths().values()}
+    folders = {*map(Path, places), *_folders(env.get("PYTHONPATH", ""))} - installed
     # A folder without __init__.py is found after a package of the same name, wherever that is.
     modules = [file for name in theirs for file in (f"{name}/__init__.py", f"{name}.py")]
     return not any((folder / file).exists() for folder in folders for file in modules)
