@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,16 @@ def test_it_ends_the_same(code: str) -> None:
         assert run() == started
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts in the background ignores SIGINT, and so does all that it starts: not here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("kind", [forking, starting])
+@pytest.mark.usefixtures("interruptible")
 def test_signals_reach_it(kind: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """And nothing of it is left that keeps its output open."""
     code = "import sys, time; print('there', flush=True); time.sleep(1000)"

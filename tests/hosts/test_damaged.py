@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.process
+# Cold: two saves have files of one size only if both share the same strings, which a forked program's may not.
+pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 
 @pytest.fixture(scope="module")
