@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 from benchmarks.corpora import VOCABULARY, WEIGHTS
 from benchmarks.setup import Setup
 from benchmarks.table import Row
-from benchmarks.timing import interleaved, median
+from benchmarks.timing import children, interleaved, median
 
 ROOT = Path(__file__).parents[1]
 #: a stand-in for Megatron-LM's training package over the megatron-core that is installed.
@@ -58,12 +57,6 @@ class Program:
     words: Words
     #: processes; None: one, without the variables of a launcher.
     ranks: int | None = None
-
-
-def children() -> float:
-    """Seconds of processor time of all processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def rows(setup: Setup) -> Iterator[Row]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import shutil
 import sys
 import tarfile
@@ -20,6 +19,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
+
+from benchmarks.timing import children, cpu
 
 BUCKET = "megaresume-benchmarks"
 #: MiB of memory of ours.
@@ -364,8 +365,7 @@ class Took:
 
 
 def _spent() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return cpu() + children()
 
 
 if __name__ == "__main__":

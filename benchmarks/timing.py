@@ -9,6 +9,7 @@ what waits for disks or other processes is measured in elapsed time.
 from __future__ import annotations
 
 import gc
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 cpu = time.process_time
 wall = time.perf_counter
 median = statistics.median
+
+
+def children() -> float:
+    """Seconds of processor time of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def interleaved(

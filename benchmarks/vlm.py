@@ -5,7 +5,6 @@ Both sides read the same shards (`benchmarks.pairs`), in turn. Processor time.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +15,7 @@ from benchmarks.packing import best_fit_decreasing
 from benchmarks.pairs import SEQ_LENGTH, Shards, Work
 from benchmarks.setup import Setup
 from benchmarks.table import Row
-from benchmarks.timing import cpu, interleaved, median, ratio
+from benchmarks.timing import children, cpu, interleaved, median, ratio
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.encoding.images.pixels import Backend
@@ -115,12 +114,6 @@ def _workers(shards: Shards, repetitions: int) -> Iterator[Row]:
         must=">= 4 x",
         holds=pixels >= 4 * sent,
     )
-
-
-def children() -> float:
-    """Seconds of processor time of worker processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _reading(shards: Shards, repetitions: int) -> Iterator[Row]:
