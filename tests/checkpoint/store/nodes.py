@@ -250,6 +250,7 @@ class Cluster:
         statuses: dict[int, int] = {}
         doomed = pids if kill is None else [pids[kill[0]]]
         began, from_here = time.monotonic(), kill is not None and self.random.random() < 0.3
+        others_later = self.random.choice((0.02, 0.5))
         deadline = began + (600.0 if kill is None or not from_here else kill[2])
         while len(statuses) < ranks:
             time.sleep(0.005)
@@ -271,7 +272,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 for pid in set(doomed) - set(statuses):
                     os.kill(pid, signal.SIGKILL)
-                deadline, doomed = time.monotonic() + self.random.choice((0.02, 0.5)), pids
+                deadline, doomed = time.monotonic() + others_later, pids
         self._warm()
         return [statuses[pid] for pid in pids]
 
@@ -447,8 +448,8 @@ def main() -> None:
     args = parser.parse_args()
     cluster, began = Cluster(args.seed), time.monotonic()
     try:
-        while cluster.counts.total() < args.count:
-            cluster.life(min(5, args.count - cluster.counts.total()))
+        while cluster.counts.total() < args.count or not cluster.opened:  # a machine may save nothing in a few tries
+            cluster.life(min(5, max(2, args.count - cluster.counts.total())))
             root = cluster.root
             cluster.new_run()
             shutil.rmtree(root, ignore_errors=True)
