@@ -145,7 +145,7 @@ def deepspeed_loop(is_ours: bool, saves: bool, directory: Path, *_: str) -> None
         batches = megaresume.attach(engine, loader, checkpoints=megaresume.Checkpoints(save_dir=directory))
     engine.load_checkpoint(str(directory))
     batch = next(iter(batches))
-    engine.backward(engine(**batch)["loss"])
+    engine.backward(engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})["loss"])
     engine.step()
     if saves:
         engine.save_checkpoint(str(directory))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -43,7 +44,8 @@ from megaresume.checkpoint import lease, staging, store, store_place
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.store.recorder import Bucket, Lost
-from tests.checkpoint.store.server import Proxied, Server, freeze, keep_descriptions
+from tests.checkpoint.store.server import Proxied, Server, keep_descriptions
+from tests.forked import freeze
 
 BATCH, ITEMS, WIDTH = 12, 1200, 24
 REFUSED, STOPPED = 3, 9
@@ -294,6 +296,7 @@ class Cluster:
                     importlib.import_module(name)
         if names.exists() and not self.is_warm:
             self.is_warm = True
+            gc.collect()
             freeze()
 
     def judge(self) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import json
 import logging
 import os
@@ -126,12 +125,6 @@ def keep_descriptions() -> None:
     loader = botocore.loaders.JSONFileLoader
     load = functools.cache(functools.partial(loader.load_file, loader()))
     loader.load_file = lambda _, path: load(path)
-
-
-def freeze() -> None:
-    """Before forks: none looks through, and so copies, what this process has."""
-    gc.collect()
-    gc.freeze()
 
 
 #: by the name that `tries` takes.

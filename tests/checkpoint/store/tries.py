@@ -18,6 +18,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import logging
@@ -49,7 +50,8 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
 from tests.checkpoint.store.emulators import EMULATORS
 from tests.checkpoint.store.recorder import Bucket, Folder, Lost
-from tests.checkpoint.store.server import SERVERS, Proxied, freeze, keep_descriptions
+from tests.checkpoint.store.server import SERVERS, Proxied, keep_descriptions
+from tests.forked import freeze
 
 KILLS = ("kill before", "kill after")
 STOPS = ("stop before", "stop after")
@@ -80,6 +82,7 @@ class World:
         os.environ["AWS_ENDPOINT_URL"] = self.proxy.url
         self.client = self.server.client()
         self.disk = _disk()
+        gc.collect()
         freeze()
 
     def close(self) -> None:
