@@ -1,4 +1,4 @@
-"""Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training.
+"""Exact, elastic, provable data resume for every trainer.
 
     megaresume.attach(trainer, data)           any trainer or loop: its data in an exact order, saved with the model
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
@@ -18,7 +18,7 @@ program.py     the command line: finds the command; completion.py
 cluster/       launching, the resume test of a cluster, the demo, and their small trainer
 runs/          a run's directory, and every question that is asked of it, with its command
 run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
-hosts/         DeepSpeed, Megatron, other people's loaders
+hosts/         one file a trainer, and the count of what was trained
 checkpoint/    the protocol: save, choose, lock, keep; the process that follows it, whatever trains; its live figures
 batches/       samples to batches
 data/          documents and records, and what a data config names, opened

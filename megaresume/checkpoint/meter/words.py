@@ -27,7 +27,7 @@ WORDS = {word: kind.help for word, kind in SINKS.items()} | OPTIONS
 #: of the setting.
 HELP = (
     f"live figures of the run, and their sinks: {', '.join([*SINKS, 'trainer'])}, each with =WHERE if need be; "
-    "every=SECONDS between two readings"
+    "losses by source and document (losses=N: of every Nth micro-batch); every=SECONDS between two readings"
 )
 
 #: a function of the user's that is called with every reading.
