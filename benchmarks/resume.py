@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -101,8 +100,7 @@ def _after(stream: Stream, sources: list[LengthsOnDisk], epochs: float) -> Strea
     for name, share in WEIGHTS.items():
         position = int(total * share) // 600
         before = start.sources[name]
-        cursors[name] = dataclasses.replace(
-            before,
+        cursors[name] = before._replace(
             position=position,
             epoch=position // before.size,
             documents=position,

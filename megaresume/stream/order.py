@@ -23,7 +23,6 @@ same with lists.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +92,8 @@ class SourceOrder(Eras):
             new = self.lists.num_pieces(documents, last.piece) - self.lists.num_pieces(last.documents, last.piece)
             left = end - position
             end += new
-            grown = replace(last, first=position, epoch=epoch, documents=documents, stage=stage)
-            eras.append(replace(grown, pieces=left + new, rest=left))
+            grown = last._replace(first=position, epoch=epoch, documents=documents, stage=stage)
+            eras.append(grown._replace(pieces=left + new, rest=left))
         return self._with([*eras, self._era(end, epoch + 1, documents, piece, stage)])
 
     def known_in(self, stage: int) -> SourceOrder:

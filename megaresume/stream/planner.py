@@ -294,15 +294,15 @@ class Planner:
 
     def _arrive(self) -> bool:
         """Begin what begins here, so that every snapshot is one of the stage that the next sample is of."""
-        entered = False
-        masks = self.course.masks_at(self.position)
+        entered, position = False, self.position
+        masks = self.course.masks_at(position)
         if masks is not self._masks:
             self._masks, entered = masks, True
-        if new := self.course.masks_from(self.position):
+        if new := self.course.masks_from(position):
             self._arrays = without_documents(self._arrays, self._constants, new, self._orders)
-        while self.course.is_due(self._stage + 1, self.position, self._tokens):
+        while self.course.is_due(self._stage + 1, position, self._tokens):
             self._arrays = enter(self._arrays, self._config, self.course.config(self._stage + 1))
-            self.course.reached(self._stage + 1, self.position)
+            self.course.reached(self._stage + 1, position)
             self._set_stage()
             entered = True
         if entered:
@@ -322,6 +322,11 @@ class Planner:
     def reached(self) -> int:
         """The same, counted with the samples that were left out."""
         return int(self._arrays.scalars[kernel.SAMPLES])
+
+    @property
+    def arrays(self) -> Arrays:
+        """What it works on: to be read before it goes on."""
+        return self._arrays
 
     def snapshot(self) -> Arrays:
         """A snapshot of the planner: a copy of its arrays, with a pool of just the segments in open bins."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,7 @@ class Course:
     #: of the sources, as that state knows them.
     past_orders: Orders | None = None
     _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
-    _plain: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    _records: dict[int, tuple[StageRecord, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: StreamConfig) -> Course:
@@ -162,17 +162,13 @@ class Course:
             self.began.append(sample)
 
     def records(self, index: int) -> tuple[StageRecord, ...]:
-        """The stages up to number ``index``, for a state."""
-        return tuple(
-            StageRecord(first=first, name=stage.name, config=self._plain_config(number))
-            for number, (first, stage) in enumerate(zip(self.began, self.stages[: index + 1], strict=False))
-        )
-
-    def _plain_config(self, index: int) -> Mapping[str, Any]:
-        """Always the same object, so that its text is made once."""
-        if index not in self._plain:
-            self._plain[index] = self.config(index).to_dict()
-        return self._plain[index]
+        """The stages up to number ``index``, for a state: always the same object, so that its text is made once."""
+        if index not in self._records:
+            self._records[index] = tuple(
+                StageRecord(first=first, name=stage.name, config=stage.config.to_dict())
+                for first, stage in zip(self.began, self.stages[: index + 1], strict=False)
+            )
+        return self._records[index]
 
 
 #: Documents looked at, at a time, where the first few mostly answer.

@@ -35,6 +35,7 @@ _INSPECT = "load an older checkpoint: megaresume inspect DIR lists those that ar
 
 FORMAT = "megaresume.stream-state"
 VERSION = 1
+_HEAD = {"format": FORMAT, "version": VERSION}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +56,8 @@ class Fingerprint:
     trained: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceCursor:
-    """The position in one source."""
+class SourceCursor(NamedTuple):
+    """The position in one source. A tuple, as `Segment` and `Bin` are: a state is taken after every step."""
 
     #: pieces drawn or passed over since the start of the run; the next draw looks from here.
     position: int
@@ -96,7 +96,7 @@ class SourceCursor:
 
 
 class Segment(NamedTuple):
-    """A run of tokens of one document. A tuple: a state has some hundred, and is taken after every step."""
+    """A run of tokens of one document. A state has some hundred."""
 
     #: index into the sources of the config.
     source: int
@@ -108,8 +108,7 @@ class Segment(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bin:
+class Bin(NamedTuple):
     """A sample that is being filled."""
 
     #: samples closed when the bin was opened, those that were left out included.
@@ -183,7 +182,7 @@ class StreamState:
 
     def to_json(self) -> str:
         """`to_dict` as compact text."""
-        return to_json(self, {"format": FORMAT, "version": VERSION})
+        return to_json(self, _HEAD)
 
     def _repr_html_(self) -> str:
         """For Jupyter."""
@@ -211,7 +210,7 @@ def _from_members(body: dict[str, Any]) -> StreamState:
 
 
 #: Fields of an era of the first stage, which leaves its number out.
-_SETTLED_AT_ONCE = len(Era.__slots__) - 1
+_SETTLED_AT_ONCE = len(Era._fields) - 1
 
 
 def _segment(short: object) -> Segment:
@@ -225,7 +224,7 @@ def _cursor(fields: object) -> SourceCursor:
     exhausted = fields["exhausted"]
     if not isinstance(exhausted, bool):
         raise ValueError(f"exhausted: {exhausted!r} is not true or false")
-    if set(fields) != set(SourceCursor.__slots__):
+    if set(fields) != set(SourceCursor._fields):
         raise KeyError(f"the fields of a source are {', '.join(fields)}")
     eras = tuple(_era(e) for e in _list(fields["eras"]))
     counts = {k: as_count(v) for k, v in fields.items() if k not in ("exhausted", "eras")}
@@ -234,7 +233,7 @@ def _cursor(fields: object) -> SourceCursor:
 
 def _era(short: object) -> Era:
     fields = [as_count(n) for n in _list(short)]
-    names = Era.__slots__[:_SETTLED_AT_ONCE] if len(fields) == _SETTLED_AT_ONCE else Era.__slots__
+    names = Era._fields[:_SETTLED_AT_ONCE] if len(fields) == _SETTLED_AT_ONCE else Era._fields
     if len(fields) != len(names):
         raise ValueError(f"{short!r} is not an era of a source")
     era = Era(**dict(zip(names, fields, strict=True)))

@@ -18,17 +18,17 @@ import base64
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Era:
+
+class Era(NamedTuple):
     """A run of positions of a source with one set of pieces."""
 
     #: its first position.
@@ -112,13 +112,20 @@ _name = lru_cache(maxsize=1 << 13)(_as_written)
 
 #: Characters from which a state is packed.
 LARGE = 1 << 14
-#: Objects whose texts are kept: configs of stages and fingerprints of a few streams.
-MOST_KEPT = 16
-#: id -> the object, which is kept so that no other one gets its id, and its text. Such objects are never changed.
-_kept: dict[int, tuple[object, Text]] = {}
+#: Results of `_once` that are kept: of configs, stages and fingerprints of a few streams.
+MOST_KEPT = 64
+#: (function, id of each object) -> the objects, which are kept so that no other one gets such an id, and the result.
+_kept: dict[tuple[object, ...], tuple[tuple[object, ...], Any]] = {}
 
-#: What stays readable of a packed state.
-READABLE = ("format", "version", "samples", "documents", "tokens", "digest")
+#: In the order in which they are written, after the head.
+FIELDS = (
+    *("config", "order", "fingerprints", "samples", "documents", "tokens", "sources", "bins", "pending", "tails"),
+    *("stages", "batches", "skips", "overrides", "digest", "faults"),
+)
+#: Of these a packed state has its own text.
+COLUMNS = {"config", "fingerprints", "sources", "bins", "tails", "stages"}
+#: What stays readable of a packed state, after the head.
+READABLE = ("samples", "documents", "tokens", "digest")
 #: Fields of a source that are mostly equal to another one: held as the difference.
 NEARLY = {"documents": "position", "drawn_in_stage": "tokens"}
 #: What a config says beside what holds in a stage.
@@ -136,42 +143,57 @@ def _checksum(ordered: str) -> str:
 
 
 def to_json(state: Any, head: Mapping[str, Any]) -> str:
-    """The text of a `StreamState`, with ``head`` before its fields."""
-    values = {name: _both(value) for name, value in head.items()} | _fields(state)
-    ordered = _object((name, text[1]) for name, text in sorted(values.items()))
-    if len(ordered) > LARGE:
-        body = _packed(json.loads(_object((name, text[0]) for name, text in values.items())))
-        return _as_written(body | {"checksum": checksum(body)})
-    values["checksum"] = _both(_checksum(ordered))
-    return _object((name, text[0]) for name, text in values.items())
+    """The text of a `StreamState`, with ``head`` before its fields: always the same object, as it is kept."""
+    order = _same_object(tuple(state.sources))
+    short = {name: _once(_both, value) for name, value in head.items()} | _short_fields(state, order)
+    config, fingerprints = _once(_both, state.config), _once(_fingerprints, state.fingerprints)
+    if len(config[0]) + len(fingerprints[0]) <= LARGE:
+        values = short | {"config": config, "fingerprints": fingerprints} | _long_fields(state)
+        ordered = _object((name, text[1]) for name, text in sorted(values.items()))
+        if len(ordered) <= LARGE:
+            return _sealed({name: values[name][0] for name in (*head, *FIELDS)}, ordered)
+    body = {name: short[name][0] for name in (*head, *READABLE)} | {"packed": _packed(state, head, order, short)}
+    return _sealed(body, _object(sorted(body.items())))
 
 
-def _fields(state: Any) -> dict[str, Text]:
-    """In the order in which they are written."""
-    stages = [(f"[{s.first},{_name(s.name)},", _constant(s.config)) for s in state.stages]
-    sources = {name: _source(cursor) for name, cursor in state.sources.items()}
+def _sealed(body: Mapping[str, str], ordered: str) -> str:
+    """With the checksum, which is of the same with ordered keys."""
+    return _object([*body.items(), ("checksum", _name(_checksum(ordered)))])
+
+
+def _short_fields(state: Any, order: tuple[str, ...]) -> dict[str, Text]:
+    """Those that a packed state has as well."""
     return {
-        "config": _constant(state.config),
         # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
-        "order": _same(_list(map(_name, state.sources))),
-        "fingerprints": _constant(state.fingerprints, _fingerprints),
+        "order": _once(_both, order),
         "samples": _same(str(state.samples)),
         "documents": _same(str(state.documents)),
         "tokens": _same(str(state.tokens)),
+        "pending": _same(_segments(state.pending)),
+        "batches": _same(_list(f"[{first},{size}]" for first, size in state.batches)),
+        "skips": _once(_plain, state.skips),
+        "overrides": _same(_name(tuple(state.overrides))),
+        "digest": _same(_name(state.digest)),
+        "faults": _faults(state.faults),
+    }
+
+
+def _long_fields(state: Any) -> dict[str, Text]:
+    """Those of `COLUMNS`, but what is constant."""
+    sources = {name: _source(cursor) for name, cursor in state.sources.items()}
+    return {
         "sources": (
             _object((name, text[0]) for name, text in sources.items()),
             _object((name, text[1]) for name, text in sorted(sources.items())),
         ),
         "bins": _same(_list(f"[{b.opened_at},{_segments(b.segments)}]" for b in state.bins)),
-        "pending": _same(_segments(state.pending)),
         "tails": _same(_segments(state.tails)),
-        "stages": (_list(f"{a}{text[0]}]" for a, text in stages), _list(f"{a}{text[1]}]" for a, text in stages)),
-        "batches": _same(_list(f"[{first},{size}]" for first, size in state.batches)),
-        "skips": _both(state.skips.to_plain()),
-        "overrides": _both(list(state.overrides)),
-        "digest": _same(_name(state.digest)),
-        "faults": _both(state.faults.to_plain()),
+        "stages": _once(_stages, state.stages),
     }
+
+
+def _stages(records: Iterable[Any]) -> Text:
+    return _both([[record.first, record.name, record.config] for record in records])
 
 
 def _same(text: str) -> Text:
@@ -182,15 +204,31 @@ def _both(value: object) -> Text:
     return _as_written(value), _with_sorted_keys(value)
 
 
-def _constant(value: Any, plain: Callable[[Any], Any] = lambda value: value) -> Text:
-    found = _kept.get(id(value))
-    if found is not None and found[0] is value:
-        return found[1]
-    text = _both(plain(value))
-    while len(_kept) >= MOST_KEPT:
-        _kept.pop(next(iter(_kept), 0), None)  # another thread may have taken it
-    _kept[id(value)] = value, text
-    return text
+def _plain(value: Any) -> Text:
+    return _both(value.to_plain())
+
+
+#: Of an equal value: those of a state may be made for it.
+_faults = lru_cache(maxsize=16)(_plain)
+
+
+def _once(make: Callable[..., T], *objects: Any) -> T:
+    """What ``make`` gives for objects that are never changed, kept for the next state, which has the same ones."""
+    key = (make, *map(id, objects))
+    found = _kept.get(key)
+    if found is None:
+        found = objects, make(*objects)
+        while len(_kept) >= MOST_KEPT:
+            _kept.pop(next(iter(_kept), ()), None)  # another thread may have taken it
+        _kept[key] = found
+    result: T = found[1]
+    return result
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _same_object(names: tuple[str, ...]) -> tuple[str, ...]:
+    """One object for equal names, for `_once`."""
+    return names
 
 
 def _object(items: Iterable[tuple[str, str]]) -> str:
@@ -205,7 +243,7 @@ def _segments(segments: Sequence[tuple[int, ...]]) -> str:
     return "[" + ",".join(map(_segment, segments)) + "]"
 
 
-@lru_cache(maxsize=1 << 13)
+@lru_cache(maxsize=1 << 11)
 def _segment(segment: tuple[int, ...]) -> str:
     """One waits for many steps."""
     source, position, offset, length = segment
@@ -213,10 +251,9 @@ def _segment(segment: tuple[int, ...]) -> str:
 
 
 def _source(cursor: Any) -> Text:
-    position, epoch, documents, tokens = cursor.position, cursor.epoch, cursor.documents, cursor.tokens
-    skipped, drawn, eras = cursor.skipped, cursor.drawn_in_stage, _eras(cursor.eras)
-    ended = "true" if cursor.exhausted else "false"
-    left_out = f'"left_out_documents":{cursor.left_out_documents},"left_out_tokens":{cursor.left_out_tokens}'
+    position, epoch, documents, tokens, skipped, drawn, exhausted, left_out_documents, left_out_tokens, eras = cursor
+    ended, eras = "true" if exhausted else "false", _eras(eras)
+    left_out = f'"left_out_documents":{left_out_documents},"left_out_tokens":{left_out_tokens}'
     return (
         f'{{"position":{position},"epoch":{epoch},"documents":{documents},"tokens":{tokens},"skipped":{skipped},'
         f'"drawn_in_stage":{drawn},"exhausted":{ended},{left_out},"eras":{eras}}}',
@@ -225,40 +262,78 @@ def _source(cursor: Any) -> Text:
     )
 
 
-@lru_cache(maxsize=1 << 13)
+@lru_cache(maxsize=1 << 14)
 def _eras(eras: tuple[Era, ...]) -> str:
     return _as_written([flat_era(era) for era in eras])
 
 
 def flat_era(era: Era) -> list[int]:
     """Its fields; of one of the first stage without the number of that."""
-    fields: list[int] = [getattr(era, name) for name in Era.__slots__]
-    return fields if era.stage else fields[:-1]
+    return list(era if era.stage else era[:-1])
 
 
-def _fingerprints(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _plain_fingerprints(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         name: {k: v for k in its.__slots__ if (v := getattr(its, k)) is not None or k != "trained"}
         for name, its in by_name.items()
     }
 
 
-def _packed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain body of a state, packed; `unpack` reads it."""
-    config, order = body["config"], body["order"]
-    base = {key: value for key, value in config.items() if key not in NOT_IN_STAGE}
-    columns = {
-        **body,
-        "fingerprints": _columns(body["fingerprints"], order),
-        "sources": _differences(_columns(body["sources"], order), -1),
-        "config": config | {"sources": _columns(config["sources"], order)},
-        # Nearly always the config itself.
-        "stages": [[first, name, None if config == base else config] for first, name, config in body["stages"]],
-        "bins": [[opened_at, *_by_column(segments)] for opened_at, segments in body["bins"]],
-        "tails": _by_column(body["tails"]) if body["tails"] else [],
+def _fingerprints(by_name: Mapping[str, Any]) -> Text:
+    return _both(_plain_fingerprints(by_name))
+
+
+class _Beginning(NamedTuple):
+    """That of the packed text: what does not change, deflated."""
+
+    #: holds what it has not given out yet; copied before it is used.
+    deflate: Any
+    #: what it has given out, in base 85, as far as that is of whole groups of four bytes; and the bytes after them.
+    encoded: str
+    rest: bytes
+
+
+def _beginning(head: Mapping[str, Any], config: Mapping[str, Any], order: Sequence[str], prints: Any) -> _Beginning:
+    plain = json.loads(_as_written(config))
+    columns = plain | {"sources": _columns(plain["sources"], order)}
+    fields = {**head, "config": columns, "order": order, "fingerprints": _columns(_plain_fingerprints(prints), order)}
+    deflate = zlib.compressobj(6)
+    done = deflate.compress(_as_written(fields)[:-1].encode())
+    whole = len(done) // 4 * 4
+    return _Beginning(deflate, base64.b85encode(done[:whole]).decode(), done[whole:])
+
+
+def _packed(state: Any, head: Mapping[str, Any], order: tuple[str, ...], short: Mapping[str, Text]) -> str:
+    """A text of `FIELDS` in columns, compressed; `unpack` reads it."""
+    beginning = _once(_beginning, head, state.config, order, state.fingerprints)
+    long = {
+        "sources": _sources_in_columns(state.sources.values()),
+        "bins": _as_written([[b.opened_at, *_by_column(b.segments)] for b in state.bins]),
+        "tails": _as_written(_by_column(state.tails) if state.tails else []),
+        "stages": _once(_packed_stages, state.stages, state.config),
     }
-    packed = base64.b85encode(zlib.compress(_as_written(columns).encode(), 6)).decode()
-    return {key: body[key] for key in READABLE} | {"packed": packed}
+    fields = FIELDS[FIELDS.index("fingerprints") + 1 :]
+    text = _object((name, long[name] if name in COLUMNS else short[name][0]) for name in fields)
+    deflate = beginning.deflate.copy()
+    done = beginning.rest + deflate.compress(f",{text[1:]}".encode()) + deflate.flush()
+    return f'"{beginning.encoded}{base64.b85encode(done).decode()}"'
+
+
+def _packed_stages(records: Iterable[Any], config: Mapping[str, Any]) -> str:
+    """Without the config of a stage where it is the state's own, as it nearly always is."""
+    base, *configs = json.loads(_as_written([config, *(record.config for record in records)]))
+    base = {key: value for key, value in base.items() if key not in NOT_IN_STAGE}
+    return _as_written(
+        [[s.first, s.name, None if own == base else own] for s, own in zip(records, configs, strict=True)]
+    )
+
+
+def _sources_in_columns(cursors: Collection[Any]) -> str:
+    names = next(iter(cursors))._fields
+    columns = dict(zip(names, zip(*cursors, strict=True), strict=True))
+    eras = columns.pop("eras")  # the last one
+    numbers = _object((name, _as_written(column)) for name, column in _differences(columns, -1).items())
+    return f'{numbers[:-1]},"eras":{_list(map(_eras, eras))}}}'
 
 
 def unpack(body: Mapping[str, Any]) -> dict[str, Any]:

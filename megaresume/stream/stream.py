@@ -360,6 +360,6 @@ class Stream:
         }
 
     def fields_at(self, sample: int) -> dict[str, Any]:
-        """The fields of the state before ``sample`` that say where the stream is (see `cursor.fields_of`)."""
+        """The fields of the state before ``sample`` that say where the stream is (see `cursor.Fields`)."""
         with self._lock:
-            return cursor.fields_of(self._blocks.arrays_at(sample), self._course)
+            return self._blocks.fields_at(sample)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ def _source(**changes: Any) -> Edit:
     def edit(state: StreamState) -> StreamState:
         web = state.sources["web"]
         changed = {k: f(web) for k, f in changes.items()}
-        return state.replace(sources={**state.sources, "web": dataclasses.replace(web, **changed)})
+        return state.replace(sources={**state.sources, "web": web._replace(**changed)})
 
     return edit
 
@@ -53,8 +52,8 @@ def _with_segment(**changes: Any) -> Edit:
 def _move_between_sources(state: StreamState) -> StreamState:
     """The sums stay right."""
     web, code = state.sources.values()
-    web = dataclasses.replace(web, documents=web.documents - 1)
-    code = dataclasses.replace(code, documents=code.documents + 1)
+    web = web._replace(documents=web.documents - 1)
+    code = code._replace(documents=code.documents + 1)
     return state.replace(sources={"web": web, "code": code})
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,34 @@ def test_the_text_is_that_of_the_plain_json(stream_of: Callable[..., Stream], pa
             assert text == json.dumps(json.loads(text), separators=(",", ":"))
             assert StreamState.from_json(text) == state and state.to_dict() == json.loads(text)
             assert StreamState.from_json(text).to_json() == text
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+@pytest.mark.parametrize("num_sources", [20, 300])
+def test_a_state_is_the_same_whichever_was_taken_before(
+    stream_of: Callable[..., Stream], packing: str, num_sources: int
+) -> None:
+    """As written out, and packed; what did not change since the last one is not made again."""
+    rng = random.Random(num_sources)
+    lengths = {f"s{k}": [rng.randint(1, 150) for _ in range(rng.randint(1, 9))] for k in range(num_sources)}
+    sources: dict[str, Any] = {name: {"weight": rng.randint(1, 9)} for name in lengths}
+    sources["s0"] |= {"max_epochs": 3}
+    if packing == "best_fit":
+        sources["s1"] |= {"packing": "split", "weight": num_sources}
+    # Its pieces are other ones, also of sources that nothing was drawn from.
+    longer = {"name": "longer", "from_samples": 9, "seq_length": 96}
+    data = {"seq_length": 64, "packing": packing, "sources": sources, "stages": [longer]}
+    stream = stream_of(data, lengths)
+    stream.plan(0, 200)
+    samples = [*range(60), *rng.sample(range(200), 20), 199, 200]
+    texts = {sample: stream.state_at(sample).to_json() for sample in samples}
+    for sample in samples[::3]:
+        assert stream.state_at(sample).to_json() == stream_of(data, lengths).state_at(sample).to_json() == texts[sample]
+    packed = json.loads(texts[200]).get("packed")
+    assert (packed is not None) == (num_sources == 300)
+    if packed is not None:  # in two parts, of which the first is kept: as in one
+        deflated = base64.b85decode(packed)
+        assert zlib.compress(zlib.decompress(deflated), 6) == deflated
 
 
 def test_it_is_small_and_holds_no_place_and_no_rank(state: StreamState) -> None:

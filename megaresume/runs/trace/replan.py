@@ -8,7 +8,6 @@ that are declared. `Past` reads it from front to back. The corpora of a run are 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -417,7 +416,7 @@ def replay_between(
 def _begun(source: SourceCursor) -> SourceCursor:
     """A source with only the eras that have begun, since later ones may have been changed."""
     eras = tuple(era for era in source.eras if era.first < max(source.position, 1))
-    return dataclasses.replace(source, eras=eras)
+    return source._replace(eras=eras)
 
 
 def _differ(position: dict[str, Any], point: Recorded, declared: Container[int]) -> tuple[str, ...]:
