@@ -451,12 +451,6 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
     sources[:, kernel.ACTIVE] &= ~sources[:, kernel.IS_EXHAUSTED] & 1
     if any(c.exhausted and s.on_exhausted == "stop" for c, s in zip(cursors, config.sources, strict=True)):
         sources[:, kernel.ACTIVE] = 0
-    active = sources[:, kernel.ACTIVE] > 0
-    total_weight = int(sources[active, kernel.WEIGHT].sum())
-    for i in np.flatnonzero(active).tolist():
-        # Python's integers: the product may leave 64 bits.
-        release = divmod(int(sources[i, kernel.DRAWN_IN_STAGE]) * total_weight, int(sources[i, kernel.WEIGHT]))
-        sources[i, kernel.RELEASE], sources[i, kernel.RELEASE_REST] = min(release, (kernel.LATE, 0))
 
 
 def _rows_of(segments: Sequence[Segment], orders: Orders) -> npt.NDArray[np.int64]:

@@ -31,7 +31,7 @@ MAX_OPEN_BINS = 1024
 #: tokens of the shortest part into which a source that fills is cut, by default; with samples that are shorter than its
 #: square, one token of so many.
 MIN_FRAGMENT = 64
-#: A blend has at most this many parts, so that `kernel.set_deadline` stays exact in 64 bits. Sixteen digits are exact;
+#: A blend has at most this many parts, so that `kernel.set_dues` stays exact in 64 bits. Sixteen digits are exact;
 #: what has to be rounded is off by less than a token of 10**15, with up to a thousand sources.
 MAX_PARTS = 1 << 61
 

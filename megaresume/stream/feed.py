@@ -118,7 +118,7 @@ class DocumentFeed:
 
         Args:
             position: in the source, epochs included.
-            out: int64[A, AHEAD_WIDTH]: position, document, offset, length, units of the blend.
+            out: int64[A, AHEAD_WIDTH]: position, document, offset, length, units of the blend; the rest stays as it is.
             config: how often the source is gone through, in the current stage.
             order: what comes at a position.
             masks: documents to pass over as if they were empty.
@@ -190,8 +190,8 @@ class DocumentFeed:
         )
 
     def _count_units(self, rows: Int64Array, unit: BlendUnit) -> None:
-        """Write into the last column what the blend counts of each piece, where that is not its tokens."""
-        _, documents, offsets, lengths, units = rows.T
+        """Write what the blend counts of each piece, where that is not its tokens."""
+        documents, offsets, lengths, units = rows[:, 1:5].T
         if unit == "documents":
             units[:] = offsets == 0  # a later piece is no further document
         else:
@@ -297,7 +297,7 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
     scalars[kernel.STAGE] += 1
     _weigh(sources, after)
     sources[:, kernel.IS_EXHAUSTED] = 0
-    sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
+    sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE + 1] = 0
     scalars[kernel.STAGE_UNITS] = 0
     arrays = arrays._replace(scalars=scalars, sources=sources)
     if after.packs_as(before):

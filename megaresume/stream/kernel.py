@@ -10,9 +10,9 @@ the one with the earliest deadline among those released (ties: by name). This is
 "WF2Q: worst-case fair weighted fair queueing", INFOCOM 1996), for documents of one unit the quota method that solves
 the chairman assignment problem (Tijdeman 1980): no source is ever a document ahead of its share or behind it,
 whatever the number of sources. (Always taking the largest deficit instead is off by 1.8 documents with 100 equal
-sources beside a large one.) Release and deadline are kept as exact integer quotients and remainders; what lies beyond
-`LATE` counts as `LATE`. Of a few sources all are looked at; of many the next is the winner of a tournament, so that a
-thousand cost little more than three.
+sources beside a large one.) Both times are exact, and what lies beyond `LATE` counts as `LATE`. They follow from the
+documents of a source alone, so they are computed for all that are looked ahead at (`set_dues`). Of a few sources all
+are looked at; of many the next is the winner of a tournament (``selection.py``).
 
 What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``order.py``). A later
 piece of a document counts as no further document.
@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
 from megaresume.stream.permutation import GOLDEN, mix
-from megaresume.stream.selection import NEVER, READY, choose, play, prefetch, select, tournament
+from megaresume.stream.selection import choose, play, prefetch, select, select_of_few, tournaments
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -69,21 +69,21 @@ SEGMENT_WIDTH = 5
 
 # Columns of `Arrays.sources`; what a draw touches comes first, so that it is in few lines of the cache.
 NEXT, DRAWN_PIECES, DRAWN_DOCUMENTS, DRAWN_TOKENS, DRAWN_IN_STAGE = 0, 1, 2, 3, 4
-RELEASE, RELEASE_REST = 5, 6
-NEXT_RELEASE, NEXT_RELEASE_REST, DEADLINE = 7, 8, 9
-HEAD, NUM_AHEAD = 10, 11
-WEIGHT = 12
-SHARE, SHARE_REST = 13, 14  # quotient and remainder of all weights by its own: units of all sources to one of its own
-SHARE_FRACTION = 15  # of SHARE_REST: in units of 2**-32 of the weight, rounded down
-ACTIVE = 16  # 1 while the source is drawn
-IS_EXHAUSTED = 17
-LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 18, 19  # of those drawn
-FILLS = 20  # 1: its documents are cut to fill the samples of whole ones
-SOURCE_WIDTH = 21
+RELEASE, DUE = 5, 6  # of the next piece: when it is released, and when the one after it is; see `set_dues`
+HEAD, NUM_AHEAD = 7, 8
+WEIGHT = 9
+SHARE, SHARE_REST = 10, 11  # quotient and remainder of all weights by its own: units of all sources to one of its own
+SHARE_FRACTION = 12  # of SHARE_REST: in units of 2**-32 of the weight, rounded down
+ACTIVE = 13  # 1 while the source is drawn
+IS_EXHAUSTED = 14
+LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 15, 16  # of those drawn
+FILLS = 17  # 1: its documents are cut to fill the samples of whole ones
+SOURCE_WIDTH = 18
 
-# Columns of a piece that is looked ahead at: its position, document, offset, length, and what the blend counts of it.
-UNITS = 4
-AHEAD_WIDTH = 5
+# Columns of a piece that is looked ahead at: its position, document, offset, length, what the blend counts of it, and
+# when the one after it is released.
+UNITS, RELEASES = 4, 5
+AHEAD_WIDTH = 6
 
 #: Bits for the index of a bin: `data_yaml.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
@@ -99,7 +99,7 @@ LATE = 1 << 61
 #: Samples that are hashed at the same time.
 LANES = 16
 #: Sources up to which looking at all is quicker than a tournament.
-FEW = 16
+FEW = 8
 
 _GOLDEN = np.uint64(GOLDEN)
 _S32 = np.uint64(32)
@@ -168,41 +168,46 @@ def set_shares(sources: Int64Array) -> None:
     sources[active, SHARE_FRACTION] = [(rest << 32) // weight for rest, weight in pairs]
 
 
+def set_dues(source: Int64Array, pieces: Int64Array) -> None:
+    """Compute when a source that is drawn releases its next pieces.
+
+    Such a time is twice the units of all sources that the blend has drawn by then, rounded down, and 1 more if there
+    is a fraction. So it is also the deadline of the piece before: half of it, rounded up.
+
+    Args:
+        source: int64[SOURCE_WIDTH], changed.
+        pieces: int64[n, AHEAD_WIDTH], its next ones, changed.
+    """
+    # Python's integers: the product may leave 64 bits.
+    drawn, weight, share, share_rest = source[[DRAWN_IN_STAGE, WEIGHT, SHARE, SHARE_REST]].tolist()
+    release, rest = divmod(drawn * (share * weight + share_rest), weight)
+    release, rest = (release, rest) if release < LATE else (LATE, 0)
+    source[RELEASE] = 2 * release + (rest > 0)
+    _set_dues(source, pieces, release, rest)
+    source[DUE] = pieces[0, RELEASES]
+
+
 @compiled
-def set_deadline(sources, i, units):  # type: ignore[no-untyped-def]
-    """Compute and return the deadline of the next document of source i: the release of the one after it, rounded up.
+def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
+    """The same of all pieces but the first, from its release on.
 
     ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
     The latter is estimated by `SHARE_FRACTION`, which loses less than one, and then corrected by its exact remainder,
     which lies between 0 and 3 w; the products wrap around, but the remainder, their difference, is 63 bits long.
     """
-    weight, share = sources[i, WEIGHT], sources[i, SHARE]
-    quotient = (units * sources[i, SHARE_FRACTION]) >> 32
-    taken = np.uint64(quotient) * np.uint64(weight)
-    rest = np.int64(np.uint64(units) * np.uint64(sources[i, SHARE_REST]) + np.uint64(sources[i, RELEASE_REST]) - taken)
-    over = np.int64(rest >= weight) + np.int64(rest >= 2 * weight)  # no branch: nothing predicts it
-    quotient += over
-    rest -= weight * over
-    too_far = (share >> 30) > 0 and share > LATE // max(units, 1)
-    release = np.int64(LATE) if too_far else sources[i, RELEASE] + units * share + quotient
-    if release >= LATE:
-        release, rest = np.int64(LATE), np.int64(0)
-    sources[i, NEXT_RELEASE], sources[i, NEXT_RELEASE_REST] = release, rest
-    due = release + (1 if rest else 0)
-    sources[i, DEADLINE] = due
-    return due
-
-
-@compiled(forceinline=True)
-def _select_of_few(release, deadline, stage_units):  # type: ignore[no-untyped-def]
-    """The same as `selection.select`, but looks at every source: int64[n] twice, by place."""
-    best, earliest = -1, NEVER
-    for k in range(release.size):
-        # No branch: which source comes next is what no processor can predict.
-        its = deadline[k] if release[k] <= stage_units else NEVER
-        best = k if its < earliest else best
-        earliest = min(earliest, its)
-    return best
+    weight, share = source[WEIGHT], source[SHARE]
+    share_rest, fraction = np.uint64(source[SHARE_REST]), source[SHARE_FRACTION]
+    for k in range(pieces.shape[0]):
+        units = pieces[k, UNITS]
+        quotient = (units * fraction) >> 32
+        rest = np.int64(np.uint64(units) * share_rest + np.uint64(rest) - np.uint64(quotient) * np.uint64(weight))
+        over = np.int64(rest >= weight) + np.int64(rest >= 2 * weight)  # no branch: nothing predicts it
+        rest -= weight * over
+        too_far = (share >> 30) > 0 and share > LATE // max(units, 1)
+        release = np.int64(LATE) if too_far else release + units * share + quotient + over
+        if release >= LATE:
+            release, rest = np.int64(LATE), np.int64(0)
+        pieces[k, RELEASES] = 2 * release + (1 if rest else 0)
 
 
 @compiled
@@ -312,9 +317,9 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
     room, opened, head, tail = a.room, a.opened, a.head, a.tail
     free, num_waiting = scalars[FREE], scalars[NUM_WAITING]
     # By place in the order of names.
-    release, deadline = sources[:, RELEASE][by_name], sources[:, DEADLINE][by_name]
+    release, deadline = sources[:, RELEASE][by_name] >> 1, (sources[:, DUE][by_name] + 1) >> 1
     many = by_name.size > FEW
-    matches = tournament(release, deadline, scalars[STAGE_UNITS])
+    both = tournaments(release, deadline, scalars[STAGE_UNITS])
     # Scalars live in registers while the loop runs.
     samples, documents, tokens = scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS]
     carried, next_carried = a.carried, scalars[NEXT_CARRIED]
@@ -360,9 +365,9 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
             num_tails -= 1
         else:
             if many:
-                place = select(matches, deadline, stage_units)
+                place = select(both, release, deadline, stage_units)
             else:
-                place = _select_of_few(release, deadline, stage_units)
+                place = select_of_few(release, deadline, stage_units)
             if place >= 0:
                 i = np.uint64(by_name[np.uint64(place)])
                 at = np.uint64(sources[i, HEAD])
@@ -372,15 +377,14 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     break
                 source, position, document = np.int64(i), ahead[i, at, 0], ahead[i, at, 1]
                 offset, length = ahead[i, at, 2], ahead[i, at, 3]
-                units = ahead[i, at, UNITS]
+                units, released = ahead[i, at, UNITS], ahead[i, at, RELEASES]
                 stage_units += units
                 sources[i, NEXT] = position + 1
                 sources[i, DRAWN_PIECES] += 1
                 sources[i, DRAWN_DOCUMENTS] += offset == 0
                 sources[i, DRAWN_TOKENS] += length
                 sources[i, DRAWN_IN_STAGE] += units
-                sources[i, RELEASE] = sources[i, NEXT_RELEASE]
-                sources[i, RELEASE_REST] = sources[i, NEXT_RELEASE_REST]
+                sources[i, RELEASE] = released
                 at += np.uint64(1)
                 sources[i, HEAD] = at
                 waits = length < config.seq_length or num_fillers < FEW_FILLERS
@@ -394,15 +398,14 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     scalars[REFILL_SOURCE] = i
                     status = REFILL
                     break
-                released, due = sources[i, RELEASE], set_deadline(sources, i, ahead[i, at, UNITS])
+                due = ahead[i, at, RELEASES]
+                sources[i, DUE] = due
+                released, due = released >> 1, (due + 1) >> 1
                 release[np.uint64(place)], deadline[np.uint64(place)] = released, due
                 if many:
-                    play(matches, place, released, due, stage_units)
-                    # The pieces of this source after the next one, and the row of the source that will likely be next.
+                    play(both, place, released, due, stage_units)
+                    # The pieces of this source after the next one.
                     prefetch(ahead, (np.int64(i), np.int64(at) + 2))  # type: ignore[call-arg]
-                    likely = by_name[matches[1, READY]]
-                    prefetch(sources, (likely, NEXT))
-                    prefetch(sources, (likely, NEXT + 8))
             elif num_tails > 0 or num_fillers > 0:
                 ending = True
             elif num_open > 0:

@@ -148,13 +148,13 @@ def concatenate(plans: list[Plan]) -> Plan:
 
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
-LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 19, 32, 8192
+LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 20, 32, 8192
 #: A source is nearly used up when less than one part in so many is left of what was looked ahead.
 TOP_UP = 16
 #: Samples to be left out that are planned at a time.
 LEAVE_OUT = 1 << 13
 #: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
-LOOK_AGAIN = 256
+LOOK_AGAIN = 1024
 #: Rows of a plan for each of the last one, on average.
 SPARE = 1.1
 
@@ -453,9 +453,14 @@ class Planner:
         num = self._fill(i, int(sources[i, kernel.NEXT]), self._ahead[i])
         sources[i, kernel.HEAD], sources[i, kernel.NUM_AHEAD] = 0, num
         if num:
-            self._set_deadline(i)
+            self._set_dues(i)
         else:
             self._exhaust(i)
+
+    def _set_dues(self, i: int) -> None:
+        source = self._arrays.sources[i]
+        if source[kernel.ACTIVE]:
+            kernel.set_dues(source, self._ahead[i, source[kernel.HEAD] : source[kernel.NUM_AHEAD]])
 
     def _fill(self, i: int, position: int, out: npt.NDArray[np.int64]) -> int:
         config, masks = self._config, self._masks.get(i, ())
@@ -470,10 +475,7 @@ class Planner:
             ahead, left = self._ahead[i], int(stops[i] - heads[i])
             ahead[:left] = ahead[heads[i] : stops[i]]
             heads[i], stops[i] = 0, left + self._fill(i, int(ahead[left - 1, 0]) + 1, ahead[left:])
-
-    def _set_deadline(self, i: int) -> None:
-        units = self._ahead[i, self._arrays.sources[i, kernel.HEAD], kernel.UNITS]
-        kernel.set_deadline(self._arrays.sources, i, units)
+            self._set_dues(i)
 
     def _exhaust(self, i: int) -> None:
         """A source has ended: the stream ends with it, or the others continue with deficits from zero."""
@@ -481,11 +483,11 @@ class Planner:
         sources[i, kernel.IS_EXHAUSTED] = 1
         stop = self._config.sources[i].on_exhausted == "stop"
         sources[slice(None) if stop else i, kernel.ACTIVE] = 0
-        sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
+        sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE + 1] = 0
         self._arrays.scalars[kernel.STAGE_UNITS] = 0
         self._activate()
         for j in np.flatnonzero(sources[:, kernel.ACTIVE]).tolist():
             if sources[j, kernel.HEAD] < sources[j, kernel.NUM_AHEAD]:
-                self._set_deadline(j)
+                self._set_dues(j)
             elif sources[j, kernel.NUM_AHEAD]:  # not looked up yet: see `_look_ahead`
                 self._refill(j)

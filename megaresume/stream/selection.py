@@ -1,13 +1,15 @@
 """The choice of the source that a blend draws next, and of the waiting documents that make up the next sample.
 
-The source is found by a tournament, in which a draw changes two paths, whatever the number of sources:
+The source is found by two tournaments, one of the sources that wait for their release, by its time, and one of those
+released, by their deadlines. A draw changes two paths in each, whatever the number of sources:
 
-    row 1                     root              of the sources below it, each row has the earliest
-    rows 2, 3           0 1        2 3            release of those not released yet, and whose
-    rows 4 .. 7        0   1      2   3           deadline of those released, and whose
+    row 1                           root                   each row has the earliest of the four below it
+    rows 4 .. 7         0-3    4-7    8-11    12-15
+    rows 16 .. 31     0 1 2 3    4 5 6 7    ...            a source has the row 16 + its place
 
-A source has a *place*: its number in the order of names. Of two with the same deadline the lower place wins. No
-processor foresees who wins a match, so there is no branch in one: a mask chooses.
+A source has a *place*: its number in the order of names. Of two with the same time the lower place wins: a row is one
+number, the time since the tournament began, and below it the place. No processor foresees who wins a match, so there is
+no branch in one.
 
 The documents (``packing: knapsack``) are the ones that fill a sample best:
 
@@ -28,9 +30,10 @@ neighbours have more, so that what waits fills more than a sample, however short
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -38,71 +41,101 @@ from numba.extending import intrinsic
 
 from megaresume.stream.compiled import compiled
 
+Int64Array = npt.NDArray[np.int64]
+
 #: Later than any release or deadline.
 NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
-# Columns of a row. WAITING and READY are always places of sources, also if nobody waits or is ready.
-RELEASE, WAITING, DEADLINE, READY = 0, 1, 2, 3
+# The two tournaments.
+WAITING, READY = 0, 1
 
 
-@compiled(inline="always")
-def _winner(time, place, other_time, other_place, on_tie):  # type: ignore[no-untyped-def]
-    """The earlier time, and whose; ``on_tie``: 1 if the other one wins a tie, else 0."""
-    other = (other_time - on_tie - time) >> 63  # times are not negative: all ones if the other one wins, else zeros
-    return time ^ ((time ^ other_time) & other), place ^ ((place ^ other_place) & other)
+class Tournaments(NamedTuple):
+    """Both of them, of n sources."""
+
+    #: int64[2, rows]: by `WAITING` and `READY`; NEVER where nobody is.
+    rows: Int64Array
+    #: the row of place 0, a power of four.
+    leaves: int
+    #: of a place in a row.
+    bits: int
+    #: units drawn when they began; and after how many more a time is `far`, as it is so many before.
+    since: int
+    far: int
+
+
+@compiled(forceinline=True)
+def select_of_few(release, deadline, now):  # type: ignore[no-untyped-def]
+    """The place of the released source with the earliest deadline, or -1. Looks at every source: int64[n] twice."""
+    best, earliest = -1, NEVER
+    for place in range(release.size):
+        # No branch: which source comes next is what no processor can predict.
+        its = deadline[place] if release[place] <= now else NEVER
+        best = place if its < earliest else best
+        earliest = min(earliest, its)
+    return best
 
 
 @compiled
-def tournament(release, deadline, now):  # type: ignore[no-untyped-def]
-    """All matches played: int64[rows, 4].
+def tournaments(release, deadline, now):  # type: ignore[no-untyped-def]
+    """All matches played.
 
     Args:
-        release, deadline: int64[n], by place; a source that is not drawn has the release NEVER.
+        release, deadline: int64[n], by place; what is not drawn has a release far beyond all others.
         now: units drawn.
     """
-    leaves = 1
+    leaves, bits = 4, 2
     while leaves < release.size:
-        leaves *= 2
-    rows = np.full((2 * leaves, 4), NEVER, np.int64)
+        leaves *= 4
+        bits += 2
+    rows = np.full((2, 2 * leaves), NEVER, np.int64)
+    both = Tournaments(rows, leaves, bits, now, 1 << (61 - bits))
     for place in range(release.size):
-        leaf = leaves + place
-        rows[leaf, WAITING] = rows[leaf, READY] = place
-        if release[place] <= now:
-            rows[leaf, DEADLINE] = deadline[place]
-        else:
-            rows[leaf, RELEASE] = release[place]
-    for k in range(leaves - 1, 0, -1):
-        a, b = 2 * k, 2 * k + 1
-        for time, place in ((RELEASE, WAITING), (DEADLINE, READY)):
-            rows[k, time], rows[k, place] = _winner(rows[a, time], rows[a, place], rows[b, time], rows[b, place], 0)
-    return rows
+        time, which = (deadline[place], READY) if release[place] <= now else (release[place], WAITING)
+        rows[which, leaves + place] = _number(both, place, time)
+    for which in (WAITING, READY):
+        for k in range(2 * leaves - 1, 3, -1):
+            rows[which, k >> 2] = min(rows[which, k >> 2], rows[which, k])
+    return both
 
 
-@compiled
-def play(rows, place, release, deadline, now):  # type: ignore[no-untyped-def]
-    """Play the matches of one source again, with its next release and deadline."""
-    k = rows.shape[0] // 2 + place
-    if release > now:
-        deadline = NEVER
-    else:
-        release = NEVER
-    waiting = ready = place
+@compiled(forceinline=True)
+def _number(both, place, time):  # type: ignore[no-untyped-def]
+    """A time and whose it is; what is far from now is cut."""
+    return (max(-both.far, min(time - both.since, both.far)) << both.bits) + place
+
+
+@compiled(forceinline=True)
+def _play(both, which, place, number):  # type: ignore[no-untyped-def]
+    """Play the matches of one source again."""
+    rows, k = both.rows, np.uint64(both.leaves + place)
     while True:
-        rows[k, RELEASE], rows[k, WAITING], rows[k, DEADLINE], rows[k, READY] = release, waiting, deadline, ready
+        rows[which, k] = number
         if k == 1:
             break
-        other, on_tie = k ^ 1, k & 1
-        release, waiting = _winner(release, waiting, rows[other, RELEASE], rows[other, WAITING], on_tie)
-        deadline, ready = _winner(deadline, ready, rows[other, DEADLINE], rows[other, READY], on_tie)
-        k >>= 1
+        others = min(rows[which, k ^ np.uint64(1)], min(rows[which, k ^ np.uint64(2)], rows[which, k ^ np.uint64(3)]))
+        number = min(number, others)
+        k >>= np.uint64(2)
 
 
-@compiled
-def select(rows, deadline, now):  # type: ignore[no-untyped-def]
-    """The place of the released source with the earliest deadline, or -1; sources that are due are released first."""
-    while rows[1, RELEASE] <= now:
-        place = rows[1, WAITING]
-        play(rows, place, np.int64(0), deadline[place], now)
-    return rows[1, READY] if rows[1, DEADLINE] != NEVER else -1
+@compiled(forceinline=True)
+def play(both, place, release, deadline, now):  # type: ignore[no-untyped-def]
+    """Play the matches of one source again, with its next release and deadline."""
+    is_released = release <= now
+    _play(both, WAITING, place, NEVER if is_released else _number(both, place, release))
+    _play(both, READY, place, _number(both, place, deadline) if is_released else NEVER)
+
+
+@compiled(forceinline=True)
+def select(both, release, deadline, now):  # type: ignore[no-untyped-def]
+    """The same as `select_of_few`; sources that are due are released first."""
+    since_then = now - both.since
+    while both.rows[WAITING, 1] >> both.bits <= since_then < both.far:
+        place = both.rows[WAITING, 1] & ((1 << both.bits) - 1)
+        play(both, place, release[place], deadline[place], now)
+    first = both.rows[READY, 1]
+    if -both.far < first >> both.bits < both.far and since_then < both.far:
+        return first & ((1 << both.bits) - 1)
+    return select_of_few(release, deadline, now)  # of times that were cut no row knows which is earlier
 
 
 @intrinsic

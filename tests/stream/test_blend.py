@@ -177,22 +177,28 @@ def test_ties_go_by_name(names: list[str]) -> None:
 
 @given(
     weights=st.lists(st.integers(1, 1 << 60), min_size=1, max_size=4).filter(lambda w: sum(w) < MAX_PARTS),
-    units=st.lists(st.one_of(st.integers(1, (1 << 31) - 1), st.sampled_from([1, (1 << 31) - 1])), max_size=20),
+    units=st.lists(
+        st.one_of(st.integers(0, (1 << 31) - 1), st.sampled_from([1, (1 << 31) - 1])), min_size=1, max_size=20
+    ),
+    data=st.data(),
 )
-def test_deadlines_are_exact(weights: list[int], units: list[int]) -> None:
-    """The loop's 64-bit arithmetic against Python's integers, document by document."""
+def test_deadlines_are_exact(weights: list[int], units: list[int], data: st.DataObject) -> None:
+    """The loop's 64-bit arithmetic against Python's integers, document by document, from any of them on."""
     total, weight = sum(weights), weights[0]
     sources = np.zeros((len(weights), kernel.SOURCE_WIDTH), np.int64)
     sources[:, kernel.WEIGHT], sources[:, kernel.ACTIVE] = weights, 1
     kernel.set_shares(sources)
-    drawn = 0
-    for length in units:
-        kernel.set_deadline(sources, 0, length)
+    pieces = np.zeros((len(units), kernel.AHEAD_WIDTH), np.int64)
+    pieces[:, kernel.UNITS] = units
+    first = data.draw(st.integers(0, len(units) - 1))
+    sources[0, kernel.DRAWN_IN_STAGE] = drawn = sum(units[:first])
+    kernel.set_dues(sources[0], pieces[first:])
+    times = [sources[0, kernel.RELEASE], *pieces[first:, kernel.RELEASES]]
+    for time, length in zip(times, [0, *units[first:]], strict=True):
         drawn += length
         quotient, rest = min(divmod(drawn * total, weight), (kernel.LATE, 0))
-        assert sources[0, kernel.NEXT_RELEASE] == quotient and sources[0, kernel.NEXT_RELEASE_REST] == rest
-        assert sources[0, kernel.DEADLINE] == quotient + (rest > 0)
-        sources[0, kernel.RELEASE], sources[0, kernel.RELEASE_REST] = quotient, rest
+        assert time == 2 * quotient + (rest > 0)
+    assert sources[0, kernel.DUE] == times[1]
 
 
 def test_a_weight_of_zero_is_never_drawn_even_without_documents() -> None:

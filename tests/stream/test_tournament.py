@@ -1,32 +1,46 @@
-"""The tournament of `megaresume.stream.selection` against looking at every source."""
+"""The tournaments of `megaresume.stream.selection` against looking at every source."""
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaresume.stream.selection import NEVER, play, select, tournament
+from megaresume.stream.selection import NEVER, play, select, tournaments
 
-#: few different times, so that many are equal
-TIMES = st.one_of(st.integers(0, 12), st.sampled_from([1 << 61, int(NEVER)]))
+#: few different times, so that many are equal; and some too far off for a row to tell them apart.
+TIMES = st.one_of(st.integers(0, 12), st.sampled_from([1 << 60, (1 << 60) + 1, 1 << 61, int(NEVER) >> 1]))
+
+
+@numba.njit
+def places_of(release, deadline, draws, now):  # type: ignore[no-untyped-def]
+    """The place that is drawn at each time; its source then has the next release and deadline of ``draws``."""
+    both, places = tournaments(release, deadline, now), []
+    for row in range(draws.shape[0]):
+        now += draws[row, 0]
+        place = select(both, release, deadline, now)
+        places.append(place)
+        if place >= 0:
+            release[place], deadline[place] = draws[row, 1], draws[row, 2]
+            play(both, place, release[place], deadline[place], now)
+    return places
 
 
 @given(
-    sources=st.lists(st.tuples(TIMES, st.integers(0, 20)), min_size=1, max_size=40),
-    steps=st.lists(st.tuples(st.integers(0, 2), TIMES, st.integers(0, 20)), max_size=60),
+    sources=st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=70),
+    begin=st.sampled_from([0, 5, 1 << 59]),
+    draws=st.lists(st.tuples(st.sampled_from([0, 1, 2, 1 << 59]), TIMES, TIMES), min_size=1, max_size=60),
 )
 def test_the_winner_is_the_first_of_those_released_with_the_earliest_deadline(
-    sources: list[tuple[int, int]], steps: list[tuple[int, int, int]]
+    sources: list[tuple[int, int]], begin: int, draws: list[tuple[int, int, int]]
 ) -> None:
     release, deadline = (np.array(column, np.int64) for column in zip(*sources, strict=True))
-    now = 0
-    rows = tournament(release, deadline, now)
-    for units, *times in steps:
+    places = places_of(release.copy(), deadline.copy(), np.array(draws, np.int64), begin)
+    now = begin
+    for place, (units, *times) in zip(places, draws, strict=True):
         now += units
         released = [(int(deadline[k]), k) for k in range(len(sources)) if release[k] <= now]
-        place = select(rows, deadline, now)
         assert place == (min(released)[1] if released else -1)
         if place >= 0:
             release[place], deadline[place] = times
-            play(rows, place, release[place], deadline[place], now)
