@@ -199,6 +199,13 @@ class RankLoader:
         self.balance, self.num_workers, self.at_end = balance, num_workers, at_end
         #: sample at which the run ends; None: no end but that of the stream.
         self.stop: int | None = None
+        if not isinstance(schedule, BatchSchedule):
+            raise UsageError(
+                "the schedule of a loader is not a BatchSchedule",
+                found=f"{schedule!r:.80}",
+                expected="the samples of each step, over the run",
+                action="megaresume.BatchSchedule.constant(8) for 8 samples in every step",
+            )
         # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
         for _, size in schedule.segments:
             self._check_size(size)

@@ -77,7 +77,7 @@ class StopConditions:
     """
 
     signals: tuple[str, ...] = setting(SIGNALS, "signals to listen to; under Megatron: --exit-signal-handler")
-    file: str | None = setting(
+    file: str | os.PathLike[str] | None = setting(
         None,
         "save and exit when this file appears; the run removes it",
         hosts="megatron trainer training",
@@ -112,7 +112,7 @@ class StopConditions:
                     action="name another one",
                 )
         for what, minutes in (("after_minutes", self.after_minutes), ("before_end", self.before_end)):
-            if isinstance(minutes, (int, float)) and not 0 <= minutes < math.inf:
+            if minutes is not None and minutes != "auto" and not 0 <= minutes < math.inf:
                 raise UsageError("this is not a time", found=f"{what}={minutes}", expected="minutes, 0 or more")
         if not 0 <= self.status <= 255:
             # The system keeps the last 8 bits: 256 would be 0.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any, Literal, get_args
 
 from megaresume.stream.errors import StateError, UsageError
@@ -32,13 +33,17 @@ class BatchSchedule:
     segments: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        firsts = [first for first, _ in self.segments]
-        if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or min(s for _, s in self.segments) < 1:
+        try:
+            firsts, sizes = zip(*((index(first), index(size)) for first, size in self.segments), strict=True)
+        except (TypeError, ValueError):  # not pairs, not whole numbers, or none at all
+            firsts, sizes = (), ()
+        if not firsts or firsts[0] != 0 or list(firsts) != sorted(set(firsts)) or min(sizes) < 1:
             raise UsageError(
                 "bad schedule of batch sizes",
-                found=str(list(self.segments)),
+                found=f"{self.segments!r:.200}",
                 expected="(first sample, size) pairs, ascending from sample 0, sizes of at least 1",
-                action="check --global-batch-size and --rampup-batch-size",
+                action="BatchSchedule.constant(SIZE) for one size (Megatron: check --global-batch-size and "
+                "--rampup-batch-size)",
             )
 
     @classmethod

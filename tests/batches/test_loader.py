@@ -234,6 +234,11 @@ def test_reading_leaves_the_random_numbers_of_the_model_alone(open_it, how):
     assert torch.equal(torch.rand(4), expected)
 
 
+def test_a_number_is_no_schedule(open_it):
+    with pytest.raises(UsageError, match=r"not a BatchSchedule(.|\n)*BatchSchedule\.constant\(8\)"):
+        StreamLoader(open_it(), 8, micro_batch_size=2)
+
+
 def test_a_global_batch_that_does_not_divide_is_refused_at_once(open_it):
     with pytest.raises(UsageError) as error:
         StreamLoader(open_it(), BatchSchedule.constant(10), micro_batch_size=2, dp_size=2)

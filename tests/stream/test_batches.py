@@ -77,10 +77,22 @@ def test_bad_ramp(ramp: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "segments", [(), ((1, 4),), ((0, 4), (0, 8)), ((0, 4), (9, 2), (8, 1)), ((0, 0),), ((0, 4), (8, -2))]
+    "segments",
+    [
+        (),
+        ((1, 4),),
+        ((0, 4), (0, 8)),
+        ((0, 4), (9, 2), (8, 1)),
+        ((0, 0),),
+        ((0, 4), (8, -2)),
+        8,
+        ((0, "8"),),
+        (0, 8),
+        None,
+    ],
 )
 def test_bad_segments(segments: Any) -> None:
-    with pytest.raises(UsageError, match="bad schedule of batch sizes"):
+    with pytest.raises(UsageError, match=r"bad schedule of batch sizes(.|\n)*BatchSchedule\.constant\(SIZE\)"):
         BatchSchedule(segments)
 
 
