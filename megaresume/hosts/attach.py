@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from megaresume import uncollected
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.settings import Checkpoints, Loader
 from megaresume.checkpoint.stopping import StopConditions
-from megaresume.stream.errors import UsageError, missing_package, near
+from megaresume.hosts.options import check_groups, check_options
+from megaresume.stream.errors import UsageError, missing_package
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,12 +192,13 @@ def attach(
         )
     if isinstance(checkpoints, str | os.PathLike):
         checkpoints = Checkpoints(save_dir=checkpoints)
+    check_groups({"checkpoints": checkpoints, "stop": stop, "loader": loader, **options})
     if metrics is not None:
         checkpoints = replace(checkpoints or Checkpoints(), metrics=metrics)
     given = {"data": data, "checkpoints": checkpoints, "stop": stop, "loader": loader}
     options = {name: value for name, value in given.items() if value is not None} | options
     function = _function_of(trainer)
-    _check_options(trainer, function, options)
+    check_options(trainer.call, function, options)
     if isinstance(thing, type):
         return _attach_class(trainer, thing, functools.partial(function, **options))
     return function(thing, **options)
@@ -248,47 +249,8 @@ def _function_of(trainer: KnownTrainer) -> Callable[..., Any]:
     return function
 
 
-def _check_options(trainer: KnownTrainer, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise a UsageError for an option that this trainer does not have, and for one that it needs."""
-    _, *parameters = inspect.signature(function).parameters.values()
-    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    if len(known) == len(parameters):  # otherwise it looks at further ones by itself
-        for name in options:
-            if name not in known:
-                cause, instead = _LEFT_TO_TRAINERS.get(name, (near(name, known), ""))
-                raise UsageError(
-                    f"megaresume.{trainer.call}) has no {name}",
-                    found=f"{name}={options[name]!r:.200}",
-                    expected=", ".join(known),
-                    cause=cause,
-                    action=f"leave {name} out{instead}; docs/attach.md says which trainer has which options",
-                )
-    for one in parameters:
-        if one.default is one.empty and one.name in _NEEDED and one.name not in options:
-            raise UsageError(
-                f"megaresume.{trainer.call}) needs {one.name}",
-                found=f"no {one.name}",
-                expected=_NEEDED[one.name],
-                action=f"give it {one.name}",
-            )
-
-
 #: a class that is attached; after which of its methods an instance was.
 _ATTACHED, _MADE_BY = "_megaresume_attached_class", "_megaresume_made_by"
-
-#: what some trainers do by themselves: cause, and what to do instead.
-_LEFT_TO_TRAINERS = {
-    "checkpoints": (
-        "this trainer writes, chooses and deletes its checkpoints by itself, and the state of the prompts is in them",
-        ", and let it save where a new machine finds them (a file system that is mounted there), or copy a complete "
-        "checkpoint, and then prompts.jsonl",
-    )
-}
-_NEEDED = {
-    "global_batch_size": "samples of a step, of all replicas together",
-    "data": "what it is to train",
-    "checkpoints": "where it saves: megaresume.Checkpoints(save_dir=...)",
-}
 
 
 def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], Any]) -> type:

@@ -15,8 +15,9 @@ from megaresume.batches.item_options import ItemOptions
 from megaresume.batches.items import flatten
 from megaresume.checkpoint.records import records_dir
 from megaresume.hosts.attach import kind_of, refuse
+from megaresume.hosts.options import unknown_option
 from megaresume.hosts.steps import Steps
-from megaresume.stream.errors import UsageError, near
+from megaresume.stream.errors import UsageError
 
 #: of `megaresume.DataLoader`, and the setting of TrainingArguments that says the same.
 _OF_THE_TRAINER = {
@@ -29,6 +30,8 @@ _OF_THE_TRAINER = {
     "persistent_workers": "dataloader_persistent_workers",
     "prefetch_factor": "dataloader_prefetch_factor",
     "group_by_length": "train_sampling_strategy",
+    "save_dir": "output_dir",
+    "keep_last": "save_total_limit",
 }
 
 
@@ -94,17 +97,11 @@ def _whole_epochs(args: Any) -> int | None:
 
 def _check_options(options: ItemOptions) -> None:
     known = [name for name in ItemOptions.__annotations__ if name not in _OF_THE_TRAINER]
-    for name in options:
-        if name in known:
-            continue
-        setting = _OF_THE_TRAINER.get(name)
-        raise UsageError(
-            f"{name} cannot be used with megaresume.attach",
-            found=f"megaresume.attach(trainer, {name}=...)",
-            expected="the Trainer's own setting" if setting else f"one of {', '.join(known)}",
-            cause=near(name, known),
-            action=f"set {setting} of TrainingArguments" if setting else "leave it out",
-        )
+    for name, value in options.items():
+        if name not in known:
+            setting = _OF_THE_TRAINER.get(name)
+            action = None if setting is None else f"set {setting} of TrainingArguments"
+            raise unknown_option("attach(trainer", name, value, ["data", "checkpoints", "stop", *known], action=action)
 
 
 # What is refused

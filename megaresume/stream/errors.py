@@ -163,10 +163,15 @@ class StreamExhausted(MegaresumeError):
     """The stream has an end (``max_epochs`` with ``on_exhausted: stop`` or ``drop``) and it was reached."""
 
 
+def nearest(word: object, known: Collection[str]) -> str | None:
+    """The known word of which another one may be a slip; None if none is similar."""
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1)), None)
+
+
 def near(word: object, known: Collection[str]) -> str | None:
     """The likely cause of a word that is not known: a slip of a similar one."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"did you mean '{close[0]}'?" if close else None
+    close = nearest(word, known)
+    return None if close is None else f"did you mean '{close}'?"
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = None) -> SetupError | None:

@@ -176,12 +176,57 @@ def test_options_of_another_trainer() -> None:
         megaresume.attach(lightning, [1, 2], checkpoints=checkpoints)
     with pytest.raises(UsageError, match=r"has no check_points(.|\n)*did you mean 'checkpoints'"):
         megaresume.attach(lightning, check_points=checkpoints)
-    with pytest.raises(UsageError, match=r"attach\(trainer\) needs checkpoints(.|\n)*save_dir"):
+    with pytest.raises(UsageError, match=r"attach\(trainer\) needs checkpoints(.|\n)*pass checkpoints=\"run\""):
         megaresume.attach(lightning)
-    with pytest.raises(UsageError, match=r"attach\(accelerator, loader\) needs data"):
+    with pytest.raises(UsageError, match=r"attach\(accelerator, loader\) needs data(.|\n)*the loader as the second"):
         megaresume.attach(accelerator)
     with pytest.raises(UsageError, match=r"has no stop(.|\n)*append, checkpoints"):
         megaresume.attach(kind("verl", "SFTTrainer"), stop=megaresume.StopConditions())
+
+
+@pytest.mark.parametrize(
+    ("options", "action"),
+    [
+        ({"seqlength": 3}, "leave seqlength out; docs/attach.md says which trainer has which options"),
+        ({"check_points": "x"}, "write checkpoints"),
+        ({"save_dir": "q"}, "pass checkpoints=megaresume.Checkpoints(save_dir='q')"),
+        ({"keep_lst": 3}, "pass checkpoints=megaresume.Checkpoints(keep_last=3)"),
+        ({"loader": megaresume.Loader(num_workers=2)}, "pass num_workers=2 where the loader is made"),
+        (
+            {"data_options": megaresume.DataOptions(on_change="stage")},
+            "pass on_change='stage' where the loader is made",
+        ),
+        ({"checkpoints": {"save_dir": "q"}}, "write checkpoints=megaresume.Checkpoints(save_dir='q')"),
+        ({"checkpoints": 5}, "write checkpoints=megaresume.Checkpoints(save_dir='run')"),
+        ({"stop": "auto"}, "write stop=megaresume.StopConditions(before_end='auto')"),
+    ],
+)
+def test_what_to_write_instead(options: dict[str, Any], action: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        megaresume.attach({"model": 1}, [1], **{"checkpoints": "run", **options})
+    assert caught.value.action == action
+
+
+@pytest.mark.parametrize(
+    ("options", "action"),
+    [
+        ({"seqlength": 3}, "write seq_length"),
+        ({"checkpoint_dir": "x"}, "write checkpoints"),
+        ({"save_dir": "q"}, "set output_dir of TrainingArguments"),
+        ({"batch_size": 4}, "set per_device_train_batch_size of TrainingArguments"),
+        ({"keep_every": 4}, "pass checkpoints=megaresume.Checkpoints(keep_every=4)"),
+        ({"data_options": megaresume.DataOptions(on_change="stage")}, "pass on_change='stage' itself"),
+    ],
+)
+def test_what_to_write_instead_under_the_trainer(options: Any, action: str) -> None:
+    """Its other options are those of a loader, which it looks at by itself."""
+    from megaresume.hosts.hugging_face_data import _check_options
+
+    with pytest.raises(UsageError) as caught:
+        _check_options(options)
+    assert caught.value.action == action
+    assert str(caught.value.expected).startswith("data, checkpoints, stop, append, on_change")
+    assert str(caught.value.expected).endswith(", metrics")
 
 
 @pytest.mark.parametrize("name", ["PPOTrainer", "RayPPOTrainer", "SeparateRayPPOTrainer"])

@@ -1,0 +1,131 @@
+"""What is said about an option of `megaresume.attach` that this trainer does not have, that is missing or of another
+type: what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.stopping import StopConditions
+from megaresume.stream.errors import UsageError, nearest
+
+#: the options that are groups of settings, and one of their settings as an example.
+_GROUPS: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
+    "checkpoints": (Checkpoints, {"save_dir": "run"}),
+    "stop": (StopConditions, {"before_end": "auto"}),
+    "loader": (Loader, {"num_workers": 2}),
+    "data_options": (DataOptions, {"on_change": "stage"}),
+}
+#: what some trainers do by themselves: cause, and what to do instead.
+_LEFT_TO_TRAINERS = {
+    "checkpoints": (
+        "this trainer writes, chooses and deletes its checkpoints by itself, and the state of the prompts is in them",
+        "leave checkpoints out, and let it save where a new machine finds them (a file system that is mounted there), "
+        "or copy a complete checkpoint, and then prompts.jsonl; docs/attach.md says which trainer has which options",
+    )
+}
+#: what a trainer may need -> what it is; how to give it, where the call of this trainer does not show it.
+_NEEDED = {
+    "global_batch_size": ("samples of a step, of all replicas together", "pass global_batch_size=64, for example"),
+    "data": ("what it is to train", None),
+    "checkpoints": ("where it saves", 'pass checkpoints="run", the directory to save to'),
+}
+
+
+def check_groups(options: Mapping[str, Any]) -> None:
+    """Raise a UsageError for an option that should be a group of settings, and is something else."""
+    for name, (cls, example) in _GROUPS.items():
+        value = options.get(name)
+        if value is None or isinstance(value, cls):
+            continue
+        is_spelled = isinstance(value, Mapping) and value.keys() <= {one.name for one in dataclasses.fields(cls)}
+        is_loader = name == "loader" and not isinstance(value, Mapping)
+        raise UsageError(
+            f"bad value of {name}",
+            found=f"{name}={value!r:.200}",
+            expected=f"megaresume.{cls.__name__}(...){', or a directory' if name == 'checkpoints' else ''}",
+            action=f"write {name}={_call(cls, value if is_spelled and value else example)}"
+            + ("; a loader itself is the second argument, without a name" if is_loader else ""),
+        )
+
+
+def check_options(call: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise a UsageError for an option that this trainer does not have, and for one that it needs.
+
+    Args:
+        call: the beginning of its call of `megaresume.attach`.
+        function: that attaches it.
+        options: as they were given.
+    """
+    _, *parameters = inspect.signature(function).parameters.values()
+    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    if len(known) == len(parameters):  # otherwise it looks at further ones by itself
+        for name, value in options.items():
+            if name not in known:
+                cause, action = _LEFT_TO_TRAINERS.get(name, (None, None))
+                raise unknown_option(call, name, value, known, cause=cause, action=action)
+    for one in parameters:
+        if one.default is one.empty and one.name in _NEEDED and one.name not in options:
+            expected, action = _NEEDED[one.name]
+            raise UsageError(
+                f"megaresume.{call}) needs {one.name}",
+                found=f"no {one.name}",
+                expected=expected,
+                action=action or f"pass the {call.rpartition(', ')[2]} as the second argument",
+            )
+
+
+def unknown_option(
+    call: str, name: str, value: Any, known: Collection[str], *, cause: str | None = None, action: str | None = None
+) -> UsageError:
+    """The refusal of an option that a trainer does not have.
+
+    Args:
+        call: the beginning of its call of `megaresume.attach`.
+        name, value: of the option.
+        known: the options that this trainer has.
+        cause, action: what is known about this one; default: what it looks like.
+    """
+    group_of = {one.name: group for group in _GROUPS if group in known for one in dataclasses.fields(_GROUPS[group][0])}
+    group = name if name in _GROUPS and isinstance(value, _GROUPS[name][0]) else None
+    word = name if name in group_of or group or action else nearest(name, [*known, *group_of])
+    if action is None and group:
+        action = _without_its_group(call, value, known)
+    elif action is None and word is not None:
+        inside = group_of.get(word)
+        action = f"pass {inside}={_call(_GROUPS[inside][0], {word: value})}" if inside else f"write {word}"
+    return UsageError(
+        f"megaresume.{call}) has no {name}",
+        found=f"{name}={_call(type(value), _given(value)) if group else repr(value):.200}",
+        expected=", ".join([*known, *(["metrics"] if "checkpoints" in known else [])]),
+        cause=f"did you mean '{word}'?" if cause is None and word not in (None, name) else cause,
+        action=action or f"leave {name} out; docs/attach.md says which trainer has which options",
+    )
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    """The settings of a group that are not the defaults."""
+    values = {one.name: (getattr(settings, one.name), one.default) for one in dataclasses.fields(settings)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.80}" for name, value in settings.items())
+
+
+def _call(group: type[Any], settings: Mapping[str, Any]) -> str:
+    return f"megaresume.{group.__name__}({_words(settings)})"
+
+
+def _without_its_group(call: str, settings: Any, known: Collection[str]) -> str | None:
+    """How to give the settings of a group to a trainer that does not take it; None if that is not known."""
+    given = _given(settings)
+    if given and given.keys() <= set(known):
+        return f"pass {_words(given)} itself"
+    if given and call.endswith(", loader") and isinstance(settings, Loader | DataOptions):
+        return f"pass {_words(given)} where the loader is made"
+    return None
