@@ -61,7 +61,7 @@ FIRST = 2 << 20
 #: samples that are planned together, at most.
 TOGETHER = 64
 #: blocks of the stream that are planned ahead: it keeps more, so that nothing is planned twice.
-BLOCKS = 8
+BLOCKS = 24
 
 #: bytes of tokens asked for before they are read.
 AHEAD = 8 << 20
@@ -162,8 +162,10 @@ class ReadAhead:
         self._memory = memory
         self._window = min(FIRST, memory)
         self._sources = {i: source for i, source in enumerate(stream.sources) if hasattr(source, "places")}
-        #: (samples, segments, places of their records) of each micro-batch that is planned and not yet read.
-        self._planned: deque[tuple[list[int], int, list[Place]]] = deque()
+        #: (samples, segments, number of places of their records) of each micro-batch that is planned and not yet read;
+        #: and these places. So Python's collector has few objects to visit: it takes longer than the rest of this.
+        self._planned: deque[tuple[tuple[int, ...], int, int]] = deque()
+        self._places: deque[Place] = deque()
         self._segments = 0
         #: of the samples that were planned last: the first one, where the segments of each begin, their records.
         self._first = -2
@@ -184,12 +186,13 @@ class ReadAhead:
         if self._guess is not None:
             self._follow(self._guess, samples, self._ahead)
         self._plan(self._ahead)
-        if self._planned and self._planned[0][0] != list(samples):
+        if self._planned and self._planned[0][0] != tuple(samples):
             self.close()
         if not self._planned:
             yield
             return
-        _, segments, places = self._planned.popleft()
+        _, segments, num_places = self._planned.popleft()
+        places = [self._places.popleft() for _ in range(num_places)]
         self._segments -= segments
         try:
             yield
@@ -199,6 +202,7 @@ class ReadAhead:
     def close(self) -> None:
         """Stop reading."""
         self._planned.clear()
+        self._places.clear()
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -206,19 +210,21 @@ class ReadAhead:
     def _follow(self, guess: Guess, samples: Sequence[int], ahead: Ahead) -> None:
         """Read these, together, and those that come after them, if that can be told."""
         as_expected = guess.follow(samples)
-        if self._planned and self._planned[0][0] == list(samples):
+        if self._planned and self._planned[0][0] == tuple(samples):
             return
-        for _, _, places in self._planned:
-            ahead.release(places)
+        ahead.release(self._places)
+        self._places.clear()
         self._planned.clear()
         self._segments = 0
         coming = guess.runs(guess.next) if as_expected and guess.next is not None else ()
         self._upcoming = chain([samples], coming)
 
     def _plan(self, ahead: Ahead) -> None:
-        farthest = BLOCKS * self._stream.block_samples
         # Half of it at once: so neighbours meet in one request.
-        if ahead.held > self._window // 2 or self._segments > FARTHEST // 2 or self._span > farthest // 2:
+        if ahead.held > self._window // 2 or self._segments > FARTHEST // 2:
+            return
+        farthest = BLOCKS * self._stream.block_samples
+        if self._span > farthest // 2:
             return
         wanted: list[Place] = []
         room = self._window - ahead.held
@@ -228,11 +234,12 @@ class ReadAhead:
                 break
             try:
                 samples = next(self._upcoming)
-                segments, places = self._places(samples)
+                segments, places = self._records_of(samples)
             except (StopIteration, MegaresumeError):  # which whoever reads on will meet
                 self._upcoming = iter(())
                 break
-            self._planned.append((list(samples), segments, places))
+            self._planned.append((tuple(samples), segments, len(places)))
+            self._places += places
             self._segments += segments
             wanted += places
             room -= sum(place.nbytes for place in places)
@@ -244,7 +251,8 @@ class ReadAhead:
         """Samples of all ranks from the first that is planned to the last one."""
         return self._planned[-1][0][0] - self._planned[0][0][0] if self._planned else 0
 
-    def _places(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
+    def _records_of(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
+        """Segments of these samples, and where their records lie."""
         segments = 0
         places: list[Place] = []
         for sample in samples:

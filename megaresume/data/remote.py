@@ -23,6 +23,7 @@ import logging
 import os
 import random
 import selectors
+import stat
 import struct
 import sys
 import time
@@ -35,7 +36,7 @@ import xxhash
 
 from megaresume.data.s3_ranges import S3Ranges
 from megaresume.data.store_counts import store_counts
-from megaresume.files import leftover_name, open_file, write_all
+from megaresume.files import leftover_name, write_all
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, require
 
 if TYPE_CHECKING:
@@ -388,23 +389,30 @@ class DiskCache:
         """Whether the last `put` had some, or enough time has passed to try again."""
         return time.monotonic() >= max(self._full_until, self._write_again)
 
-    def get(self, key: str, nbytes: int | None) -> bytes | None:
+    def get(self, key: str, nbytes: int | None) -> memoryview | None:
         """So many bytes (None: however many), if they were kept under this key."""
         data = self._get(key, nbytes)
         store_counts.add("misses" if data is None else "hits")
         return data
 
-    def _get(self, key: str, nbytes: int | None) -> bytes | None:
+    def _get(self, key: str, nbytes: int | None) -> memoryview | None:
         digest = xxhash.xxh3_128_digest(key.encode())
         path = self._path(digest)
         try:
-            with open_file(path) as file:
-                checksum, data = file.read(_CHECKSUM), file.readall()
-                written = os.fstat(file.fileno()).st_mtime
-            if nbytes not in (None, len(data)) or checksum != _checksum(digest, data):
+            # As few calls as there can be: at each of them a thread lets go of Python, and then waits for its turn.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                kept = os.read(descriptor, found.st_size) if stat.S_ISREG(found.st_mode) else b""
+                while len(kept) < found.st_size and (more := os.read(descriptor, found.st_size - len(kept))):
+                    kept += more  # of more than 2 GiB
+            finally:
+                os.close(descriptor)
+            data = memoryview(kept)[_CHECKSUM:]
+            if nbytes not in (None, len(data)) or kept[:_CHECKSUM] != _checksum(digest, data):
                 os.unlink(path)
                 return None
-            if written < self.began:
+            if found.st_mtime < self.began:
                 os.utime(path, times=(now := time.time(), now))
             return data
         except FileNotFoundError:
@@ -415,24 +423,23 @@ class DiskCache:
 
     def has(self, key: str) -> bool:
         """Whether bytes are kept under this key; `get` says whether they are whole."""
-        return self._path(xxhash.xxh3_128_digest(key.encode())).exists()
+        return os.path.exists(self._path(xxhash.xxh3_128_digest(key.encode())))
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Keep bytes under a key, if there is room."""
         if time.monotonic() < self._write_again:
             return
         digest = xxhash.xxh3_128_digest(key.encode())
         path = self._path(digest)
-        temporary = path.with_name(leftover_name(path.name))
+        directory, name = os.path.split(path)
+        temporary = os.path.join(directory, leftover_name(name))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             if not self._has_room(_allocated(_CHECKSUM + len(data))):
                 self._full_until = time.monotonic() + LOOK_AGAIN
                 return
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = _made(temporary, os.O_WRONLY | os.O_EXCL)
             try:
-                write_all(descriptor, _checksum(digest, data))
-                write_all(descriptor, data)
+                write_all(descriptor, b"".join((_checksum(digest, data), data)))
             finally:
                 os.close(descriptor)
             os.replace(temporary, path)
@@ -441,9 +448,9 @@ class DiskCache:
                 os.unlink(temporary)
             self._failed(error)
 
-    def _path(self, digest: bytes) -> Path:
+    def _path(self, digest: bytes) -> str:
         name = digest.hex()
-        return self.directory / name[:2] / name[2:]
+        return f"{self.directory}/{name[:2]}/{name[2:]}"
 
     def _failed(self, error: OSError) -> None:
         if (now := time.monotonic()) < self._write_again:
@@ -479,7 +486,7 @@ class DiskCache:
     @contextlib.contextmanager
     def _used(self) -> Iterator[_Used]:
         # Opened each time: threads and forked processes must not share a lock.
-        descriptor = os.open(self.directory / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = _made(f"{self.directory}/used", os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             data = os.pread(descriptor, _USED.size, 0)
@@ -514,8 +521,8 @@ class DiskCache:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.directory / f"{directory:02x}") as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    stat = entry.stat(follow_symlinks=False)
-                    yield _CacheEntry(stat.st_mtime, _allocated(stat.st_size), entry.path)
+                    found = entry.stat(follow_symlinks=False)
+                    yield _CacheEntry(found.st_mtime, _allocated(found.st_size), entry.path)
 
 
 @dataclass
@@ -536,7 +543,17 @@ def _allocated(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def _checksum(digest: bytes, data: bytes) -> bytes:
+def _made(path: str, flags: int) -> int:
+    """A descriptor of a file that is made if need be, with its directory."""
+    flags |= os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+
+def _checksum(digest: bytes, data: bytes | memoryview) -> bytes:
     checksum = xxhash.xxh3_128(digest)
     checksum.update(data)
     return checksum.digest()

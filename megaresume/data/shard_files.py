@@ -5,6 +5,9 @@ What is read mostly forwards is read one block at a time.
 
     wanted, in the order of need -> neighbours joined -> threads: cache, request -> bytes, until they are released
 
+What is wanted while others wait, or are being read, joins them: so each part of a shard is asked for about once, by few
+requests, however the order scatters its records.
+
 It cannot change what is read: a place that it does not have, or whose request failed, is read by whoever needs it,
 who then meets the error. Local shards are not read: the kernel is told what will be needed, to have it in its cache.
 """
@@ -17,9 +20,11 @@ import io
 import logging
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -149,44 +154,55 @@ class ShardFiles:
                 self.check(place.path, place.size)
             data = None if again else self.kept([place]).get(place)
         if data is None:
-            span = self.read_span([place])
+            span = self.read_span(place, *self.around([place]))
             self.keep([place], span, again=again)
             data = span.of(place)
         return data
 
-    def read_span(self, places: Sequence[Place]) -> Span:
-        """Places of one file by one request: all from the first to the last one, or to the ends of their regions.
+    def around(self, places: Sequence[Place]) -> tuple[int, int]:
+        """What to read for places of one file: all from the first to the last one, or to the ends of their regions."""
+        start, stop = min(place.offset for place in places), max(place.stop for place in places)
+        kept = self.cache is not None and self.cache.has_room and self._key(places[0]) is not None
+        if kept and any(map(_is_small, places)):
+            start, stop = start // REGION * REGION, min(-(-stop // REGION) * REGION, places[0].size)
+        return start, stop
+
+    def read_span(self, place: Place, start: int, stop: int) -> Span:
+        """The bytes from ``start`` to ``stop`` of the file of a place, by one request.
 
         Raises:
             as `read`, and `read_whole`.
         """
-        path, size = places[0].path, places[0].size
-        if places[0].whole:
-            return Span(0, self.read_whole(path))
-        start, stop = min(place.offset for place in places), max(place.stop for place in places)
-        if self.cache is not None and self.cache.has_room and any(map(self._small, places)):
-            start, stop = start // REGION * REGION, min(-(-stop // REGION) * REGION, size)
-        return Span(start, self.read(path, start, stop - start))
+        if place.whole:
+            return Span(0, self.read_whole(place.path))
+        if is_url(place.path):
+            return Span(start, self._store(place.path).view(place.path, start, stop - start))
+        return Span(start, self.read(place.path, start, stop - start))
 
     def kept(self, places: Sequence[Place]) -> dict[Place, bytes]:
         """What the cache has of places of one shard, which was checked: each region is read once for all of them."""
         if self.cache is None or self._key(places[0]) is None:
             return {}
         found: dict[Place, bytes] = {}
-        regions: dict[Place, bytes | None] = {}
+        regions: dict[int, memoryview | None] = {}
         for place in places:
-            if self._small(place):
-                around = list(_regions(place.offset, place.stop, place))
-                for region in around:
-                    if region not in regions:
-                        regions[region] = self.cache.get(self._region_key(region), region.nbytes)
-                parts = [part for region in around if (part := regions[region]) is not None]
-                if len(parts) == len(around):
-                    found[place] = Span(around[0].offset, b"".join(parts)).of(place)
-            else:
-                data = self.cache.get(cast(str, self._key(place)), None if place.whole else place.nbytes)
+            if _is_small(place):
+                first, last = place.offset // REGION, (place.stop - 1) // REGION
+                for number in range(first, last + 1):
+                    if number not in regions:
+                        region = _region(number, place)
+                        regions[number] = self.cache.get(self._region_key(region), region.nbytes)
+                data: bytes | memoryview | None = regions[first]
+                if last > first:
+                    parts = [part for number in range(first, last + 1) if (part := regions[number]) is not None]
+                    data = b"".join(parts) if len(parts) > last - first else None
                 if data is not None:
-                    found[place] = data
+                    at = place.offset - first * REGION
+                    found[place] = bytes(data[at : at + place.nbytes])
+            else:
+                kept = self.cache.get(cast(str, self._key(place)), None if place.whole else place.nbytes)
+                if kept is not None:
+                    found[place] = bytes(kept)
         return found
 
     def keep(self, places: Sequence[Place], span: Span, *, again: bool = False) -> None:
@@ -200,13 +216,14 @@ class ShardFiles:
         if self.cache is None or self._key(places[0]) is None:
             return
         for place in places:
-            if not self._small(place):
-                self.cache.put(cast(str, self._key(place)), span.of(place))
-        if any(map(self._small, places)):
-            for region in _regions(span.start, span.stop, places[0]):
+            if not _is_small(place):
+                self.cache.put(cast(str, self._key(place)), span.view(place))
+        if any(map(_is_small, places)):
+            for number in range(span.start // REGION, -(-span.stop // REGION)):
+                region = _region(number, places[0])
                 whole = span.start <= region.offset and region.stop <= span.stop
                 if whole and (again or not self.cache.has(self._region_key(region))):
-                    self.cache.put(self._region_key(region), span.of(region))
+                    self.cache.put(self._region_key(region), span.view(region))
 
     def read_whole(self, path: str) -> bytes:
         """A whole file.
@@ -271,10 +288,6 @@ class ShardFiles:
         """The shard as a file to be read from front to back."""
         return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
 
-    def _small(self, place: Place) -> bool:
-        """Whether the cache keeps the regions around it: of tiny records it would have more files than data."""
-        return not place.whole and place.nbytes <= SMALL and self._key(place) is not None
-
     def _key(self, place: Place) -> str | None:
         if not is_url(place.path):
             return None
@@ -334,7 +347,7 @@ class Span(NamedTuple):
 
     #: the first one's place in it.
     start: int
-    data: bytes
+    data: bytes | memoryview
 
     @property
     def stop(self) -> int:
@@ -343,13 +356,21 @@ class Span(NamedTuple):
 
     def of(self, place: Place) -> bytes:
         """Those of a place within."""
+        return bytes(self.view(place))
+
+    def view(self, place: Place) -> bytes | memoryview:
+        """The same, not copied if it need not be."""
         return self.data if place.whole else self.data[place.offset - self.start : place.stop - self.start]
 
 
-def _regions(start: int, stop: int, shard: Place) -> Iterator[Place]:
-    """All regions of a shard that have bytes from start to stop."""
-    for at in range(start // REGION * REGION, stop, REGION):
-        yield shard._replace(offset=at, nbytes=min(REGION, shard.size - at))
+def _is_small(place: Place) -> bool:
+    """Whether the cache keeps the regions around it: of tiny records it would have more files than data."""
+    return not place.whole and place.nbytes <= SMALL
+
+
+def _region(number: int, shard: Place) -> Place:
+    at = number * REGION
+    return shard._replace(offset=at, nbytes=min(REGION, shard.size - at))
 
 
 class ReadBefore(Protocol):
@@ -459,14 +480,33 @@ log = logging.getLogger(__name__)
 GAP = 64 << 10
 #: bytes of a request of several places.
 LONGEST = 1 << 20
+#: requests that will be made next and no longer change, for each that is made at a time.
+SOON = 2
 
 
-@dataclass(slots=True)
-class _Entry:
-    users: int = 0
-    done: bool = False
-    #: None if not read here.
-    data: bytes | None = None
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A range that is being read, or soon will be."""
+
+    start: int
+    stop: int
+    #: of one file; grows while others are wanted that lie within.
+    places: list[Place]
+
+    @property
+    def at(self) -> tuple[int, str, int]:
+        """Where it begins."""
+        return _at(self.places[0], self.start)
+
+    def has(self, place: Place) -> bool:
+        """Whether it will have the bytes of a place."""
+        its = self.places[0]
+        same = place.files is its.files and place.path == its.path and not place.whole
+        return same and self.start <= place.offset and place.stop <= self.stop
+
+
+def _at(place: Place, offset: int) -> tuple[int, str, int]:
+    return id(place.files), place.path, offset
 
 
 class Ahead:
@@ -480,8 +520,12 @@ class Ahead:
         self.requests = requests
         #: bytes of places that are wanted or here.
         self.held = 0
-        self._entries: dict[Place, _Entry] = {}
+        #: how often each is wanted; and the bytes of those that are here, None if they are not read here.
+        self._users: dict[Place, int] = {}
+        self._read: dict[Place, bytes | None] = {}
+        #: requests in the order of need; and those that are being made.
         self._waiting: deque[list[Place]] = deque()
+        self._under_way: list[_Reading] = []
         self._checking: set[tuple[ShardFiles, str]] = set()
         self._readers: set[ShardFiles] = set()
         self._threads = 0
@@ -496,21 +540,20 @@ class Ahead:
         new: list[Place] = []
         with self._changed:
             for place in places:
-                entry = self._entries.get(place)
-                if entry is None:
-                    entry = self._entries[place] = _Entry()
+                users = self._users.get(place, 0)
+                self._users[place] = users + 1
+                if not users:
                     self.held += place.nbytes
                     new.append(place)
-                entry.users += 1
             remote = [place for place in new if place.held]
-            self._waiting += joined(remote)
+            if remote:
+                self._queue(remote)
             self._readers |= {place.files for place in remote}
             for files in self._readers:
                 files.ahead = self
             if self._waiting and not self._threads and not self._start():
+                self._read |= dict.fromkeys(chain(*self._waiting))
                 self._waiting.clear()
-                for place in remote:
-                    self._entries[place].done = True
                 self._changed.notify_all()
             self._given.notify(len(self._waiting))
         for place in new:
@@ -521,23 +564,25 @@ class Ahead:
         """The bytes of a place, as soon as they are here; None: to be read by the caller."""
         if os.getpid() != self._owner:  # forked: the threads are in the parent
             return None
+        if (data := self._read.get(place)) is not None:  # mostly, and then it need not wait for a lock
+            return data
         with self._changed:
-            entry = self._entries.get(place)
-            if entry is None or not place.held:
+            if place not in self._users or not place.held:
                 return None
-            while not entry.done and not self._closed:
+            while place not in self._read and not self._closed:
                 self._changed.wait()
-            return entry.data
+            return self._read.get(place)
 
     def release(self, places: Iterable[Place]) -> None:
         """They were used, or will not be."""
         with self._changed:
             for place in places:
-                if (entry := self._entries.get(place)) is None:  # closed
-                    continue
-                entry.users -= 1
-                if not entry.users:
-                    del self._entries[place]
+                users = self._users.get(place, 0)  # none: closed
+                if users > 1:
+                    self._users[place] = users - 1
+                elif users:
+                    del self._users[place]
+                    self._read.pop(place, None)
                     self.held -= place.nbytes
 
     def close(self) -> None:
@@ -547,12 +592,29 @@ class Ahead:
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            self._entries.clear()
+            self._users.clear()
+            self._read.clear()
             self._changed.notify_all()
             self._given.notify_all()
         for files in self._readers:
             if files.ahead is self:
                 files.ahead = None
+
+    def _queue(self, places: Sequence[Place]) -> None:
+        """Have these read: by requests that are being made, or soon will be, if they lie within; or by others."""
+        soon = list(islice(self._waiting, SOON * self.requests))  # not longer, or what is needed first would come later
+        waiting = [_Reading(*request[0].files.around(request), request) for request in soon]
+        ranges = sorted([*self._under_way, *waiting], key=lambda reading: reading.at)
+        starts = [reading.at for reading in ranges]
+        others = [place for request in islice(self._waiting, len(soon), None) for place in request]
+        for place in places:
+            before = bisect_right(starts, _at(place, place.offset)) - 1
+            if before >= 0 and ranges[before].has(place):
+                ranges[before].places.append(place)
+            else:
+                others.append(place)
+        # With those that wait: what lies together is one request, whenever it was wanted.
+        self._waiting = deque([*soon, *joined([place for place in others if place in self._users])])
 
     def _start(self) -> bool:
         """One more thread; False: the system has none left, and those that there are continue."""
@@ -581,37 +643,50 @@ class Ahead:
                     if self._closed:
                         return None
                     self._given.wait()
-                if places := [place for place in self._waiting.popleft() if place in self._entries]:
+                if places := [place for place in self._waiting.popleft() if place in self._users]:
                     return places
 
     def _fetch(self, places: Sequence[Place]) -> None:
-        """Fetch what the cache lacks, by one request; if it fails, for good, its places are done without bytes."""
+        """Fetch what the cache lacks; if a request fails, for good, its places are done without bytes."""
         files, missing = places[0].files, places
-        span: Span | None = None
         try:
             self._check(places[0])
             here = files.kept(places)
             self._done(here)
             missing = [place for place in places if place not in here]
-            if missing:
-                span = files.read_span(missing)
-        except RecordError:
-            pass  # which is for its reader to say
-        except Exception as error:  # noqa: BLE001  whatever it is: who needs the bytes must not wait forever
-            what = error.headline if isinstance(error, MegaresumeError) else repr(error)
-            log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
-        self._done({place: None if span is None else span.of(place) for place in missing})
-        if span is not None:
-            files.keep(missing, span)
+        except Exception as error:  # noqa: BLE001
+            self._failed(error)
+            self._done(dict.fromkeys(missing))
+            return
+        for request in joined(missing):  # several, if the cache has what lies between
+            reading = _Reading(*files.around(request), request)
+            span: Span | None = None
+            with self._changed:
+                self._under_way.append(reading)
+            try:
+                span = files.read_span(request[0], reading.start, reading.stop)
+            except Exception as error:  # noqa: BLE001
+                self._failed(error)
+            with self._changed:
+                self._under_way.remove(reading)
+            self._done({place: None if span is None else span.of(place) for place in reading.places})
+            if span is not None:
+                files.keep(reading.places, span)
+
+    @staticmethod
+    def _failed(error: Exception) -> None:
+        """Whatever it is: who needs the bytes must not wait forever."""
+        if isinstance(error, RecordError):
+            return  # which is for its reader to say
+        what = error.headline if isinstance(error, MegaresumeError) else repr(error)
+        log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
 
     def _done(self, read: Mapping[Place, bytes | None]) -> None:
         """These are here, or will not be."""
         if not read:
             return
         with self._changed:
-            for place, data in read.items():
-                if (entry := self._entries.get(place)) is not None:
-                    entry.done, entry.data = True, data
+            self._read |= {place: data for place, data in read.items() if place in self._users}
             self._changed.notify_all()
 
     def _check(self, place: Place) -> None:

@@ -134,6 +134,97 @@ def test_places_to_requests():
     assert [len(request) for request in joined(big)] == [4, 4, 1]
 
 
+@pytest.fixture
+def slow(monkeypatch):
+    """What reads ahead places of a file in memory, and the ranges that it has asked for, each to be let through."""
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/slow.tar", SLOW)
+    asked, let = [], threading.Semaphore(0)
+    real = ShardFiles.read_span
+
+    def read_span(self, place, start, stop):
+        asked.append((start, stop))
+        assert let.acquire(timeout=60)
+        return real(self, place, start, stop)
+
+    monkeypatch.setattr(ShardFiles, "read_span", read_span)
+    reader = Ahead(1)
+    yield reader, asked, let
+    for _ in range(20):
+        let.release()
+    reader.close()
+
+
+SLOW = np.random.default_rng(5).bytes(8 << 20)
+
+
+def reached(asked, count) -> None:
+    deadline = time.monotonic() + 60
+    while len(asked) < count:
+        assert time.monotonic() < deadline, asked
+        time.sleep(0.005)
+
+
+def test_what_lies_in_a_range_that_is_being_read_is_not_asked_for_again(slow):
+    reader, asked, let = slow
+    files = ShardFiles()
+    first, last, within, outside = (
+        Place(files, "memory://slow.tar", len(SLOW), offset, 1000) for offset in (0, 60_000, 30_000, 60_500)
+    )
+    reader.want([first, last])
+    reached(asked, 1)
+    reader.want([within, outside])
+    for _ in range(2):
+        let.release()
+    for place in (first, last, within, outside):
+        assert reader.take(place) == SLOW[place.offset : place.stop]
+    assert asked == [(0, 61_000), (60_500, 61_500)]
+
+
+def test_what_waits_is_asked_for_with_what_is_wanted_later_but_not_what_is_needed_soon(slow):
+    reader, asked, let = slow
+    files = ShardFiles()
+
+    def places(*offsets):
+        return [Place(files, "memory://slow.tar", len(SLOW), offset, 1000) for offset in offsets]
+
+    far = [k << 20 for k in range(6)]
+    reader.want(places(*far))
+    reached(asked, 1)
+    # Next come `SOON` requests: of them one has what is wanted now, if it lies within; the others grow.
+    reader.want(places(*(offset + 5000 for offset in far), (1 << 20) + 500))
+    for _ in range(20):
+        let.release()
+    for offset in far:
+        for place in places(offset, offset + 5000):
+            assert reader.take(place) == SLOW[place.offset : place.stop]
+    soon = [(offset, offset + 1000) for offset in far[:3]]
+    late = [(offset, offset + 6000) for offset in far[3:]]
+    assert asked[:3] == soon and asked[3:6] == late
+    assert sorted(asked[6:]) == [
+        (5000, 6000),
+        ((1 << 20) + 500, (1 << 20) + 6000),
+        ((2 << 20) + 5000, (2 << 20) + 6000),
+    ]
+
+
+def test_what_the_cache_has_between_two_places_is_not_asked_for(slow, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_files, "GAP", shard_files.REGION - 4000)
+    reader, asked, let = slow
+    files = ShardFiles(cache=remote.DiskCache(tmp_path, 1 << 30))
+    let.release()
+    middle = Place(files, "memory://slow.tar", len(SLOW), shard_files.REGION + 30_000, 1000)
+    monkeypatch.setattr(ShardFiles, "identity", lambda self, path: f"{len(SLOW)}:stamp")
+    assert files.fetch(middle) == SLOW[middle.offset : middle.stop]
+    around = [middle._replace(offset=offset) for offset in (40_000, 2 * shard_files.REGION + 10_000)]
+    for _ in range(2):
+        let.release()
+    reader.want([around[0], middle, around[1]])
+    for place in (*around, middle):
+        assert reader.take(place) == SLOW[place.offset : place.stop]
+    assert asked == [(k * shard_files.REGION, (k + 1) * shard_files.REGION) for k in (1, 0, 2)]
+
+
 def test_memory_is_bounded(shards, monkeypatch):
     most = []
     real = Ahead.want

@@ -76,13 +76,13 @@ def test_shards_on_s3_are_the_same_documents(pairs, tmp_path):
 def test_a_record_is_one_range_read(pairs, monkeypatch):
     source, calls = ShardSource(pairs), []
     source.record(0)
-    real = RemoteStore.read
+    real = RemoteStore.view
 
     def read(self, url, offset, nbytes):
         calls.append((url.rpartition("/")[2], offset, nbytes))
         return real(self, url, offset, nbytes)
 
-    monkeypatch.setattr(RemoteStore, "read", read)
+    monkeypatch.setattr(RemoteStore, "view", read)
     source.record(7)
     offset, nbytes = (int(source.index.column(c)[7]) for c in ("offset", "nbytes"))
     assert calls == [("pairs-000001.tar", offset, nbytes)] and offset == 4096

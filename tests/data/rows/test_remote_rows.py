@@ -107,9 +107,9 @@ def test_lines_are_read_ahead_by_the_plan_with_few_requests(store, tmp_path, mon
     config = {"seed": 3, "seq_length": 256, "sources": {"web": {"path": "rows", "split": "9,1", "shuffle": "blocks"}}}
     config = StreamConfig.from_dict(config)
     stream = Stream(config, list(open_sources({"web": config.sources[0].options}, base_dir=tmp_path).values()))
-    real, requests = RemoteStore.read, []
+    real, requests = RemoteStore.view, []
     monkeypatch.setattr(
-        RemoteStore, "read", lambda self, url, at, size: requests.append(size) or real(self, url, at, size)
+        RemoteStore, "view", lambda self, url, at, size: requests.append(size) or real(self, url, at, size)
     )
     ahead = ReadAhead(stream, [[k] for k in range(20)], memory=1 << 20, requests=2)
     read = 0
