@@ -13,12 +13,12 @@ to it. It knows no trainer, no data and no file. A host reports each event; an e
             take() of a step's only micro-batch, or the data's last
 
     reported                    IDLE                     TAKEN                      WHOLE
-    begin()      a step's size  sets the size of the next step: once before its first take()
+    begin()      a step's size  sets the size of the step, once before its first take(): without it, that makes it WHOLE
     take()       handed out     continues                continues                  refused: it would never be trained
     use()        in gradients   refused: trained twice   once for each that is out  once for each that is out
-    stepped()    weights change refused: it has trained  refused: it has not        trained: step + 1, samples = end;
-                                something else           trained all of the step    refused if some are `unseen`
-    check_step() before that    refused as stepped() is, but before the weights change
+    stepped()    weights change refused: it has trained  refused: it has not        trained: step + 1, samples = end,
+                                something else           taken all of the step      however many use() has reported
+    check_step() before that    refused as stepped() is, but before the weights change; and if some are `unseen`
     trained_to() a counter      up to this sample all are trained, and later ones stay out: refused if fewer were taken,
                                 or more are out than `ahead` allows
     check_idle() a new `for`    continues                refused: they would not be trained
@@ -34,8 +34,8 @@ refuse nothing, and stepped() advances by the size of the step.
 
 What the promise takes from the host, and cannot see by itself:
 
-    that the model was given each micro-batch   use() and stepped() believe it, unless the host names the ones that it
-                                                knows the model was not given (`unseen`): DeepSpeed's host alone does
+    that the model was given each micro-batch   use() and stepped() believe it. check_step() refuses the step if the
+                                                host names ones that were not (`unseen`): DeepSpeed's alone does
     that each optimizer step is reported        compare() finds one that was not, where the trainer counts steps too
     the steps of Megatron                       it reports none, so the host begins one step without an end
                                                 (``begin(sys.maxsize)``): the count is never WHOLE, and trained_to()
@@ -65,8 +65,6 @@ class Words:
     trainer: str
     #: the call that makes a step, or says that one was made.
     clock: str
-    #: whether each step is checked (`check_step`) before the weights change: then a refused step has changed none.
-    is_before: bool = False
     #: the next micro-batch is asked for.
     next: str
     #: a micro-batch was taken and not trained; a step has not all of its own; a checkpoint is asked for within a step;
@@ -95,10 +93,21 @@ class Count(Generic[T]):
         step: optimizer steps made.
         samples: that they trained.
         reads: whether this rank is given micro-batches. A stage in the middle of a pipeline is not: it only counts.
+        checks_before_weights_change: whether the host calls `check_step` before each step. What is refused has then
+            changed no weights, so that they may still be saved.
     """
 
-    def __init__(self, words: Words, step: int = 0, samples: int = 0, *, reads: bool = True) -> None:
+    def __init__(
+        self,
+        words: Words,
+        step: int = 0,
+        samples: int = 0,
+        *,
+        reads: bool = True,
+        checks_before_weights_change: bool = False,
+    ) -> None:
         self.words, self.reads = words, reads
+        self._checks_before_weights_change = checks_before_weights_change
         self.loaded(step, samples)
 
     def loaded(self, step: int, samples: int) -> None:
@@ -123,7 +132,7 @@ class Count(Generic[T]):
     # What happens
 
     def begin(self, size: int) -> None:
-        """Set the number of samples of the next step."""
+        """Set the number of samples of the step, before its first `take`; a later call counts from the next `take`."""
         self.size = size
 
     def take(self, batch: T, end: int, *, is_last: bool = False) -> None:
@@ -149,10 +158,10 @@ class Count(Generic[T]):
         """No micro-batch that is out is in the gradients: all are handed out again."""
         self.out, self.end, self.is_whole, self.used = [], self.samples, False, 0
 
-    def stepped(self, unseen: Iterable[T] = ()) -> Sequence[T]:
+    def stepped(self) -> Sequence[T]:
         """An optimizer step was made; returns what it has trained. Raises as `check_step`."""
         self.check()
-        if (error := self._not_all(unseen, "a step was made")) is not None:
+        if (error := self._not_all("a step was made")) is not None:
             raise self.fail(error)
         done = [taken.batch for taken in self.out]
         self.step += 1
@@ -178,9 +187,9 @@ class Count(Generic[T]):
         if ahead is not None and self.end - samples not in ahead:
             raise self.fail(self.untrained(f"{self.words.trainer} has counted {samples} samples"))
 
-    def fail(self, error: MegaresumeError, *, weights: bool = True) -> MegaresumeError:
-        """From now on train nothing; and save nothing either if the ``weights`` may no longer be those of `step`."""
-        self.failure, self._may_save = error, self._may_save and not weights
+    def fail(self, error: MegaresumeError, *, may_save: bool = False) -> MegaresumeError:
+        """From now on train nothing, and save nothing unless the weights are surely those of `step` (``may_save``)."""
+        self.failure, self._may_save = error, self._may_save and may_save
         return error
 
     # What is refused
@@ -213,7 +222,7 @@ class Count(Generic[T]):
             unseen: see `check_more`.
         """
         self.check()
-        if (error := self._not_all(unseen, "a step is to be made")) is not None:
+        if (error := self._not_all("a step is to be made", unseen)) is not None:
             raise self._refuse(error)
 
     def check_save(self) -> None:
@@ -252,7 +261,7 @@ class Count(Generic[T]):
             why or self.words.untrained,
         )
 
-    def _not_all(self, unseen: Iterable[T], made: str) -> StateError | None:
+    def _not_all(self, made: str, unseen: Iterable[T] = ()) -> StateError | None:
         if not self.reads:
             return None
         if not self.is_whole:
@@ -268,7 +277,7 @@ class Count(Generic[T]):
         )
 
     def _refuse(self, error: StateError) -> MegaresumeError:
-        return self.fail(error, weights=not self.words.is_before)
+        return self.fail(error, may_save=self._checks_before_weights_change)
 
     def _taken(self) -> str:
         names = [str(taken.batch) for taken in self.out]

@@ -103,9 +103,9 @@ class Steps(Count[str]):
             self.fail(error)
             raise
 
-    def stepped(self, unseen: Any = ()) -> Sequence[str]:
+    def stepped(self) -> Sequence[str]:
         """See `Count`."""
-        done = super().stepped(unseen)
+        done = super().stepped()
         self._is_changed = False
         self.feed.trained(self.samples)
         if self.on_step is not None:

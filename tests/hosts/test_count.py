@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -29,9 +28,9 @@ UNTRAINED, NONE, LESS = (
 MIDDLE, OTHER = "in the middle of a step", "count different steps"
 
 
-def count_at(taken: int, *, words: Words = WORDS) -> Count[str]:
+def count_at(taken: int, *, checks_before: bool = False) -> Count[str]:
     """One that has trained a step of two micro-batches of four samples, and has so many of the next out."""
-    count: Count[str] = Count(words)
+    count: Count[str] = Count(WORDS, checks_before_weights_change=checks_before)
     for number in range(2 + taken):
         if number % 2 == 0:
             count.begin(8)
@@ -48,7 +47,7 @@ EVENTS: dict[str, Event] = {
     "use_twice": lambda count: (count.use(), count.use()),
     "check_step": lambda count: count.check_step(),
     "stepped": lambda count: count.stepped(),
-    "unseen": lambda count: count.stepped(["batch 3"]),
+    "unseen": lambda count: count.check_step(["batch 3"]),
     "check_idle": lambda count: count.check_idle("a new `for` begins"),
     "save": lambda count: count.check_save(),
     "save_when_used": lambda count: (count.use(), count.check_save()),
@@ -110,17 +109,31 @@ def test_what_a_step_has_trained() -> None:
     assert (count.step, count.samples) == (3, 20)
 
 
-@pytest.mark.parametrize("is_before", [True, False])
-def test_what_is_refused_before_the_weights_change_leaves_them_to_be_saved(is_before: bool) -> None:
-    count = count_at(1, words=replace(WORDS, is_before=is_before))
+def test_the_size_that_counts_is_the_last_one_before_a_micro_batch() -> None:
+    count: Count[str] = Count(WORDS)
+    count.take("of no size", 4)
+    assert count.is_whole, "without begin() the first one is the whole step"
+    count = count_at(1)
+    count.begin(12)
+    count.take("batch 3", 16)
+    assert not count.is_whole
+    count.begin(4)
+    assert not count.is_whole, "not before the next one"
+    count.take("batch 4", 20)
+    assert count.is_whole and list(count.stepped()) == ["batch 2", "batch 3", "batch 4"]
+
+
+@pytest.mark.parametrize("checks_before", [True, False])
+def test_what_is_refused_before_the_weights_change_leaves_them_to_be_saved(checks_before: bool) -> None:
+    count = count_at(1, checks_before=checks_before)
     with pytest.raises(StateError, match="to be made without all"):
         count.check_step()
-    if is_before:
+    if checks_before:
         count.check_save()
     else:
         with pytest.raises(StateError, match="to be made without all"):
             count.check_save()
-    count = count_at(1, words=replace(WORDS, is_before=is_before))
+    count = count_at(1, checks_before=checks_before)
     with pytest.raises(StateError, match="was made without all"):
         count.stepped()
     with pytest.raises(StateError, match="was made without all"):
@@ -130,7 +143,7 @@ def test_what_is_refused_before_the_weights_change_leaves_them_to_be_saved(is_be
 def test_a_failure_that_leaves_the_weights_alone_does_not_mend_one_that_did_not() -> None:
     count = count_at(0)
     count.fail(StateError("the weights are gone"))
-    count.fail(StateError("and a batch"), weights=False)
+    count.fail(StateError("and a batch"), may_save=True)
     with pytest.raises(StateError, match="and a batch"):
         count.check_save()
 

@@ -48,7 +48,6 @@ from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 _WORDS = Words(
     trainer="the engine",
     clock="engine.step()",
-    is_before=True,
     next="next(data) asks for more",
     untrained=(
         "one was used for something else (its shape, a warm-up, an evaluation), was passed over with `continue`, or a "
@@ -121,7 +120,7 @@ class EngineData(Batches):
     def _count_from(self, step: int, samples: int, *, reads: bool = True) -> None:
         """So many steps have trained so many samples. ``reads``: whether this rank is given batches at all."""
         reads = reads and (not self._is_pipeline or facts.reads_batches(self.engine))
-        self._count = Count(_WORDS, step, samples, reads=reads)
+        self._count = Count(_WORDS, step, samples, reads=reads, checks_before_weights_change=True)
         self._witness.clear()
 
     @property
@@ -205,8 +204,8 @@ class EngineData(Batches):
                 self._fail(_lost(error))
             raise
 
-    def _fail(self, error: MegaresumeError, *, weights: bool = False) -> None:
-        self._count.fail(error, weights=weights)
+    def _fail(self, error: MegaresumeError, *, may_save: bool = True) -> None:
+        self._count.fail(error, may_save=may_save)
         self._close()
 
     def _close(self) -> None:
@@ -293,7 +292,7 @@ class EngineData(Batches):
             raise
         except BaseException as error:
             failure = _half_done(call, error, weights, reload=weights or facts.zero_stage(self.engine) < 2)
-            self._fail(failure, weights=weights)
+            self._fail(failure, may_save=not weights)
             raise
 
     def _step_begins(self) -> None:
@@ -332,7 +331,7 @@ class EngineData(Batches):
 
     def not_restored(self, error: MegaresumeError) -> None:
         """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
-        self._fail(error, weights=True)
+        self._fail(error, may_save=False)
 
     def check_save(self) -> None:
         """Raise a StateError if a checkpoint would not be one of a step."""
