@@ -303,7 +303,7 @@ def _check_not_overtaken(pending: PendingCheckpoint) -> None:
             found="no save marker" if marker is None else f"a save that began {marker.began_at}",
             expected=f"the marker of the save that began {step.saved_at}: {path}",
             cause="two jobs save into one directory, or a finalizer ran twice",
-            action="give every job its own --save directory",
+            action="let every job save to a directory of its own",
         )
 
 
@@ -362,7 +362,8 @@ def _refuse(tag_dir: Path, wrong: list[str], expected: str) -> None:
         expected=expected,
         cause="a rank was killed or ran out of disk while saving, or saves to another directory than rank 0; or the "
         "ranks of another job still write there",
-        action="look at the logs of the ranks that own these files; every rank must see the same --save directory",
+        action="look at the logs of the ranks that own these files; every rank must see the same "
+        "directory of checkpoints",
     )
 
 

@@ -142,7 +142,7 @@ class Lock:
     def lost(self) -> CheckpointError:
         """The error of an owner that has lost the root."""
         return CheckpointError(
-            "this job has lost its --save directory to another one, and nothing that it saves there counts",
+            "this job has lost its directory of checkpoints to another one, and nothing that it saves there counts",
             found=f"{self.root} is held by {self.taken_by() or 'nobody'}",
             expected=f"this job: {self.owner}",
             cause="this node was taken for dead (its network, a filesystem that hung, a process that was stopped), and "
@@ -281,16 +281,16 @@ def _refused(root: Path, holder: Holder) -> CheckpointError:
     owner = holder.owner
     array = owner is not None and owner.array is not None
     return CheckpointError(
-        "another job writes to this --save directory",
+        "another job writes to this directory of checkpoints",
         found=f"{root} is held by {holder}; it is alive",
         expected="one job at a time",
-        cause="the tasks of a job array have one --save"
+        cause="the tasks of a job array save to one directory"
         if array
         else "the job was submitted twice, or the one before it has not ended yet",
         action=("end it" if owner is None else owner.how_to_end)
-        + " and start again; or another --save (save_dir=)"
-        + (": --save DIR/$SLURM_ARRAY_TASK_ID" if array else "")
-        + "; only to read its checkpoints, leave --save out",
+        + " and start again; or save to another directory"
+        + (": DIR/$SLURM_ARRAY_TASK_ID" if array else "")
+        + "; only to read its checkpoints, leave out where to save (--save, save_dir=)",
     )
 
 
@@ -449,7 +449,7 @@ def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
         expected="one directory that every rank sees",
         cause="the filesystem is not mounted on these nodes, the path is on a disk of each node, or ranks were given "
         "different paths",
-        action=action or f"mount on {hosts} what findmnt -T {path} shows on {first}; or another --save",
+        action=action or f"mount on {hosts} what findmnt -T {path} shows on {first}; or save to another directory",
     )
 
 

@@ -229,13 +229,13 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("keep-last", self.keep_last), ("keep-every", self.keep_every)):
+        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
                 raise UsageError(
-                    f"--megaresume-{name} must be at least 1",
-                    found=value,
-                    expected="checkpoints" if name == "keep-last" else "iterations",
-                    action=f"leave out --megaresume-{name} to keep all checkpoints",
+                    f"{name} must be at least 1",
+                    found=f"{name}={value}",
+                    expected="checkpoints" if name == "keep_last" else "iterations",
+                    action=f"leave out {name} (--megaresume-{name.replace('_', '-')}) to keep all checkpoints",
                 )
 
     def __bool__(self) -> bool:

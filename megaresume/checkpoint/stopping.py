@@ -123,7 +123,8 @@ class StopConditions:
                 found=" and ".join(_value(name) for name in END_TIME_VARIABLES),
                 expected="seconds since 1970, as Slurm gives them to a job with a time limit",
                 cause="this is not a Slurm job, or one without a time limit",
-                action="--exit-duration-in-mins MINUTES; or set MEGARESUME_JOB_END_TIME in the launch script",
+                action="after_minutes= (Megatron: --exit-duration-in-mins); or set MEGARESUME_JOB_END_TIME in the "
+                "launch script",
             )
 
     def __bool__(self) -> bool:

@@ -287,7 +287,7 @@ def _holder(run: Run, found: DirectoryReport) -> None:
         f"held by {holder}",
         cause="a job writes here; or it is over, which cannot be told from here: then the next start sees that in "
         f"{PATIENCE_SECONDS:g} s",
-        action=f"nothing, if that is the run; to start another: {end}another --save",
+        action=f"nothing, if that is the run; to start another: {end}save to another directory",
     )
 
 
@@ -308,7 +308,7 @@ def _ledger(run: Run, found: DirectoryReport) -> Sequence[LedgerEntry]:
             "problem",
             f"{starts} starts from iteration {events[-1].iteration:,}, and no save after any of them",
             cause="the job dies before its next save, or has less time than it needs to get there",
-            action="look at the end of its log: megaresume doctor --log LOG; or save more often: --save-interval",
+            action="look at the end of its log: megaresume doctor --log LOG; or save more often",
         )
     return reading.entries
 

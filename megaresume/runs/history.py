@@ -243,7 +243,8 @@ def _newest(
         "there is no data state to trace from",
         found="; ".join((*notes, *problems)) or f"no step_*.json in {records_dir(root)}",
         expected="step_0000010.json or the like, written with a checkpoint",
-        cause="not a --save directory; or no checkpoint was saved with megaresume's stream (a guarded run has none)"
+        cause="not a directory of checkpoints; or no checkpoint was saved with megaresume's stream (a guarded run "
+        "has none)"
         if not (notes or problems)
         else None,
         action=f"megaresume inspect {root}",

@@ -28,7 +28,9 @@ from megaresume.stream.state import StreamState
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="a --save directory, or one tag directory in it")
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, help="the directory where a run saves its checkpoints, or one checkpoint in it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--checksums", action="store_true", help="read every file and compare its checksum, not only its size"

@@ -113,7 +113,7 @@ def mirrored(url: str, *, whole: bool = False, ranks: bool = False) -> Iterator[
             raise UsageError(
                 "there is nothing in this place of the store",
                 found=store.url,
-                expected="the stage_to of a run, or a --save directory that was copied there",
+                expected="the stage_to of a run, or a directory of checkpoints that was copied there",
                 action="check the URL",
             )
         if whole and head is None:

@@ -40,7 +40,12 @@ ASKED = "replay.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="RUN", type=Path, help="the run's --save directory; nothing in it is changed")
+    parser.add_argument(
+        "dir",
+        metavar="RUN",
+        type=Path,
+        help="the directory where the run saves its checkpoints; nothing in it is changed",
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=at_least(1), metavar="N", help="the step, counted from 1 as training prints it")
     which.add_argument("--steps", metavar="A:B", help="steps A to B-1")

@@ -42,7 +42,7 @@ MOST_LOSSES = 4000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the directory where the run saves its checkpoints")
     parser.add_argument(
         "--log",
         metavar="FILE",

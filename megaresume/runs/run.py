@@ -58,7 +58,7 @@ class Run:
             raise UsageError(
                 "no such directory",
                 found=f"{root} is a file" if self.root.exists() else str(root),
-                expected="the --save directory of a run",
+                expected="the directory where a run saves its checkpoints",
                 action="check the path",
             )
         self.tag, self.checksums, self._progress = tag, checksums, progress

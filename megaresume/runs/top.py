@@ -273,7 +273,9 @@ def _duration(seconds: float) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory, or its stage_to")
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, help="the directory where the run saves its checkpoints, or its stage_to"
+    )
     parser.add_argument("--once", action="store_true", help="look once; also if the output is no terminal, with --json")
     parser.add_argument("--json", action="store_true", help="print JSON; a line for each look")
     parser.add_argument(

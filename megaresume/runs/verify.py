@@ -40,7 +40,9 @@ from megaresume.stream.progress import progress
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="the run's --save directory")
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, nargs="?", help="the directory where the run saves its checkpoints"
+    )
     parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="a recorded step (default: 0)")
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="a recorded step (default: the newest)")
     parser.add_argument(

@@ -302,10 +302,13 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
     changed = _changed(now, then)
     if now.seed != then.seed:
         cause = "a different seed reorders every source: documents that were seen would be repeated"
-        action = f"set seed: {then.seed} (--seed {then.seed}), or start a new run in another --save directory"
+        action = (
+            f"use seed {then.seed} again (data.yaml: seed; DataLoader(seed={then.seed}); Trainer: data_seed or seed; "
+            f"Megatron: --seed {then.seed}), or save to another directory"
+        )
     elif names := _reshuffled(now, then):
         cause = f"another shuffle orders {', '.join(names)} differently: what was seen of an epoch would be repeated"
-        action = "set shuffle as under 'expected', or start a new run in another --save directory"
+        action = "set shuffle as under 'expected', or save to another directory"
         if any("group_by_length" in field for field, *_ in changed):
             action = (
                 "give group_by_length the value that it had (under a Trainer, train_sampling_strategy); or start a "

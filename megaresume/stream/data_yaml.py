@@ -257,14 +257,14 @@ def _with_flag(data: Mapping[str, Any], flag: int | None) -> Mapping[str, Any]:
     if configured is None and flag is None:
         raise ConfigError(
             "no sequence length",
-            found="neither seq_length in the data config nor --seq-length",
+            found="no seq_length in the data config, and none given beside it",
             expected="tokens a sample",
-            action="add seq_length to the data config or pass --seq-length",
+            action="add seq_length to the data config, or pass seq_length= (Megatron, plan: --seq-length)",
         )
     if configured is not None and flag is not None and configured != flag:
         raise ConfigError(
             "two sequence lengths",
-            found=f"seq_length {configured} in the data config, --seq-length {flag}",
+            found=f"seq_length {configured} in the data config, {flag} given beside it (--seq-length, seq_length=)",
             expected="the same number",
             action="remove one of the two",
         )

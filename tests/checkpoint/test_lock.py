@@ -206,7 +206,7 @@ def test_a_node_that_was_thought_dead_commits_nothing(tmp_path: Path) -> None:
             assert second.does("write_latest(root, 'global_step15')") == "DONE"
             first.process.send_signal(signal.SIGCONT)
             failed = first.says("DONE", "FAILED")
-            assert failed.startswith("FAILED this job has lost its --save directory")
+            assert failed.startswith("FAILED this job has lost its directory of checkpoints")
             assert f"process {second.process.pid} on node2" in failed
             assert (tmp_path / "latest").read_text() == "global_step15"
             first.does("os.replace = rename")
@@ -287,7 +287,7 @@ def test_tasks_of_a_job_array_with_one_directory(tmp_path: Path) -> None:
         with job(tmp_path, SLURM_JOB_ID="72", SLURM_ARRAY_TASK_ID="2", **array) as second:
             refusal = second.says("REFUSED")
     assert "Slurm job 71, task 70_1 of a job array, process" in refusal
-    assert "scancel 71" in refusal and "--save DIR/$SLURM_ARRAY_TASK_ID" in refusal
+    assert "scancel 71" in refusal and "save to another directory: DIR/$SLURM_ARRAY_TASK_ID" in refusal
 
 
 def test_torchruns_restart_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

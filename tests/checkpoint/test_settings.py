@@ -43,6 +43,15 @@ def test_the_nearest_word() -> None:
         Checkpoints(on_save_failure="contine")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["keep_last", "keep_every"])
+def test_nothing_kept(name: str) -> None:
+    flag = f"--megaresume-{name.replace('_', '-')}"
+    with pytest.raises(
+        UsageError, match=rf"{name} must be at least 1(.|\n)*{name}=0(.|\n)*leave out {name} \({flag}\)"
+    ):
+        _ = Checkpoints(**{name: 0}).retention  # type: ignore[arg-type]
+
+
 def test_what_is_as_good() -> None:
     """Numbers of numpy, paths, lists for tuples; and None where it is allowed."""
     assert Checkpoints(keep_last=np.int64(3), save_retry_wait=2, save_dir=Path("run")).keep_last == 3  # type: ignore[arg-type]

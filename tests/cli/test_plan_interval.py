@@ -132,7 +132,7 @@ def test_what_is_printed(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     steps = round(daly(65.5, 21_600) / 2.9)
     lines = out.splitlines()
-    assert lines[0] == f"--save-interval {steps}: save every 27 min 18 s of training"
+    assert lines[0] == f"save every {steps} steps (27 min 18 s of training); Megatron: --save-interval {steps}"
     assert "a save takes      1 min 6 s  (median of the last 6 saves)" in out
     (best,) = [line.split() for line in lines if line.startswith("  recommended")]
     (now,) = [line.split() for line in lines if line.startswith("  now")]
@@ -155,7 +155,7 @@ def test_too_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     err = capsys.readouterr().err
     assert "does not record the time of a step\n" in err and "1 timed saves, 0 stretches" in err
     assert main(["plan", str(tmp_path), "--mtbf", "6h", "--step-time", "500ms"]) == 0
-    assert capsys.readouterr().out.startswith(f"--save-interval {round(daly(4, 21_600) / 0.5)}:")
+    assert capsys.readouterr().out.startswith(f"save every {round(daly(4, 21_600) / 0.5)} steps (")
     assert main(["plan", str(tmp_path), "--step-time", "1s"]) == 2
     assert main(["plan", str(tmp_path / "nowhere"), "--mtbf", "6h"]) == 2
     capsys.readouterr()

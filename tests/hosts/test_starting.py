@@ -37,8 +37,8 @@ def test_another_job_holds_the_directory(outcome: tuple[Results, str, Path]) -> 
     me = this_process(token="")
     for refused, first_save, there, latest in results["held"]:
         for kind, headline, action, found in (refused, first_save):
-            assert (kind, headline) == ("CheckpointError", "another job writes to this --save directory")
-            assert action.startswith("scancel 6 and start again; or another --save")
+            assert (kind, headline) == ("CheckpointError", "another job writes to this directory of checkpoints")
+            assert action.startswith("scancel 6 and start again; or save to another directory")
             name = rf"{root}/held is held by {me.user}'s Slurm job 6, process \d+ on {HOST} \(-c\), since 20\S+Z; it is"
             assert re.match(name, found), found
         assert there == ["megaresume"] and latest == "global_step1"
@@ -48,7 +48,7 @@ def test_a_job_that_lost_the_directory_commits_nothing(outcome: tuple[Results, s
     results, _, root = outcome
     for lost, unchanged, records, saved in results["lost"]:
         kind, headline, action, found = lost
-        assert kind == "CheckpointError" and headline.startswith("this job has lost its --save directory")
+        assert kind == "CheckpointError" and headline.startswith("this job has lost its directory of checkpoints")
         assert f"{root}/lost is held by" in found and "Slurm job 7, restart 1" in found and "end this job" in action
         assert unchanged and saved == "global_step1"
         assert records == ["step_0000001.json", "step_0000001.manifest.json", "step_0000001.random"]

@@ -69,6 +69,7 @@ def test_an_end_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as caught:
         StopConditions(before_end="auto")
     assert caught.value.found == "$MEGARESUME_JOB_END_TIME is 'tomorrow' and no $SLURM_JOB_END_TIME"
+    assert str(caught.value.action).startswith("after_minutes= (Megatron: --exit-duration-in-mins)")
     assert job_end({"SLURM_JOB_END_TIME": "soon"}) is None
     assert job_end({"SLURM_JOB_END_TIME": "9", "MEGARESUME_JOB_END_TIME": "7"}) == 7
 

@@ -315,6 +315,7 @@ def test_the_seed_is_always_refused(stream_of: StreamOf) -> None:
         with pytest.raises(StateError, match="the data config is not the one") as error:
             _stream(DATA | {"seed": 6}, LENGTHS, state, on_change)
         assert error.value.found == "seed 6" and error.value.expected == "seed 5"
+        assert str(error.value.action).startswith("use seed 5 again (data.yaml: seed; DataLoader(seed=5); Trainer: ")
 
 
 def test_the_same_change_twice(stream_of: StreamOf) -> None:

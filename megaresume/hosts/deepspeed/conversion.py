@@ -248,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description}. It unpickles the checkpoint's files, as DeepSpeed does: convert only what you trust"
     )
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the directory where the run saves its checkpoints")
     parser.add_argument("--tag", help="the checkpoint, such as global_step100 (default: what a start would take)")
     parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: by size and cores)")
 
@@ -256,7 +256,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """``megaresume convert``: convert, or find it converted."""
     if not args.dir.is_dir():
-        raise UsageError("no such directory", found=str(args.dir), expected="the --save directory of a run")
+        raise UsageError(
+            "no such directory", found=str(args.dir), expected="the directory where a run saves its checkpoints"
+        )
     choice = choose_to_load(args.dir, args.tag, False, checksums=True)
     if choice is None:
         raise CheckpointError(f"there is no checkpoint in {args.dir}")

@@ -23,7 +23,7 @@ from megaresume.stream.skips import SkipConfig, parse_range, parse_steps, union
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command: those of a training program, with the same meaning."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the directory where the run saves its checkpoints")
     parser.add_argument("--json", action="store_true", help="print JSON")
     data = parser.add_argument_group("data (default: as the run was last saved)")
     data.add_argument("--data", metavar="NEW.yaml", type=Path, help="the data config of the launch")
@@ -172,7 +172,7 @@ def _run(result: DryRun) -> str:
         step, sample = result.ending.before
         lines.append(f"  with the batch size as before it would be step {step:,}, sample {sample - 1:,}")
     if result.ending is None and result.state is not None:
-        lines.append("  where it ends is not known: --train-iters N or --train-samples N")
+        lines.append("  where it ends is not known: give megaresume plan --train-iters N or --train-samples N")
     return "\n".join(["run", *lines]) if lines else ""
 
 

@@ -364,7 +364,8 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
 def _text(advice: Advice) -> str:
     best, measured, seconds, given = advice.best, advice.measured, advice.seconds, advice.given
     lines = [
-        f"--save-interval {advice.save_interval}: save every {spell(best.seconds)} of training",
+        f"save every {advice.save_interval} steps ({spell(best.seconds)} of training); "
+        f"Megatron: --save-interval {advice.save_interval}",
         "",
         "from",
         f"  a failure every   {spell(seconds.mtbf)}",

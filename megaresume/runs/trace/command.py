@@ -47,7 +47,7 @@ from megaresume.stream.progress import progress
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the directory where the run saves its checkpoints")
     what = parser.add_argument_group("what to trace, one of")
     what.add_argument("--steps", metavar="A:B", help="steps A to B-1, counted from 1 as training prints them; or one")
     what.add_argument("--samples", metavar="A:B", help="samples A to B-1 of the stream, counted from 0; or one")

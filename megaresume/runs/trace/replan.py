@@ -497,7 +497,7 @@ def read_points(run: Run) -> Points:
             "there is nothing to verify",
             found=f"no data state in {records}",
             expected="step_0000010.json or the like, written with a checkpoint",
-            cause="not a --save directory, or the run has saved no checkpoint with megaresume",
+            cause="not a directory of checkpoints, or the run has saved no checkpoint with megaresume",
             action=f"megaresume inspect {run.root}",
         )
     lost = tuple(words for step in states for words in _lost(run.root, step))

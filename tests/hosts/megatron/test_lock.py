@@ -61,12 +61,12 @@ def test_lost_and_refused(
         os.kill(owner, signal.SIGCONT)
         lost = running.result()
     assert lost.status not in (0, -9), lost.output[-3000:]
-    assert "this job has lost its --save directory to another one" in lost.output
+    assert "this job has lost its directory of checkpoints to another one" in lost.output
     assert f"{save} is held by" in lost.output and f"Slurm job 7, restart 1, process {os.getpid()} on" in lost.output
     assert [path.name for path in save.glob("iter_*")] == ["iter_0000002"]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
     if mode == "stream":
         refused = mini(*flags, env={"SLURM_JOB_ID": "8"})
         assert refused.status == 1 and refused.steps() == {}, refused.output[-3000:]
-        assert "another job writes to this --save directory" in refused.output
+        assert "another job writes to this directory of checkpoints" in refused.output
         assert f"restart 1, process {os.getpid()} on" in refused.output and "scancel 7" in refused.output
