@@ -113,6 +113,14 @@ _CAUSES = {
         "a stale handle: the directory was replaced on its NFS server, or the server was started anew",
         "mount it again if this lasts; a node that has the old directory open writes into nothing",
     ),
+    errno.ENOTDIR: (
+        "a part of this path is a file, not a directory",
+        "save to another directory, or move that file away",
+    ),
+    errno.ENAMETOOLONG: (
+        "a name in this path is longer than the filesystem allows",
+        "save to a directory with a shorter name",
+    ),
     errno.EISDIR: ("a directory has the name of the file", "move that directory away"),
 }
 

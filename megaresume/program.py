@@ -163,7 +163,11 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         # What the system refuses, of a path of the user's: no permission, a name too long, a disk that fails.
         is_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        refused = MegaresumeError(f"the system refuses: {error.strerror or error}", found=error.filename)
+        refused = MegaresumeError(
+            f"the system refuses: {error.strerror or error}",
+            found=error.filename,
+            action="check this path and its permissions" if error.filename else None,
+        )
         return _report(refused, 2 if is_path else 1)
     except Exception as error:
         if os.environ.get("MEGARESUME_TRACEBACK"):

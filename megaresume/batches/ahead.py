@@ -128,7 +128,12 @@ def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, g
         UsageError: nothing fits into it.
     """
     if not 0 < gib < math.inf:
-        raise UsageError("bad size for a cache of records", found=f"cache_gib={gib}", expected="more than 0 GiB")
+        raise UsageError(
+            "bad size for a cache of records",
+            found=f"cache_gib={gib}",
+            expected="more than 0 GiB",
+            action="leave out cache_dir for no cache",
+        )
     shards: list[Any] = [source for source in sources if hasattr(source, "places")]
     if shards:
         from megaresume.data.remote import DiskCache

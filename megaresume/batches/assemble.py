@@ -241,6 +241,7 @@ class Assembler:
                     "this loop has no loss mask, by which the loss of documents could be left out",
                     found=f"--skip-documents of {self.name_of(i)}; fields without 'loss_mask'",
                     expected="loss_mask among the fields, and a loop that trains by it",
+                    action="add 'loss_mask' to fields",
                 )
             table = plan.table
             for k in np.flatnonzero((table[:, SOURCE] == i) & np.isin(table[:, DOCUMENT], documents)).tolist():

@@ -61,6 +61,9 @@ def check_fields(fields: Collection[str]) -> None:
             "no such field of a batch",
             found=f"fields={fields!r}",
             expected=f"some of {', '.join((*FIELDS, PAIRS))}, or none: () gives tokens and cu_seqlens alone",
+            action=f"pass fields=({fields!r},)"
+            if isinstance(fields, str) and fields in (*FIELDS, PAIRS)
+            else "correct fields, or leave it out for all",
         )
 
 

@@ -241,7 +241,9 @@ def config_of(
 def count(name: str, value: int) -> int:
     """A whole number, at least 1; else a UsageError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"bad {name}", found=repr(value), expected="a whole number, at least 1")
+        raise UsageError(
+            f"bad {name}", found=repr(value), expected="a whole number, at least 1", action=f"pass {name}=1, or more"
+        )
     return value
 
 

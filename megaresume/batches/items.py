@@ -91,7 +91,12 @@ class ItemSource:
         self._sizes = sizes
         self._items = len(dataset)
         if not self._items:
-            raise UsageError(f"dataset '{name}' is empty", found="0 items", expected="at least one item")
+            raise UsageError(
+                f"dataset '{name}' is empty",
+                found="0 items",
+                expected="at least one item",
+                action="check the path and the filter that it was made with",
+            )
 
     def __len__(self) -> int:
         """Items, as they were when the loader was made."""

@@ -379,6 +379,7 @@ class StreamLoader(RankLoader):
                 "bad settings for reading ahead",
                 found=f"read_ahead={read_ahead}, requests={requests}",
                 expected="read_ahead of 0 MiB or more, and 1 request or more",
+                action=f"leave them out for the defaults: read_ahead={MEMORY}, requests={REQUESTS}",
             )
         self.read_ahead, self.requests = read_ahead, requests
         if cache_dir is not None:

@@ -102,7 +102,12 @@ def choose(
 
 def _check_root(root: Path) -> None:
     if root.exists() and not root.is_dir():
-        raise UsageError("the checkpoint directory is a file", found=str(root), expected="a directory")
+        raise UsageError(
+            "the checkpoint directory is a file",
+            found=str(root),
+            expected="a directory",
+            action="name another directory, or move that file away",
+        )
     real_root, tag = split_root(root)
     if tag is not None and root.is_dir():
         raise UsageError(

@@ -349,7 +349,10 @@ class Retries:
         for name, value in (("save_retries", self.tries), ("save_retry_wait", self.wait)):
             if not 0 <= value < float("inf"):
                 raise UsageError(
-                    "a save cannot be retried with these settings", found=f"{name}={value}", expected="0 or more"
+                    "a save cannot be retried with these settings",
+                    found=f"{name}={value}",
+                    expected="0 or more",
+                    action=f"{name}=0 or more; save_retries=0 for no retry",
                 )
 
     def run(

@@ -278,7 +278,7 @@ def take_settings(
     for word in left:
         if _is_ours(word):
             known = sorted({_dashes(name) for name in parser._option_string_actions})
-            raise UsageError.unknown("flag", word, known, found=word)
+            raise UsageError.unknown("flag", word, known, found=word, action="correct or remove the flag")
     said: dict[str, dict[str, Any]] = {}
     for group_name, cls in groups.items():
         for field in dataclasses.fields(cls):

@@ -118,7 +118,8 @@ class PromptLedger:
             raise UsageError(
                 "the ledger of prompts is a file",
                 found=f"a directory, {path}",
-                expected=f"ledger={str(path / PROMPTS)!r}",
+                expected="a path of a file",
+                action=f"pass ledger={str(path / PROMPTS)!r}",
             )
         self.path = path
         #: the line of the last state that was taken or loaded.

@@ -145,6 +145,7 @@ def check_tag(tag: str) -> str:
             found=repr(tag[:200]),
             expected=f"a name such as global_step10, at most {_MAX_TAG_BYTES} bytes, without '/', control characters "
             f"or a leading dot, and none of {', '.join(sorted(_RESERVED))}",
+            action="save under another tag",
         )
     return tag
 

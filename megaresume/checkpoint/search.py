@@ -225,6 +225,7 @@ class Search:
             found=f"{self.root} holds " + (", ".join(tags[:10]) + (", ..." if len(tags) > 10 else "") or "none"),
             expected="a tag directory of that name or iteration",
             cause="it was pruned or never saved, or the directory is another one",
+            action=f"megaresume inspect {self.root} lists them",
         )
 
     def newest(self) -> Choice | None:

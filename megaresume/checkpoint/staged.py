@@ -100,6 +100,7 @@ class Staged:
                 "checkpoints cannot be copied to where they are",
                 found=f"saved to {self.local}, copied to {self.shared}",
                 expected="two directories, on two storages, neither inside the other",
+                action="set stage_to to a directory on other storage, or leave it out",
             )
         if not self.shared.is_dir():
             raise SetupError(

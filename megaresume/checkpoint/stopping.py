@@ -64,6 +64,7 @@ def minutes_before_end(text: str | float | None) -> float | Literal["auto"] | No
             "--megaresume-stop-before-end takes minutes, or nothing",
             found=text,
             expected="a number of minutes",
+            action="--megaresume-stop-before-end 10, for 10 minutes",
         ) from error
 
 
@@ -113,7 +114,12 @@ class StopConditions:
                 )
         for what, minutes in (("after_minutes", self.after_minutes), ("before_end", self.before_end)):
             if minutes is not None and minutes != "auto" and not 0 <= minutes < math.inf:
-                raise UsageError("this is not a time", found=f"{what}={minutes}", expected="minutes, 0 or more")
+                raise UsageError(
+                    "this is not a time",
+                    found=f"{what}={minutes}",
+                    expected="minutes, 0 or more",
+                    action=f"pass minutes, or leave {what} out",
+                )
         if not 0 <= self.status <= 255:
             # The system keeps the last 8 bits: 256 would be 0.
             raise UsageError("this is not an exit status", found=self.status, expected="0 to 255", action="such as 75")

@@ -49,7 +49,9 @@ def read_records(path: str | Path) -> RunRecords:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UsageError.unreadable(path, error, "a file of --megaresume-log-samples") from error
+        raise UsageError.unreadable(
+            path, error, "a file of --megaresume-log-samples", action="check the path"
+        ) from error
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:

@@ -420,7 +420,10 @@ def braces(pattern: str) -> list[str]:
         return list(braceexpand(pattern, escape=False))
     except ValueError as error:
         raise UsageError(
-            "braces that do not close", found=pattern, expected="for example pairs-{000000..000127}.tar"
+            "braces that do not close",
+            found=pattern,
+            expected="for example pairs-{000000..000127}.tar",
+            action="correct the pattern, in quotes for the shell",
         ) from error
 
 

@@ -189,6 +189,7 @@ def attach(
             "megaresume replay does not know this trainer yet",
             found=trainer.name,
             expected=f"{', '.join(one.name for one in (*TRAINERS, OWN_LOOP) if one.replays)}; or Megatron",
+            action="to look at the data of these steps without training them: megaresume trace",
         )
     if isinstance(checkpoints, str | os.PathLike):
         checkpoints = Checkpoints(save_dir=checkpoints)
@@ -262,6 +263,7 @@ def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], 
             found=f"{cls.__module__}.{cls.__qualname__}, without {' or '.join(trainer.made_by)}",
             expected=trainer.name,
             cause="another version of it",
+            action="docs/tried.md says which versions were tried",
         )
     if hasattr(cls, _ATTACHED):
         raise UsageError(

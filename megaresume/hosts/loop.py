@@ -222,4 +222,4 @@ def attach(
 def _check(checkpoints: Checkpoints, writer: str) -> None:
     check_checkpoints(checkpoints)
     if writer not in get_args(files.Writer):
-        raise UsageError.unknown("writer", writer, get_args(files.Writer))
+        raise UsageError.unknown("writer", writer, get_args(files.Writer), action="leave writer out for the usual one")

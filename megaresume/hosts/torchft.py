@@ -128,7 +128,12 @@ class TorchftHost(TrainerHost):
             )
         size = self.global_batch_size
         if type(size) is not int or size < 1:
-            raise UsageError("bad global_batch_size", found=repr(size), expected="samples of a step, 1 or more")
+            raise UsageError(
+                "bad global_batch_size",
+                found=repr(size),
+                expected="samples of a step, 1 or more",
+                action="pass global_batch_size=64, for example",
+            )
 
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""

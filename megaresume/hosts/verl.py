@@ -159,6 +159,7 @@ class VerlHost(TrainerHost):
                 "data.train_batch_size cannot be divided by the data-parallel ranks",
                 found=f"{data.train_batch_size} by {ranks}",
                 expected=f"a multiple of {ranks}",
+                action="change data.train_batch_size",
             )
         loader = DataLoader(
             trainer.train_dataset,

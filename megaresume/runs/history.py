@@ -422,6 +422,7 @@ class StepMap:
                 found=f"steps {first} to {stop - 1}",
                 expected=f"steps from {1 - self._offset} on",
                 cause="steps are counted from 1, as training prints them" if not self._offset else None,
+                action=f"begin at step {1 - self._offset} or later",
             )
         return tuple(self.schedule.after(0, n - 1 + self._offset) for n in (first, stop))  # type: ignore[return-value]
 

@@ -180,10 +180,16 @@ def _directory(root: Path, step: int, asked: Path | None) -> Path:
                 "--out lies in the directory of the run",
                 found=str(out),
                 expected=f"a directory outside of {root}, in which a replay changes nothing",
+                action="name another directory, or leave --out out",
             )
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise UsageError("--out is not empty", found=str(out), expected="a new directory for each replay")
+            raise UsageError(
+                "--out is not empty",
+                found=str(out),
+                expected="a new directory for each replay",
+                action="name another one, or leave --out out",
+            )
         return out
     for number in range(1, 10_000):
         out = root.with_name(f"{root.name}.replay-{step}" + (f"-{number}" if number > 1 else ""))

@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "what should be verified?" if args.dir is None else "--tolerance is of --loss",
             found="no directory" if args.dir is None else "--tolerance without --loss",
             expected="verify DIR, or verify --loss RUN_A RUN_B",
+            action="name the directory of the run" if args.dir is None else "leave --tolerance out",
         )
     if prompts.has_prompts(args.dir):
         return prompts.prove(args.dir).give(prompts.text, as_json=args.json)
@@ -289,10 +290,16 @@ def _losses(args: argparse.Namespace) -> int:
             "--loss compares two logs and nothing else",
             found="--loss together with a directory or its flags",
             expected="verify --loss RUN_A RUN_B, and verify DIR",
+            action="one command for each",
         )
     tolerance = args.tolerance or 0.0
     if not tolerance >= 0:
-        raise UsageError("bad value of --tolerance", found=str(tolerance), expected="0 or more")
+        raise UsageError(
+            "bad value of --tolerance",
+            found=str(tolerance),
+            expected="0 or more",
+            action="--tolerance 0 for equal losses",
+        )
     first, second = map(read_losses, args.loss)
     return compare_losses(first, second, tolerance=tolerance).give(_loss_text, as_json=args.json)
 

@@ -247,7 +247,12 @@ class Balance:
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
-            raise UsageError("bad balance", found=repr(self.objective), expected=" or ".join(get_args(Objective)))
+            raise UsageError(
+                "bad balance",
+                found=repr(self.objective),
+                expected=" or ".join(get_args(Objective)),
+                action="docs/batches.md says what each does",
+            )
         if type(self.token_cost) is not int or not 0 <= self.token_cost <= MOST_COST:
             raise UsageError(
                 "bad cost of a token",

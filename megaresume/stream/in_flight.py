@@ -569,7 +569,7 @@ def _check(name: str, value: int, least: int, most: int | None = None) -> int:
         found = least - 1
     if isinstance(value, bool) or found < least or (most is not None and found > most):
         expected = f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
-        raise UsageError(f"bad {name}", found=repr(value), expected=expected)
+        raise UsageError(f"bad {name}", found=repr(value), expected=expected, action=f"correct {name}")
     return found
 
 

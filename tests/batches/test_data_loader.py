@@ -274,9 +274,9 @@ class Lines(torch.utils.data.IterableDataset[Any]):
         ((Numbers(),), {"shuffle": False}, "always shuffled"),
         ((Numbers(),), {"in_order": False}, "in_order"),
         ((Numbers(), 38), {}, "a step is larger than the dataset"),
-        ((Numbers(), 0), {}, "batch_size"),
+        ((Numbers(), 0), {}, r"bad batch_size(.|\n)*next action: +pass batch_size=1, or more"),
         (({"train": Numbers()},), {}, "without weights"),
-        ((Numbers(0),), {}, "is empty"),
+        ((Numbers(0),), {}, r"is empty(.|\n)*next action: +check the path"),
     ],
 )
 def test_refused(arguments: Any, options: Any, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from megaresume.checkpoint.file_errors import Retries, may_pass
 from megaresume.checkpoint.ranks import known_to_all
 from megaresume.files import write_error
 from megaresume.stream.errors import CheckpointError, UsageError
+
+
+def test_a_path_through_a_file() -> None:
+    error = write_error(Path("file/run"), OSError(errno.ENOTDIR, "Not a directory"))
+    assert error.action == "save to another directory, or move that file away"
 
 
 def _full() -> CheckpointError:

@@ -342,7 +342,12 @@ _SILENT = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 def _check_port(where: str) -> None:
     port = where.rpartition(":")[2]
     if where and not port.isdigit():
-        raise UsageError("metrics: prometheus needs a port", found=f"prometheus={where}", expected="prometheus=9464")
+        raise UsageError(
+            "metrics: prometheus needs a port",
+            found=f"prometheus={where}",
+            expected="prometheus=9464",
+            action="give a port, or ADDRESS:PORT",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,9 @@ def parse(metrics: Any) -> MeterOptions:
             losses = _number(where)
         elif word == "trainer":
             if where:
-                raise UsageError("metrics: trainer takes no value", found=str(one), expected="trainer")
+                raise UsageError(
+                    "metrics: trainer takes no value", found=str(one), expected="trainer", action="write trainer alone"
+                )
             trainer = True
         else:
             raise UsageError(
@@ -94,7 +96,10 @@ def parse(metrics: Any) -> MeterOptions:
 def _number(text: str) -> int:
     if text and not (text.isdecimal() and int(text)):
         raise UsageError(
-            "metrics: losses takes a number of micro-batches", found=f"losses={text}", expected="losses=10"
+            "metrics: losses takes a number of micro-batches",
+            found=f"losses={text}",
+            expected="losses=10",
+            action="losses=N for every Nth micro-batch, or losses for each",
         )
     return int(text or "1")
 

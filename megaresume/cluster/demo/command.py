@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             "too few steps",
             found=f"--steps {args.steps}",
             expected="at least 24, so that both kills follow a checkpoint",
+            action="--steps 24, or more",
         )
     if args.trainer:
         needed = ("torch", "transformers", "accelerate", "matplotlib")

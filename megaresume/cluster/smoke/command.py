@@ -120,7 +120,9 @@ def options(args: argparse.Namespace) -> SmokeOptions:
     if args.min_step_seconds is None and args.script is None:
         given["min_step_seconds"] = 1.0 if args.launcher == "slurm" else 0.3
     if args.data is not None and not args.data.is_file():
-        raise UsageError("there is no such data config", found=f"--data {args.data}", expected="a data.yaml")
+        raise UsageError(
+            "there is no such data config", found=f"--data {args.data}", expected="a data.yaml", action="check the path"
+        )
     paths = {name: None if given[name] is None else given[name].absolute() for name in ("out", "script", "data")}
     return SmokeOptions(**{**given, **paths})
 

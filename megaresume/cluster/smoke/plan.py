@@ -193,6 +193,7 @@ def make_plan(options: SmokeOptions) -> SmokePlan:
                 f"{name} holds an impossible number",
                 found=",".join(map(str, values)),
                 expected=f"numbers from {lowest}",
+                action=f"correct {name}",
             )
     attempts = max(len(kinds) + 1, *map(len, lists.values()))
 
@@ -233,7 +234,7 @@ def _check_script(script: Path) -> None:
     try:
         text = script.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
-        raise UsageError.unreadable(f"--script {script}", error, "a launch script") from error
+        raise UsageError.unreadable(f"--script {script}", error, "a launch script", action="check the path") from error
     if "\r\n" in text:
         raise UsageError(
             "the launch script has the line ends of another system, which bash takes for part of the words",
@@ -355,6 +356,8 @@ def model_flags(model: Literal["gpt", "vlm"], steps: int) -> list[str]:
     if model == "vlm":
         flags |= VISION
     elif model != "gpt":
-        raise UsageError("there is no such model", found=f"--model {model}", expected="gpt or vlm")
+        raise UsageError(
+            "there is no such model", found=f"--model {model}", expected="gpt or vlm", action="--model gpt"
+        )
     # ZeRO 3 cannot share them, and a launch script may ask for it.
     return [*as_words(flags), "--untie-embeddings-and-output-weights"]

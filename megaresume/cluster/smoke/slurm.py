@@ -364,7 +364,10 @@ def choose_partition(name: str | None) -> Partition:
         )
     if not chosen.up:
         raise UsageError(
-            f"partition {chosen.name} starts no jobs", found="it is not up", expected=f"one that is, of {names}"
+            f"partition {chosen.name} starts no jobs",
+            found="it is not up",
+            expected=f"one that is, of {names}",
+            action="--partition NAME",
         )
     return chosen
 

@@ -102,9 +102,19 @@ def _check(chat: ChatOptions) -> None:
     try:
         datetime.date.fromisoformat(chat.date or "2026-01-31")
     except ValueError as error:
-        raise UsageError("bad --chat-date", found=f"{chat.date}: {error}", expected="YYYY-MM-DD") from error
+        raise UsageError(
+            "bad --chat-date",
+            found=f"{chat.date}: {error}",
+            expected="YYYY-MM-DD",
+            action="--chat-date 2026-01-31, for example",
+        ) from error
     if chat.max_tokens is not None and chat.max_tokens < 1:
-        raise UsageError("bad --max-tokens", found=chat.max_tokens, expected="1 or more")
+        raise UsageError(
+            "bad --max-tokens",
+            found=chat.max_tokens,
+            expected="1 or more",
+            action="leave --max-tokens out for no limit",
+        )
     if chat.too_long != "error" and chat.max_tokens is None:
         raise UsageError(
             f"--too-long {chat.too_long} goes with --max-tokens",

@@ -257,7 +257,10 @@ def run(args: argparse.Namespace) -> int:
     """``megaresume convert``: convert, or find it converted."""
     if not args.dir.is_dir():
         raise UsageError(
-            "no such directory", found=str(args.dir), expected="the directory where a run saves its checkpoints"
+            "no such directory",
+            found=str(args.dir),
+            expected="the directory where a run saves its checkpoints",
+            action="check the path",
         )
     choice = choose_to_load(args.dir, args.tag, False, checksums=True)
     if choice is None:
@@ -273,6 +276,7 @@ def run(args: argparse.Namespace) -> int:
             "this checkpoint needs no conversion",
             found=f"{choice.tag}, saved without ZeRO",
             expected="ZeRO 1, 2 or 3; without it any number of ranks loads the checkpoint",
+            action="load it as it is",
         )
     save_id = choice.step.save_id
     done = read_universal(choice.tag_dir, save_id, checksums=True)

@@ -427,6 +427,7 @@ class StreamOrder(Data):
                 found=f"sample {self.position}",
                 expected=f"sample {state.samples}, digest {state.digest}",
                 cause="a second checkpoint was loaded after the data was built",
+                action="load one checkpoint, once, in a new process",
             )
 
     def describe(self) -> list[str]:

@@ -143,16 +143,25 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag, needed in _NEEDED.items():
         if flag in given and not any(name in given for name in needed):
             names = " or ".join(f"--{name}" for name in needed)
-            raise UsageError(f"--{flag} goes with {names}", found=f"--{flag}, and {what[0]} without {names}")
+            raise UsageError(
+                f"--{flag} goes with {names}",
+                found=f"--{flag}, and {what[0]} without {names}",
+                action=f"add --{needed[0]}, or leave --{flag} out",
+            )
     for flag in ("text", "records"):
         if flag in given and "parquet" in given:
-            raise UsageError(f"--{flag} goes with text, --json or --csv", found=f"--{flag} with --parquet")
+            raise UsageError(
+                f"--{flag} goes with text, --json or --csv",
+                found=f"--{flag} with --parquet",
+                action="leave one of the two out",
+            )
     others = [f"--{name}" for name in ("records", "images", "csv", "parquet") if name in given]
     if "by-loss" in given and others:
         raise UsageError(
             f"--by-loss goes without {others[0]}",
             found=f"--by-loss with {', '.join(others)}",
             expected="text, or --json",
+            action=f"leave {others[0]} out",
         )
     others = [f"--{name}" for name in ("text", "records", "csv", "parquet") if name in given]
     if "images" in given and others:
@@ -160,6 +169,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             f"--images goes without {others[0]}",
             found=f"--images with {', '.join(others)}",
             expected="one of them: --images writes text and records too, into OUT_DIR/images.jsonl",
+            action=f"leave {others[0]} out",
         )
 
 

@@ -332,7 +332,12 @@ def check_directory(directory: Path) -> None:
     if not directory.exists():
         return
     if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory", found="a file", expected="a directory, or nothing yet")
+        raise UsageError(
+            f"{directory} is not a directory",
+            found="a file",
+            expected="a directory, or nothing yet",
+            action="name another directory",
+        )
     held = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_symlink() or not p.is_dir()}
     foreign = sorted(held - _written(directory))
     if foreign:

@@ -193,7 +193,9 @@ def find(
 
 def _checked(trace: Trace, name: str, document: int) -> int:
     if name not in trace.names:
-        raise UsageError.unknown(f"source '{name}'", name, trace.names, found=f"--find {name}:{document}")
+        raise UsageError.unknown(
+            f"source '{name}'", name, trace.names, found=f"--find {name}:{document}", action="name one of these"
+        )
     source = trace.names.index(name)
     num = len(trace.replan.sources[source])
     if document >= num:
@@ -201,6 +203,7 @@ def _checked(trace: Trace, name: str, document: int) -> int:
             f"source '{name}' has no document {document}",
             found=f"--find {name}:{document}",
             expected=f"a document from 0 to {num - 1}" if num else "it has no documents",
+            action="correct the number after the colon; documents count from 0",
         )
     return source
 

@@ -43,9 +43,14 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.stream.errors import UsageError
 
     if args.check and args.diff:
-        raise UsageError("--check and --diff exclude each other", expected="one of them")
+        raise UsageError("--check and --diff exclude each other", expected="one of them", action="one command for each")
     if args.revert and args.recipe:
-        raise UsageError("--revert needs no --recipe", found=args.recipe, expected="the marker in the script names it")
+        raise UsageError(
+            "--revert needs no --recipe",
+            found=args.recipe,
+            expected="the marker in the script names it",
+            action="leave --recipe out",
+        )
     path: Path = args.script
     old = read_script(path)
     if args.check:
@@ -176,10 +181,14 @@ def read_script(path: Path) -> bytes:
         if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_BYTES:
             kind = "a directory" if path.is_dir() else f"no plain file, or {info.st_size:,} bytes"
             expected = f"a Python file of at most {MAX_BYTES:,} bytes, as pretrain_gpt.py"
-            raise UsageError("not a script", found=f"{path} is {kind}", expected=expected)
+            raise UsageError(
+                "not a script", found=f"{path} is {kind}", expected=expected, action="name the training script"
+            )
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise UsageError("no such script", found=str(path), expected="a Python file, as pretrain_gpt.py") from error
+        raise UsageError(
+            "no such script", found=str(path), expected="a Python file, as pretrain_gpt.py", action="check the path"
+        ) from error
     except OSError as error:
         raise UsageError.unreadable("the script", error, "a Python script", at=path) from error
 

@@ -222,7 +222,10 @@ def find_recipe(name_or_file: str) -> Recipe:
     if Path(name_or_file).is_file():
         return read_recipe(Path(name_or_file))
     raise UsageError(
-        "no such recipe", found=f"--recipe {name_or_file}", expected="a file, or one of " + ", ".join(shipped)
+        "no such recipe",
+        found=f"--recipe {name_or_file}",
+        expected="a file, or one of " + ", ".join(shipped),
+        action="leave --recipe out to have it chosen",
     )
 
 
