@@ -14,6 +14,9 @@ Hooked on the Trainer and on its loops:
     fit_loop.run              at which epoch it continues
     epoch_loop.on_run_start   how many micro-batches this epoch has, and how many of them are trained
     val_loop.run              draws nothing from the generators of the training
+    precision_plugin.backward, optimizer_step
+                              what was done with a micro-batch. Callbacks are told of both as well, at ten times the
+                              time: Lightning profiles each call of one
     save_checkpoint           saved by the session: commit, lock, ledger, retention; the file asked for is a link to it
 
 and a callback, before all others: a step was made; a data state for what is saved; the generators after a validation.
@@ -158,6 +161,7 @@ class LightningHost(TrainerHost):
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
         trainer, fit, connector = self.trainer, self.trainer.fit_loop, self.trainer._checkpoint_connector
+        precision = trainer.strategy.precision_plugin
         self._request = fit._data_source.dataloader
         # A ModelCheckpoint knows from the checkpoint which of its files there are, and deletes those too many.
         kept: list[Hook] = [] if Replay.asked() is None else [(trainer.strategy, "remove_checkpoint", lambda *_: None)]
@@ -171,6 +175,8 @@ class LightningHost(TrainerHost):
             (fit, "run", self.run),
             (fit.epoch_loop, "on_run_start", self.begin_epoch),
             (fit.epoch_loop.val_loop, "run", self.validate),
+            (precision, "backward", self.backward),
+            (precision, "optimizer_step", self.optimizer_step),
         ]
 
     def fit(self, fit: Any, *args: Any, **more: Any) -> None:
@@ -251,7 +257,7 @@ class LightningHost(TrainerHost):
         fit._loaded_from_state_dict = False
         for optimizer in trainer.optimizers:  # steps that LightningModule.optimizer_step makes by itself
             if isinstance(optimizer, torch.optim.Optimizer):
-                optimizer.register_step_post_hook(lambda *_: self.step_made())
+                optimizer.register_step_post_hook(self._step_made)
         run()
 
     def _warn_of_plateaus(self) -> None:
@@ -280,12 +286,18 @@ class LightningHost(TrainerHost):
         iter(fetcher)  # which asks for the length
         begin(fetcher)
 
-    def backward_made(self) -> None:
-        """A backward pass has ended."""
+    def backward(self, backward: Any, *args: Any, **more: Any) -> None:
+        """Make a backward pass."""
+        backward(*args, **more)
         self._has_backward = True
 
-    def step_made(self) -> None:
-        """An optimizer step is made, or left out by a gradient scaler."""
+    def optimizer_step(self, step: Any, *args: Any, **more: Any) -> Any:
+        """Make an optimizer step, which a gradient scaler may leave out."""
+        result = step(*args, **more)
+        self._step_made()
+        return result
+
+    def _step_made(self, *_: Any) -> None:
         self._has_step = True
 
     def step_ends(self) -> None:

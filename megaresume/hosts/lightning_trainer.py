@@ -347,6 +347,8 @@ def callback_of(host: Any) -> Any:
 
         # Lightning profiles each call of a hook, whether it does anything; what cannot be called it passes over.
         on_train_batch_start: Any = None
+        on_after_backward: Any = None
+        on_before_optimizer_step: Any = None
         on_before_zero_grad: Any = None
 
         def on_train_start(self, *args: Any, **more: Any) -> None:
@@ -355,12 +357,6 @@ def callback_of(host: Any) -> Any:
 
         def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
             host.note_loss(loss, is_scaled=True)
-
-        def on_after_backward(self, *args: Any, **more: Any) -> None:
-            host.backward_made()
-
-        def on_before_optimizer_step(self, *args: Any, **more: Any) -> None:
-            host.step_made()
 
         def on_train_batch_end(self, *args: Any, **more: Any) -> None:
             host.step_ends()

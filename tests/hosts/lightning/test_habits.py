@@ -58,7 +58,7 @@ def test_hooks_of_each_step_that_nothing_is_told_by_are_not_called(directory: Pa
     trainer.fit(Module(directory), loader())
     times = {name: len(calls) for name, calls in trainer.profiler.recorded_durations.items() if ".DataResume." in name}
     each_step = {name.rpartition(".")[2] for name, num in times.items() if num > 1}
-    assert each_step == {"on_after_backward", "on_before_optimizer_step", "on_train_batch_end"}
+    assert each_step == {"on_train_batch_end"}
 
 
 def test_validations_before_in_between_and_after(directory: Path) -> None:
