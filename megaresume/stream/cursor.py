@@ -158,6 +158,8 @@ class Blocks:
 
     def _block(self, sample: int) -> _Block:
         """The block that holds ``sample``; plans forward, or again from an anchor."""
+        if self.kept and (last := self.kept[-1].plan).first <= sample < last.stop:  # most often
+            return self.kept[-1]
         self._check_start(sample)
         if self.kept and sample >= self.kept[0].plan.first:
             if sample < self.front:

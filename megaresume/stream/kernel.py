@@ -201,10 +201,10 @@ def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
         units = pieces[k, UNITS]
         quotient = (units * fraction) >> 32
         rest = np.int64(np.uint64(units) * share_rest + np.uint64(rest) - np.uint64(quotient) * np.uint64(weight))
-        over = np.int64(rest >= weight) + np.int64(rest >= 2 * weight)  # no branch: nothing predicts it
-        rest -= weight * over
+        once, twice = rest >= weight, rest >= 2 * weight  # no branch: nothing predicts it
+        rest -= (weight if once else 0) + (weight if twice else 0)
         too_far = (share >> 30) > 0 and share > LATE // max(units, 1)
-        release = np.int64(LATE) if too_far else release + units * share + quotient + over
+        release = np.int64(LATE) if too_far else release + units * share + quotient + once + twice
         if release >= LATE:
             release, rest = np.int64(LATE), np.int64(0)
         pieces[k, RELEASES] = 2 * release + (1 if rest else 0)

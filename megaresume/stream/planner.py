@@ -29,8 +29,6 @@ from megaresume.stream.feed import (
     fresh_arrays,
     grown,
     kernel_config,
-    segments_of,
-    with_bins,
     without_documents,
 )
 from megaresume.stream.kernel import Arrays
@@ -329,19 +327,12 @@ class Planner:
         return self._arrays
 
     def snapshot(self) -> Arrays:
-        """A snapshot of the planner: a copy of its arrays, with a pool of just the segments in open bins."""
+        """A copy of the planner's arrays, without what of `Arrays.carried` is placed."""
         now = self._arrays
-        num_open, next_carried = int(now.scalars[kernel.NUM_OPEN]), int(now.scalars[kernel.NEXT_CARRIED])
-        arrays = now._replace(
-            scalars=now.scalars.copy(),
-            digest=now.digest.copy(),
-            sources=now.sources.copy(),
-            carried=now.carried[next_carried:].copy(),
-            tails=now.tails.copy(),
-            fillers=now.fillers.copy(),
-        )
+        rest = now._replace(carried=now.carried[int(now.scalars[kernel.NEXT_CARRIED]) :])
+        arrays = Arrays._make(array.copy() for array in rest)
         arrays.scalars[kernel.NEXT_CARRIED] = 0
-        return with_bins(arrays, now.room[:num_open], now.opened[:num_open], *segments_of(now))
+        return arrays
 
     def advance(self, num_samples: int) -> Plan:
         """Plan the next samples: as many as asked for, fewer only where the stream ends."""

@@ -113,9 +113,9 @@ class Course:
         return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.at == sample))
 
     def _masks_of(self, which: tuple[int, ...]) -> Mapping[int, Masks]:
-        from megaresume.stream.feed import masks_of
-
         if which not in self._masks:
+            from megaresume.stream.feed import masks_of
+
             names = [source.name for source in self.config(0).sources]
             self._masks[which] = masks_of([self.skips.documents[k].documents for k in which], names)
         return self._masks[which]
