@@ -75,8 +75,8 @@ class DataLoader(RankLoader):
             a dataset that draws random numbers draws the same on any layout and after a resume.
         balance: deal the samples of each step so that all ranks have as much to do; None: as the picture shows. Needs
             ``seq_length``. Over micro-batches of an accumulation, a state can then be taken between steps alone.
-        group_by_length: batches of items of like lengths, which need little padding: within windows of 50 steps, items
-            are sorted by ``lengths``, and steps shuffled. The run keeps the windows that it began with.
+        group_by_length: batches of items of similar lengths, which need little padding: within windows of 50 steps,
+            items are sorted by ``lengths``, and steps shuffled. The run keeps the windows that it began with.
         dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
         torch_options: other options of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
 

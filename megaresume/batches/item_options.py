@@ -90,7 +90,7 @@ class Packing:
     seq_length: int | None
     #: ``packing`` of a data.yaml.
     how: str | Mapping[str, Any]
-    #: items that are samples come in batches of like lengths.
+    #: items that are samples come in batches of similar lengths.
     groups: bool = False
 
     @property
@@ -275,7 +275,7 @@ def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
             "packing without the tokens of a sample",
             found=f"packing={packing.how!r}, lengths={lengths!r:.60}, seq_length=None",
             expected="seq_length=4096, for example",
-            action="pass seq_length, or group_by_length=True for batches of like lengths; or neither packing nor "
+            action="pass seq_length, or group_by_length=True for batches of similar lengths; or neither packing nor "
             "lengths",
         )
     if isinstance(lengths, Mapping) and set(lengths) != set(names):

@@ -13,7 +13,7 @@
         dealing.py          the same, so that all ranks have as much to do
         source.py           what is asked of a source; its pieces; is it one of a state, and has it grown since?
     the pieces of one source, in their order
-        permutation.py      position <-> item of an epoch, in one level or two; like lengths together
+        permutation.py      position <-> item of an epoch, in one level or two; similar lengths together
         order.py            position -> piece of a document, over epochs
     the pieces of all sources as samples
         stages.py           stages that were, and those that are declared to come

@@ -65,7 +65,7 @@ class SourceConfig:
     on_exhausted: ExhaustedPolicy = "drop"
     #: in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
-    #: what is of like lengths comes together; None: as it was shuffled.
+    #: what is of similar lengths comes together; None: as it was shuffled.
     group_by_length: GroupConfig | None = None
     #: ``split``: its documents are cut, to fill the samples of whole ones; None: as all are.
     packing: SourcePacking | None = None

@@ -115,7 +115,7 @@ class ShuffleConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig(Options):
-    """Documents of like lengths next to each other: see ``permutation.py``."""
+    """Documents of similar lengths next to each other: see ``permutation.py``."""
 
     #: documents of a step, when the run began.
     batch: Annotated[int, Within(1, 1 << 40)]

@@ -1,4 +1,4 @@
-"""Errors, typed by who must act. Each says what was found, what was expected, the likely cause, the next action.
+"""Errors, typed by who must act. Each says what is wrong, and where known found, expected, cause and next action.
 
 They live in ``stream`` because it is the lowest package: everything else may import from here. Refusals that share a
 shape are worded here, once; one that resembles no other is worded where it is raised:

@@ -13,8 +13,8 @@ the epoch with what is new by a permutation of its own (`Era.rest`):
     slot j < rest      what would have come at position first + j of the era before
     slot j >= rest     new piece j - rest: the first pieces of the new documents, then their later ones
 
-What is of like lengths may come together (`permutation.grouped`): within an epoch of an era, what comes at a position
-is then looked up in a window of positions around it.
+What is of similar lengths may come together (`permutation.grouped`): within an epoch of an era, what comes at a
+position is then looked up in a window of positions around it.
 
 Everything is O(1) for a position, and O(log) in the number of long documents. ``tests/stream/reference.py`` says the
 same with lists.
@@ -49,7 +49,7 @@ class SourceOrder(Eras):
         shuffle: in two levels.
         lists: of its long documents.
         eras: of the source; none while nothing can be drawn from it.
-        group: what is of like lengths comes together; None: as it was shuffled.
+        group: what is of similar lengths comes together; None: as it was shuffled.
     """
 
     def __init__(

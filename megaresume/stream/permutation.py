@@ -20,7 +20,7 @@ lies close, for shards on storage where a seek is dear:
 At any time items of ``window`` blocks are read (of two more where a window begins in the middle of a block). Both
 levels are the same permutation, so a seek is O(1) in both directions, whatever the number of items.
 
-With a `GroupConfig`, documents of like lengths come next to each other, so that a batch of them needs little padding.
+With a `GroupConfig`, documents of similar lengths come next to each other: a batch of them needs little padding.
 What another order lays next to each other is laid again within windows of it, by lengths alone (`grouped`):
 
     order before     5 90 7 33 80 6 31 88 30 | 9 41 ...       lengths; a window of 3 batches of 3

@@ -1,4 +1,4 @@
-"""Documents of like lengths next to each other: a permutation of every epoch, the same wherever it is asked from."""
+"""Documents of similar lengths next to each other: a permutation of every epoch, the same wherever it is asked from."""
 
 from __future__ import annotations
 
