@@ -61,7 +61,7 @@ from megaresume.checkpoint.step_file import (
 )
 from megaresume.checkpoint.system import Topology, process_age, seconds_of, utc
 from megaresume.files import make_dir, remove_leftovers
-from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError, counted
 
 log = logging.getLogger(__name__)
 
@@ -554,18 +554,19 @@ def check_progress(
     failed = starts[:-1]  # the last one is this start
     if len(failed) < max_starts:
         return
-    lived, next_save, number = _lived(starts), "the next save", "the steps between saves"
+    lived, next_save, now = _lived(starts), "the next save", ""
     if save_interval is not None:
         next_save = f"the save at iteration {(iteration // save_interval + 1) * save_interval}"
-        number = f"--save-interval (now {save_interval})"
+        now = f" than every {save_interval} steps"
     raise CheckpointError(
-        f"this run makes no progress: {len(failed)} starts from iteration {iteration}, and none of them saved anything",
+        f"this run makes no progress: {counted(len(failed), 'start')} from iteration {iteration}, and none of them "
+        "saved anything",
         found=f"the first began {failed[0].time}, the last {failed[-1].time}"
         + (f"; each lived at most {lived}" if lived else ""),
         expected=f"that one of them reaches {next_save}",
         cause="the same failure every time before that: look at the end of the last log, "
         f"megaresume doctor --log LOG; or the job is given less time than it needs to get to {next_save}",
-        action=f"lower {number} so that a save comes sooner; to try {max_starts} times more without a change: "
+        action=f"save more often{now}; to try {max_starts} times more without a change: "
         f"--megaresume-max-starts {len(failed) + max_starts} (of attach: max_starts=); 0 counts no starts",
     )
 

@@ -411,7 +411,7 @@ class RandomState:
             words = "random state restored" + (f" but for {', '.join(unknown)}" if unknown else "")
         else:
             found = self._seeded(here, seed)
-            words = f"random state seeded anew ({reason})"
+            words = f"random state reseeded ({reason})"
         on_all_ranks(lambda: put(found, self._device))
         self._begun, self._due, self._saved = None, (self._iteration(), found), None
         self._first_out, self._others_then = None, self._others_begun

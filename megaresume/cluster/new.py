@@ -77,9 +77,20 @@ STARTS = {
 }
 
 
+#: other names of a starting point.
+ALSO = {"hugging-face": "trainer", "hf": "trainer"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("trainer", metavar="TRAINER", choices=tuple(STARTS), help=f"one of {', '.join(STARTS)}")
+    names = ", ".join("trainer (or hugging-face)" if name == "trainer" else name for name in STARTS)
+    parser.add_argument(
+        "trainer",
+        metavar="TRAINER",
+        type=lambda word: ALSO.get(word, word),
+        choices=tuple(STARTS),
+        help=f"one of {names}",
+    )
     parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="where to (default: megaresume-TRAINER)")
 
 

@@ -50,7 +50,8 @@ def words_of(*, trainer: str = "the loop", name: str = "loop", clock: str = "loo
             f"take each batch from `for batch in {name}`, and end a step {last}; nothing of this step was saved",
         ),
         early_save=(
-            "the loop saves before the optimizer step, or after every micro-batch of an accumulation"
+            (f"{clock} was not called after the optimizer step; or " if clock == f"{name}.stepped()" else "")
+            + "the loop saves before the optimizer step, or after every micro-batch of an accumulation"
             + (f"; or a `for` was left between that step and {clock}" if clock == f"{name}.stepped()" else ""),
             f"save after {clock}, and end a step {last}",
         ),

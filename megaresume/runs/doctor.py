@@ -38,7 +38,7 @@ from megaresume.runs.logs import first_failure, log_checks
 from megaresume.runs.machine import environment_checks, filesystem_checks
 from megaresume.runs.run import Run
 from megaresume.stream.changes import check_recorded
-from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError, counted
 from megaresume.stream.state import StreamState
 
 _WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"}
@@ -356,12 +356,13 @@ def _ranks(
         found.add(
             "ranks",
             "problem",
-            f"saved with ZeRO {before.zero_stage} on {before.dp * before.cp} data-parallel ranks, the launch has {dp}",
+            f"saved with ZeRO {before.zero_stage} on "
+            f"{counted(before.dp * before.cp, 'data-parallel rank')}, the launch has {dp}",
             cause="DeepSpeed cannot divide the optimizer state over other numbers of ranks; the data could continue",
-            action=f"start on {before.dp * before.cp} ranks, or: {into}",
+            action=f"start on {counted(before.dp * before.cp, 'rank')}, or: {into}",
         )
     else:
-        words = f"saved on {before.dp} data-parallel ranks"
+        words = f"saved on {counted(before.dp, 'data-parallel rank')}"
         zero = "" if before.zero_stage is None else f" with ZeRO {before.zero_stage}"
         found.add("ranks", "ok", f"{words}{zero}; {dp} can load it")
 

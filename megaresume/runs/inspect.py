@@ -22,7 +22,8 @@ from megaresume.command_line import at_least
 from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.run import Run
-from megaresume.stream.errors import StateError
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import StateError, counted
 from megaresume.stream.state import StreamState
 
 
@@ -259,7 +260,7 @@ def _state_block(found: Inspection) -> str:
     ]
     manifest = next((e.manifest for e in found.examined if e.step == step), None)
     if (random := _random(manifest)) is not None:
-        rows.append(["random state", f"of {random['ranks']} ranks, digest {random['digest']}"])
+        rows.append(["random state", f"of {counted(random['ranks'], 'rank')}, digest {random['digest']}"])
     if isinstance(step.state, OpaqueState):
         rows += _loader_rows(step.state) if step.state.kind == "loader" else []
         return f"data state of {step.tag}\n" + text_table(rows)
@@ -287,9 +288,10 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
     fillers = [name for name, source in config.get("sources", {}).items() if source.get("packing")]
     order |= {"packing": packing.pop("mode", None), **packing, "filled with": ", ".join(fillers) or None}
     order["blend by"] = config.get("blend", {}).get("unit")
+    unit = _unit(state)
     rows = [
-        ["documents", f"{state.documents:,}"],
-        ["tokens", f"{state.tokens:,}"],
+        *([] if unit == "items" else [["documents", f"{state.documents:,}"]]),
+        [unit, f"{state.tokens:,}"],
         ["stream", _words(order)],
         ["stages", ", ".join(f"{stage.name} from {stage.first:,}" for stage in state.stages)],
         ["batches", ", ".join(f"{size:,} from {first:,}" for first, size in state.batches)],
@@ -297,10 +299,10 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
     ]
     if state.pending:
         tokens = sum(segment.length for segment in state.pending)
-        rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
+        rows.append(["waiting", f"{tokens:,} tokens of {counted(len(state.pending), 'document')}, to be placed next"])
     if state.tails:
         tokens = sum(segment.length for segment in state.tails)
-        rows.append(["kept back", f"{tokens:,} tokens of {len(state.tails)} documents, for samples to come"])
+        rows.append(["kept back", f"{tokens:,} tokens of {counted(len(state.tails), 'document')}, for samples to come"])
     rows += [["skip", f"at sample {record.at:,}: {record}"] for record in state.skips.log]
     for skip in state.skips.documents:
         until = "" if skip.until is None else f" to {skip.until:,}"
@@ -310,6 +312,11 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
         where = f"last {last.source}:{last.document} in sample {last.sample:,}: {last.reason}"
         rows.append(["faults", f"{state.faults.total:,} documents ({where})"])
     return [*rows, *(["accepted", override] for override in state.overrides)]
+
+
+def _unit(state: StreamState) -> str:
+    """What the stream counts: of a map-style dataset that is not packed, each item as one token."""
+    return "items" if StreamConfig.recorded(state.stages[-1].config).is_of_items else "tokens"
 
 
 def _order_block(found: Inspection) -> str:
@@ -329,7 +336,7 @@ def _source_table(state: StreamState) -> str:
         return ""
     weights = state.config.get("sources", {})
     drawn = sum(cursor.tokens for cursor in state.sources.values()) or 1
-    rows = [["source", "weight", "epoch", "position", "of", "tokens", "share", "skipped", ""]]
+    rows = [["source", "weight", "epoch", "position", "of", _unit(state), "share", "skipped", ""]]
     for name, cursor in state.sources.items():
         documents = state.fingerprints[name].documents if name in state.fingerprints else 0
         size = cursor.size or documents

@@ -30,7 +30,7 @@ from megaresume.runs.layout import laid_out
 from megaresume.runs.replayed_steps import StepAgain, compare_steps
 from megaresume.runs.run import Run
 from megaresume.runs.trace.find import parse_documents
-from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.stream.errors import CheckpointError, UsageError, counted
 
 #: what follows ``--`` on the command line is a command of the user's.
 LAUNCHES = True
@@ -416,8 +416,9 @@ def _verdict(c: Comparison) -> str:
         return f"DIFFERENT from step {c.first_difference} on"
     if not c.steps:
         return "NOTHING was trained again"
-    what = [f"the {name} of {number}" for name, number in c.compared.items() if number]
-    how = "the same" if c.tolerance == 0 else f"within {c.tolerance:g}"
+    steps = counted(len(c.steps), "step")
+    what = [name if number == len(c.steps) else f"{name} of {number}" for name, number in c.compared.items() if number]
+    how = "identical" if c.tolerance == 0 else f"within {c.tolerance:g}"
     if c.skipped:
-        return f"{len(c.steps)} steps; the data of {c.compared['data']} is the same"
-    return f"{len(c.steps)} steps: {', '.join(what) or 'nothing to compare'}" + (f", {how}" if what else "")
+        return f"{steps}: data of {c.compared['data']} identical"
+    return f"{steps}: " + (f"{', '.join(what)} {how}" if what else "nothing to compare")

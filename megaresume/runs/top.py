@@ -95,6 +95,8 @@ class Now(Answer):
     sources: Sequence[SourceNow] = ()
     #: in words, the nearest first.
     next: Sequence[str] = ()
+    #: what is counted as tokens: ``items``, each as one, if they are of a map-style dataset and not packed.
+    unit: str = "tokens"
     notes: Sequence[str] = field(default=())
     #: of a run of reinforcement learning.
     prompts: prompts.PromptProof | None = optional()
@@ -178,6 +180,7 @@ def look(root: Path) -> Now:
         cache_misses=figures.get("megaresume.cache.misses"),
         memberships=memberships(entries),
         sources=_sources(figures, state),
+        unit="items" if state is not None and StreamConfig.recorded(state.stages[-1].config).is_of_items else "tokens",
         next=[] if state is None else _next(state, last.samples, seconds, size),
         notes=notes,
         prompts=proof,
@@ -322,7 +325,7 @@ def _text(now: Now) -> str:
     rows = [["step", f"{now.step:,}, {age}" + ("" if now.measured else ": as of its newest record; not measured")]]
     if now.seconds_per_step:
         rows.append(["pace", f"{now.seconds_per_step:.3f} s a step"])
-    tokens = "" if now.tokens is None else f", {now.tokens:,} tokens"
+    tokens = "" if now.tokens is None or now.unit == "items" else f", {now.tokens:,} tokens"
     fill = "" if now.fill is None else f", {100 * now.fill:.2f} % full"
     rows.append(["samples", f"{now.samples:,}{tokens}{fill}"])
     rows.append(["checkpoint", _checkpoint(now)])
@@ -345,7 +348,7 @@ def _text(now: Now) -> str:
             rows.append(["staleness", prompts.staleness_of(now.prompts)])
     parts = [head, text_table(rows)]
     if now.sources:
-        table = [["source", "tokens", "share", "weight", "epoch", "loss"]]
+        table = [["source", now.unit, "share", "weight", "epoch", "loss"]]
         for source in now.sources:
             numbers = [source.share, source.weight, source.epoch, source.loss]
             cells = ["-" if number is None else f"{number:.4f}" for number in numbers]

@@ -220,6 +220,11 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def one_line(text: str) -> str:
     """As `visible`, with line feeds: for a name within a line."""
     return visible(text).replace("\n", "\\n")

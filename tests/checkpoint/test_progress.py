@@ -30,7 +30,10 @@ def test_starts_without_a_save_are_counted(tmp_path: Path, save: Save, state: Ma
         check_progress(tmp_path, iteration=10, save_interval=500, max_starts=3)
     assert "iteration 500" in str(error.value.expected)
     assert error.value.action is not None
-    assert "lower --save-interval (now 500)" in error.value.action and "--megaresume-max-starts 6" in error.value.action
+    assert (
+        "save more often than every 500 steps" in error.value.action
+        and "--megaresume-max-starts 6" in error.value.action
+    )
     check_progress(tmp_path, iteration=10, max_starts=6)  # as it says
     check_progress(tmp_path, iteration=10, max_starts=0)
 
@@ -42,7 +45,7 @@ def test_a_finished_run_that_is_launched_again_does_not_count(tmp_path: Path, sa
         record_start(tmp_path, iteration=10, state=state(80), choice=choose(tmp_path), details={NOTHING_TO_TRAIN: True})
     start(tmp_path, 10, state)  # with a larger --train-iters
     check_progress(tmp_path, iteration=10, max_starts=2)
-    with pytest.raises(CheckpointError, match="no progress: 1 starts"):
+    with pytest.raises(CheckpointError, match="no progress: 1 start from"):
         check_progress(tmp_path, iteration=10, max_starts=1)
 
 

@@ -84,6 +84,13 @@ def command_lines_of(directory: Path, command: list[str], kill_at: int | None = 
     return steps_of(status, lines, kill_at)
 
 
+@pytest.mark.parametrize("name", ["hugging-face", "hf"])
+def test_the_trainer_by_the_name_of_its_extra(tmp_path: Path, name: str) -> None:
+    done = megaresume("new", name, tmp_path / "here")
+    assert done.returncode == 0, done.stderr
+    assert STARTS["trainer"].extra in done.stdout
+
+
 @pytest.mark.parametrize("name", STARTS)
 def test_it_is_short_and_not_written_over_anything(tmp_path: Path, name: str) -> None:
     if find_spec(PACKAGES[name]) is None:

@@ -244,7 +244,7 @@ def test_another_layout_is_seeded_by_seed_step_and_rank(
     for key in [(1, 7, 0), (1, 7, 0), (2, 7, 0), (1, 8, 0), (1, 7, 1)]:
         seed, step, replica = key
         state = state_at(step, replica)
-        assert state.restore(choice, before, ONE, seed=seed) == f"random state seeded anew ({reason})"
+        assert state.restore(choice, before, ONE, seed=seed) == f"random state reseeded ({reason})"
         state.step_begins()
         numbers = draw(tracker)[:4]
         assert found.setdefault(key, numbers) == numbers
@@ -258,7 +258,7 @@ def test_another_type_of_device_is_seeded(tmp_path: Path, tracker: Any) -> None:
     entry = state.write(snapshot, tmp_path, 7, "global_step7")
     manifest = Manifest(iteration=7, tag="global_step7", save_id="", digest="", files=(), beside=(entry,))
     choice = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, step=None, manifest=manifest)
-    assert state_at(7).restore(choice, ONE, ONE, seed=1) == "random state seeded anew (cuda -> cpu)"
+    assert state_at(7).restore(choice, ONE, ONE, seed=1) == "random state reseeded (cuda -> cpu)"
 
 
 def test_a_rank_whose_file_is_missing_or_damaged_is_named(tmp_path: Path, tracker: Any) -> None:

@@ -233,7 +233,7 @@ def _table(facts: Facts) -> str:
         ("time", f"{facts.seconds:.0f} s"),
     ]
     lines = [f"   {what:<44} {result}" for what, result in rows]
-    verdict = "exact: what was done again was as before, and nothing was skipped"
+    verdict = "exact: repeated steps were identical, and nothing was skipped"
     if not facts.holds:
         verdict = "NOT EXACT" + (f": {facts.comparison.first}" if facts.comparison.first else "")
     return "\n".join(["", *lines, "", f"   {verdict}"])

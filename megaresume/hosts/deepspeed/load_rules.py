@@ -45,7 +45,7 @@ from megaresume.checkpoint.records import read_record, rows, seal, text
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.system import Topology
 from megaresume.files import delete_soon, leftover_name, read_file
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, counted
 
 #: of a universal checkpoint: at the end of its name; its seal, within it, and what that is.
 SUFFIX = "_universal"
@@ -186,9 +186,9 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
         stage, saved = before.zero_stage or 0, before.dp * before.cp
         error = CheckpointError(
             "DeepSpeed cannot load ZeRO optimizer state on a different number of data-parallel ranks",
-            found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
+            found=f"{source.name}, saved with ZeRO {before.zero_stage} on {counted(saved, 'data-parallel rank')}; "
             f"{now.ranks} now, with ZeRO {now.zero_stage}",
-            expected=f"{saved} data-parallel ranks, or a universal checkpoint",
+            expected=f"{counted(saved, 'data-parallel rank')}, or a universal checkpoint",
             cause="the job was started on another number of nodes or GPUs",
             action=f"megaresume convert {source.parent} --tag {source.name}, and start again as you did; or let the "
             "job do it: attach(..., checkpoints=Checkpoints(elastic=True)), --megaresume-elastic. The data needs no "
@@ -196,11 +196,13 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
         )
         if not (stage and now.zero_stage and (stage == 3) == (now.zero_stage == 3)):
             kind = "3" if stage == 3 else "1 or 2" if stage else "0"
-            error.expected = f"{saved} data-parallel ranks, or ZeRO {kind}"
+            error.expected = f"{counted(saved, 'data-parallel rank')}, or ZeRO {kind}"
             error.cause = (
                 "both the number of ranks and the kind of ZeRO changed; DeepSpeed can convert for only one of them"
             )
-            error.action = f"start with ZeRO {stage} on any number of ranks, or on {saved} data-parallel ranks"
+            error.action = (
+                f"start with ZeRO {stage} on any number of ranks, or on {counted(saved, 'data-parallel rank')}"
+            )
             raise error
         if not elastic:
             raise error

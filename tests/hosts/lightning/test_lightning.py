@@ -186,7 +186,7 @@ def test_the_program_knows_the_run(whole: Path, capsys: pytest.CaptureFixture[st
 def test_with_workers(copy: Path, order: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     trainer = run(copy, attempt=2, save_every=50, batch=2, accumulation=4, num_workers=2, persistent_workers=True)
     said = capfd.readouterr().out
-    assert "gbs 8->8 | repeated 0 skipped 0 | step 16 from global_step16 | random state seeded anew" in said
+    assert "gbs 8->8 | repeated 0 skipped 0 | step 16 from global_step16 | random state reseeded" in said
     assert items(trained(copy)) == order
     assert (trainer.current_epoch, trainer.global_step) == (3, 38)
 

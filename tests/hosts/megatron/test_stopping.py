@@ -63,7 +63,7 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     assert killed.status == -9
     refused = mini(*flags, *limit)
     assert refused.status == 1 and refused.steps() == {}, refused.output[-3000:]
-    assert "no progress: 1 starts from iteration 5" in refused.output and "(now 2)" in refused.output
+    assert "no progress: 1 start from iteration 5" in refused.output and "every 2 steps" in refused.output
 
     # A run that is over may be launched any number of times: these starts do not count.
     over = mini(*flags, *limit, "--train-iters", 5)

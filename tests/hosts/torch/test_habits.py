@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.records import deepspeed_tag, ledger_path, manifest_path
 from megaresume.checkpoint.system import boot_id
 from megaresume.hosts.loop import Loop
+from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 from tests.hosts.torch.program import Numbers
 
@@ -171,7 +173,10 @@ def catch_the_error(t: Tried) -> None:
         (evaluate_with_the_loop, "taken and not trained"),
         (save_before_the_step, r"in the middle of a step(.|\n)*end a step if loop\.ends_step"),
         (leave_before_it_is_said, r"in the middle of a step(.|\n)*left between that step and loop\.stepped\(\)"),
-        (step_after_the_for, "in the middle of a step"),
+        (
+            step_after_the_for,
+            r"middle of a step(.|\n)*cause: +loop\.stepped\(\) was not called after the optimizer step",
+        ),
         (two_at_a_time, "moved while it was being read"),
         (load_in_a_for, "moved while it was being read"),
         (catch_the_error, "no micro-batch was taken"),
@@ -340,6 +345,17 @@ def test_the_end_is_in_the_ledger_and_the_lock_is_free(directory: Path, tried: T
     assert [(entry.iteration, entry.samples) for entry in last] == [(1, 4)]
     holder = holder_of(directory)
     assert holder is not None and holder.status == "released"
+
+
+def test_items_are_not_shown_as_tokens(directory: Path, tried: Tried, capsys: pytest.CaptureFixture[str]) -> None:
+    tried.train_one()
+    tried.loop.save()
+    for words in (["inspect", str(directory)], ["top", str(directory), "--once"]):
+        capsys.readouterr()
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert "tokens" not in out and re.search(r"source +(weight .*)?items", out), out
+        assert words[0] == "top" or (re.search(r"\n  items +4\n", out) and "of 1 rank, digest" in out), out
 
 
 def test_a_load_says_what_it_has_compared(directory: Path, tried: Tried, capfd: pytest.CaptureFixture[str]) -> None:

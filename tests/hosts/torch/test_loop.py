@@ -76,7 +76,7 @@ def test_two_ranks_to_one(
 ) -> None:
     run(copy, attempt=2, save_every=50, **options)
     said = capfd.readouterr().out
-    assert f"gbs 8->{size} | repeated 0 skipped 0 | step 16 from global_step16 | random state seeded anew" in said
+    assert f"gbs 8->{size} | repeated 0 skipped 0 | step 16 from global_step16 | random state reseeded" in said
     steps = trained(copy)
     assert items(steps) == order
     assert [len(step) for step in steps[16:]] == [size] * (172 // size) + ([172 % size] if 172 % size else [])
