@@ -122,27 +122,6 @@ def deal_evenly(
     return mine
 
 
-def deal_in_part(
-    stream: Stream,
-    sample: int,
-    samples: int,
-    *,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    balance: Balance | None,
-) -> list[list[int]]:
-    """The samples of each micro-step of one rank for a short step, of as many samples as `in_parts` deals out."""
-    plan = stream.plan(sample, sample + samples)
-    order = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size).tolist()
-    mine, first = [], 0
-    for size in in_parts(samples, micro_batch_size=micro_batch_size, dp_size=dp_size):
-        begin, stop = part_of(size, dp_rank=dp_rank, dp_size=dp_size)
-        mine.append(order[first + begin : first + stop])
-        first += size
-    return mine
-
-
 def part_of(samples: int, *, dp_rank: int, dp_size: int) -> tuple[int, int]:
     """[first, stop) of the samples of a micro-batch that one rank is given: as many as any other, or one more."""
     return samples * dp_rank // dp_size, samples * (dp_rank + 1) // dp_size

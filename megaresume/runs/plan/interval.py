@@ -34,7 +34,6 @@ from megaresume.stream.errors import StateError, UsageError
 
 #: newest measurements that a median is taken of.
 _NEWEST = 50
-_DAY = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
