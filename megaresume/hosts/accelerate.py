@@ -55,7 +55,7 @@ from megaresume.hosts.deepspeed.engine import forget_gradients
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.steps import words_of
-from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
+from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
 from megaresume.stream.errors import UsageError
 
 #: see `check_loadable`.
@@ -166,7 +166,8 @@ class AcceleratorHost(TrainerHost):
             ),
             "a loader of other ranks": (
                 own != ranks and f"{own}; the Accelerator's is {ranks}",
-                "leave dp_rank and dp_size out, and make the loader after the Accelerator",
+                "leave dp_rank and dp_size out, and make the loader after the Accelerator; without a GPU, "
+                "set ACCELERATE_USE_CPU=1",
             ),
             "gradient_accumulation_steps other than the loader's": (
                 accumulation != accelerator.gradient_accumulation_steps
@@ -188,6 +189,15 @@ class AcceleratorHost(TrainerHost):
         }
         refuse(refused)
         check_backend(accelerator)
+
+    def check_processes(self) -> None:
+        """See `TrainerHost`."""
+        check_together(
+            self.trainer.num_processes,
+            "Accelerator.num_processes",
+            cause="no GPU is visible, and Accelerate was not told to use the CPU",
+            action="Accelerator(cpu=True), or ACCELERATE_USE_CPU=1; on a GPU machine check nvidia-smi",
+        )
 
     def settings(self, given: Checkpoints) -> Checkpoints:
         """With what Accelerate's own settings say of directory and retention."""

@@ -61,6 +61,7 @@ from megaresume.hosts.hugging_face_data import (
     Batches,
     callback_of,
     check_methods,
+    check_processes,
     check_settings,
     let_epochs_end,
     loader_of,
@@ -191,6 +192,10 @@ class TransformersHost(TrainerHost):
         check_settings(trainer)
         check_backend(trainer.accelerator)
         check_methods(trainer)
+
+    def check_processes(self) -> None:
+        """See `TrainerHost`."""
+        check_processes(self.trainer)
 
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""

@@ -17,6 +17,7 @@ from megaresume.checkpoint.records import records_dir
 from megaresume.hosts.attach import kind_of, refuse
 from megaresume.hosts.options import unknown_option
 from megaresume.hosts.steps import Steps
+from megaresume.hosts.trainer import check_together
 from megaresume.stream.errors import UsageError
 
 #: of `megaresume.DataLoader`, and the setting of TrainingArguments that says the same.
@@ -147,6 +148,16 @@ def check_settings(trainer: Any) -> None:
         ),
     }
     refuse(refused, expected="not set")
+
+
+def check_processes(trainer: Any) -> None:
+    """See `check_together`, of processes that transformers counts."""
+    check_together(
+        trainer.args.world_size,
+        "TrainingArguments.world_size",
+        cause="no GPU is visible, and the Trainer was not told to use the CPU",
+        action="TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=1; on a GPU machine check nvidia-smi",
+    )
 
 
 # How items become a batch

@@ -69,7 +69,7 @@ from megaresume.hosts.lightning_trainer import (
     not_made,
 )
 from megaresume.hosts.steps import words_of
-from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
+from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
 from megaresume.stream.errors import UsageError
 
 FITTING = "fit"
@@ -152,6 +152,15 @@ class LightningHost(TrainerHost):
         """The one that a fit was given."""
         loader: DataLoader = self.steps.feed.loader
         return loader
+
+    def check_processes(self) -> None:
+        """See `TrainerHost`."""
+        check_together(
+            self.trainer.world_size,
+            "Trainer.world_size",
+            cause="devices or num_nodes of the Trainer are left out, or count one process",
+            action="Trainer(devices=..., num_nodes=...) as many as the launcher starts",
+        )
 
     @property
     def device(self) -> Any:

@@ -27,7 +27,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Host, Reading, Save
 from megaresume.checkpoint.random_state import RandomState
-from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, same_on_all_ranks, world_size
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints
@@ -92,6 +92,16 @@ class TrainerHost(Host):
         Raises:
             UsageError: naming it, and the way out: see `check_new` and `refuse`.
         """
+
+    def check_processes(self) -> None:
+        """Refuse processes of which each trains by itself, as this trainer counts them: see `check_together`."""
+        check_together(
+            world_size(),
+            "in torch.distributed",
+            cause="torch.distributed is not initialised",
+            action="call torch.distributed.init_process_group first; a run that is to train by itself is started "
+            "without a launcher, or without WORLD_SIZE",
+        )
 
     def settings(self, given: Checkpoints) -> Checkpoints:
         """With what the trainer itself says of directory and retention: see `of_trainer`, `check_checkpoints`."""
@@ -292,6 +302,7 @@ def write_all(save: Save, write: Callable[[], T]) -> T:
 
 def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None) -> Session:
     """The session of a host, started: see `TrainerHost.open`."""
+    on_all_ranks(host.check_processes)
     check_shares(feed)
     rank, device = feed.loader.dp_rank, host.device
     session = Session(
@@ -319,6 +330,29 @@ def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: 
 
 
 # What settings are refused
+
+
+def check_together(known: int, where: str, *, cause: str, action: str) -> None:
+    """Refuse processes that were started together, and of which each would train by itself.
+
+    Args:
+        known: processes that train together, as the trainer counts them.
+        where: it says so.
+        cause, action: for the error.
+
+    Raises:
+        UsageError: the process group, or before there is one the launcher, has more.
+    """
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    started = world_size() if has_group else int(os.environ.get("WORLD_SIZE") or 1)
+    if known < started:
+        raise UsageError(
+            "each process would train the whole dataset by itself",
+            found=f"{started} processes {'in torch.distributed' if has_group else 'by WORLD_SIZE'}, {where} {known}",
+            expected="the same number",
+            cause=cause,
+            action=action,
+        )
 
 
 def check_sizes(

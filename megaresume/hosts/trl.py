@@ -43,6 +43,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _Asy
 from megaresume.checkpoint.prompt_ledger import PROMPTS
 from megaresume.files import write_atomic
 from megaresume.hosts.attach import SLOT, check_new, hook
+from megaresume.hosts.hugging_face_data import check_processes
 from megaresume.hosts.prompts import Prompts
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import StateError, UsageError
@@ -298,7 +299,8 @@ def attach(
         the prompts; None on other ranks than the main one.
 
     Raises:
-        UsageError: another worker than TRL's own, a streaming dataset, another ``on_stale``, or it is attached already.
+        UsageError: another worker than TRL's own, a streaming dataset, another ``on_stale``, processes of which each
+            would train by itself, or it is attached already.
     """
     needed = ("rollout_worker", "rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop")
     check_new(
@@ -308,6 +310,7 @@ def attach(
         headline="this is not an asynchronous GRPO trainer of TRL's",
         expected="an AsyncGRPOTrainer; that of TRL 1.16.0 was tried",
     )
+    check_processes(trainer)
 
     def resume(before: Any, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
         if resume_from_checkpoint is True:

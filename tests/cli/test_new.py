@@ -44,7 +44,6 @@ def environment() -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return env | {
         "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_USE_CPU": "1",
         "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
     }
 

@@ -45,7 +45,6 @@ def run(title: str, directory: Path, **variables: str) -> None:
         "PYTHONPATH": f"{QUICK}:{ROOT}",
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_USE_CPU": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         **variables,

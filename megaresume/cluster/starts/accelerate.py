@@ -10,7 +10,7 @@ from accelerate.utils import ProjectConfiguration
 import megaresume
 
 naming = ProjectConfiguration("checkpoints", automatic_checkpoint_naming=True, total_limit=3)
-accelerator = Accelerator(project_config=naming)
+accelerator = Accelerator(project_config=naming, cpu=not torch.cuda.is_available())
 torch.manual_seed(1)
 
 x = torch.randn(640, 8, generator=torch.Generator().manual_seed(2))

@@ -32,6 +32,7 @@ args = TrainingArguments(
     logging_steps=1,
     report_to=[],
     disable_tqdm=True,
+    use_cpu=not torch.cuda.is_available(),  # without it, each process would train by itself
 )
 trainer = Trainer(model, args, train_dataset=dataset, callbacks=[Steps()])
 megaresume.attach(trainer)

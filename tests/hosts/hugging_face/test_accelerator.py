@@ -340,7 +340,7 @@ def test_other_ways_to_train_on_several_devices_are_refused(tmp_path: Path, kind
         megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
 
 
-def test_refused_before_anything_is_prepared(tmp_path: Path) -> None:
+def test_refused_before_anything_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, loader = accelerator_of(tmp_path / "run", 1), megaresume.DataLoader(Numbers(), batch_size=4)
     with pytest.raises(UsageError, match="nothing is prepared yet"):
         megaresume.attach(accelerator, loader)
@@ -352,6 +352,12 @@ def test_refused_before_anything_is_prepared(tmp_path: Path) -> None:
         megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, accumulation=2))
     with pytest.raises(UsageError, match=r"rank 0 of 2; the Accelerator's is rank 0 of 1"):
         megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, dp_rank=0, dp_size=2))
+    with (
+        monkeypatch.context() as launched,
+        pytest.raises(UsageError, match=r"by WORLD_SIZE, Accelerator\.num_processes 1"),
+    ):
+        launched.setenv("WORLD_SIZE", "2")
+        megaresume.attach(accelerator, loader)
     with pytest.raises(UsageError, match="Accelerate cannot save by these checkpoints"):
         megaresume.attach(accelerator, loader, checkpoints=Checkpoints(adopt=True))
     accelerator.project_configuration = ProjectConfiguration()

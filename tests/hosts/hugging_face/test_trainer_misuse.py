@@ -20,9 +20,11 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.hugging_face.program import Numbers, make
-from tests.hosts.torch.record import items, lines, trained
+from tests.hosts.torch.record import items, launch_forked, lines, trained
 
 pytestmark = pytest.mark.process
+
+PROGRAM = Path(__file__).with_name("program.py")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,22 @@ def test_an_epoch_that_a_callback_ends_early_is_refused(tmp_path: Path) -> None:
     words = r"should_epoch_stop cannot be used(.|\n)*sample 8, in epoch 0(.|\n)*should_training_stop"
     with pytest.raises(UsageError, match=words):
         trainer.train()
+
+
+@pytest.mark.cold
+def test_two_processes_that_know_nothing_of_each_other(tmp_path: Path) -> None:
+    """Accelerate makes their process group, and tells the Trainer of one process, as no GPU is visible."""
+    status, text = launch_forked(PROGRAM, tmp_path / "run", 2, use_cpu=False)
+    assert status == 1 and "each process would train the whole dataset by itself" in text, text[-3000:]
+    assert "2 processes in torch.distributed, TrainingArguments.world_size 1" in text and "use_cpu=True" in text
+    assert not lines(tmp_path / "run") and "Traceback" not in text
+
+
+def test_processes_of_a_launcher_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path / "run")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"2 processes by WORLD_SIZE, TrainingArguments\.world_size 1"):
+        megaresume.attach(trainer)
 
 
 def test_checkpoints_of_others(tmp_path: Path, order: list[int]) -> None:

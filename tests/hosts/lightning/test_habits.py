@@ -360,6 +360,10 @@ def test_what_else(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = attached(directory)
     with pytest.raises(UsageError, match="already"):
         megaresume.attach(trainer, checkpoints=Checkpoints(save_dir=directory))
+    with pytest.raises(UsageError, match=r"by WORLD_SIZE, Trainer\.world_size 1"), monkeypatch.context() as launched:
+        alone = attached(directory)
+        launched.setenv("WORLD_SIZE", "2")
+        alone.fit(Module(directory), loader(dp_rank=0, dp_size=1))
     timed = ModelCheckpoint(directory.with_name("links"), train_time_interval=timedelta(0))
     module = Module(directory)
     module.watch = lambda: module.trainer.save_checkpoint("x.ckpt", storage_options={})

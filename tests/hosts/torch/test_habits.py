@@ -428,6 +428,13 @@ def test_refused(directory: Path, change: dict[str, Any], words: str) -> None:
         megaresume.attach(given["objects"], given["loader"], checkpoints=given["checkpoints"], writer=given["writer"])
 
 
+def test_processes_of_a_launcher_without_a_group(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = megaresume.DataLoader(Numbers(), dp_rank=0, dp_size=1)
+    with pytest.raises(UsageError, match=r"train the whole dataset by itself(.|\n)*init_process_group"):
+        megaresume.attach({"model": torch.nn.Linear(1, 1)}, loader, checkpoints=Checkpoints(save_dir=directory))
+
+
 def test_other_objects_than_were_saved(directory: Path, tried: Tried) -> None:
     tried.train_one()
     tried.loop.save()

@@ -136,7 +136,7 @@ def test_a_run_begins_again_only_if_it_has_no_checkpoint(tmp_path: Path) -> None
         begin(made(), tmp_path)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type("AsyncGRPOTrainer", (), {"__module__": "trl.experimental.async_grpo"})
     trainer: Any = kind()
     with pytest.raises(megaresume.MegaresumeError, match="not an asynchronous GRPO trainer"):
@@ -145,9 +145,12 @@ def test_what_is_refused() -> None:
         setattr(trainer, name, None)
     trainer.accelerator, trainer.train_dataset = SimpleNamespace(is_main_process=True), None
     trainer.rollout_worker = object()
+    trainer.args = SimpleNamespace(num_generations=2, output_dir="run", seed=1, data_seed=None, world_size=1)
+    with monkeypatch.context() as launched, pytest.raises(megaresume.MegaresumeError, match="dataset by itself"):
+        launched.setenv("WORLD_SIZE", "2")
+        megaresume.attach(trainer)
     with pytest.raises(megaresume.MegaresumeError, match="a rollout worker of your own"):
         megaresume.attach(trainer)
     trainer.rollout_worker, trainer.train_dataset = SimpleNamespace(_loop_cls=_AsyncRolloutLoop), ["p0", "p1"]
-    trainer.args = SimpleNamespace(num_generations=2, output_dir="run", seed=1, data_seed=None)
     with pytest.raises(megaresume.MegaresumeError, match=r"bad on_stale(.|\n)*'keep'"):
         megaresume.attach(trainer, on_stale="keep")
