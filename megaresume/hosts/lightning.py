@@ -10,6 +10,7 @@ Hooked on the Trainer and on its loops:
     _select_ckpt_path         what is to be resumed from, as it was asked for
     resume_start              the session begins; what to resume from is chosen and read
     _data_source.dataloader   our batches
+    _auto_select_batch_size   of DeepSpeed's strategy: that of our loader
     register_signal_handlers  not Lightning's where the run is to stop in time: they raise between two saves
     fit_loop.run              at which epoch it continues
     epoch_loop.on_run_start   how many micro-batches this epoch has, and how many of them are trained
@@ -173,9 +174,11 @@ class LightningHost(TrainerHost):
         precision = trainer.strategy.precision_plugin
         self._request = fit._data_source.dataloader
         # A ModelCheckpoint knows from the checkpoint which of its files there are, and deletes those too many.
-        kept: list[Hook] = [] if Replay.asked() is None else [(trainer.strategy, "remove_checkpoint", lambda *_: None)]
+        more: list[Hook] = [] if Replay.asked() is None else [(trainer.strategy, "remove_checkpoint", lambda *_: None)]
+        if hasattr(trainer.strategy, "_auto_select_batch_size"):
+            more.append((trainer.strategy, "_auto_select_batch_size", self.batch_size))
         return [
-            *kept,
+            *more,
             (trainer, "fit", self.fit),
             (trainer, "save_checkpoint", self.save_checkpoint),
             (connector, "_select_ckpt_path", self.select),
@@ -246,6 +249,11 @@ class LightningHost(TrainerHost):
     def dataloader(self, request: Any) -> Any:
         """Our batches, in place of the loader that they are of."""
         return request() if self.batches is None else self.batches
+
+    def batch_size(self, select: Any) -> int:
+        """Of a micro-batch: DeepSpeed's strategy would ask the batch sampler, of which our loader has none."""
+        loader = self._request() if self.trainer.fit_loop._data_source.is_defined() else None
+        return int(loader.batch_size if isinstance(loader, DataLoader) else select())
 
     def run(self, run: Any) -> None:
         """Go on where the data does, whatever Lightning's counters say: batches may be of another size now."""

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import CombinedLoader
 
 import megaresume
@@ -59,6 +60,19 @@ def test_hooks_of_each_step_that_nothing_is_told_by_are_not_called(directory: Pa
     times = {name: len(calls) for name, calls in trainer.profiler.recorded_durations.items() if ".DataResume." in name}
     each_step = {name.rpartition(".")[2] for name, num in times.items() if num > 1}
     assert each_step == {"on_train_batch_end"}
+
+
+def test_deepspeeds_strategy_is_told_the_batch_size(directory: Path) -> None:
+    pytest.importorskip("deepspeed")
+    strategy = DeepSpeedStrategy()
+    trainer = attached(directory, strategy=strategy)
+    strategy._lightning_module = module = Module(directory)
+    module.trainer = trainer
+    found = []
+    for one in (loader(batch_size=3), torch.utils.data.DataLoader(Numbers(), batch_size=5)):
+        trainer.fit_loop._data_source.instance = one
+        found.append(strategy._auto_select_batch_size())
+    assert found == [3, 5]
 
 
 def test_validations_before_in_between_and_after(directory: Path) -> None:
