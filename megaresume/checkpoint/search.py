@@ -10,7 +10,8 @@ In this order, unless a tag or an iteration was asked for (then exactly that one
 3. Walking back: the newest complete one older than that, leaving out branches that were given up (a run that started
    again from 10 and saved 15 does not fall back to the 12 of the attempt before).
 4. Whatever else is complete: given-up branches, and checkpoints beyond the pointers.
-5. The newest one that was written without megaresume.
+5. The newest one that was written without megaresume. If one with a state is taken, each newer one without is named:
+   a start in which megaresume was forgotten has trained it.
 
 Pointers that disagree name nothing: the newest complete one is taken, with a note.
 """
@@ -156,6 +157,8 @@ class Search:
         )
         # Unsynced: only if it was asked for.
         managed = found.status in ("complete", "unsynced")
+        if managed:
+            self._note_left([e.candidate.tag for e in passed if e.status == "unmanaged" and _is_newer(e, found)])
         return Choice(
             load_dir=self.root,
             tag=found.candidate.tag,
@@ -255,6 +258,8 @@ class Search:
                 self._note_newer(named, newer)
                 if found.status == "unmanaged":
                     self.notes.append(f"{named.tag}: {found.reason}")
+                else:
+                    self._examine_unmanaged(newer)
                 return self.choice(found)
         if (found := self._first_complete(c for c in at_or_below if not given_up(c))) is not None:
             return self.choice(found)
@@ -364,6 +369,21 @@ class Search:
                 f"{'is' if len(beyond) == 1 else 'are'} newer: the pointers are followed"
             )
 
+    def _examine_unmanaged(self, newer: list[Candidate]) -> None:
+        """Pass over, in words, what was saved without megaresume since: trainers that keep no pointers of their own,
+        as Hugging Face's, left ours where they were."""
+        for candidate in newer:
+            if not candidate.records:
+                self.examine(candidate)
+
+    def _note_left(self, tags: list[str]) -> None:
+        if tags:
+            more = f" and {len(tags) - 5} more" if len(tags) > 5 else ""
+            self.notes.append(
+                f"what a start without megaresume has trained is not taken ({', '.join(tags[:5])}{more}), and saves of "
+                "the same steps replace it: move it elsewhere to keep it"
+            )
+
     def _none_complete(self) -> NoReturn:
         listed = [f"{e.candidate.tag} is {e.status}: {e.reason}" for e in self.examined.values() if e.candidate.has_dir]
         raise CheckpointError(
@@ -373,3 +393,7 @@ class Search:
             cause="the first save was killed, or the files were damaged afterwards",
             action="restore a checkpoint from a copy; to start over, save into an empty directory",
         )
+
+
+def _is_newer(one: Examined, other: Examined) -> bool:
+    return one.candidate.order > other.candidate.order

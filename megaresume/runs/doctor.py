@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
+from megaresume.checkpoint.candidates import UNMANAGED
 from megaresume.checkpoint.choose import starts_from
 from megaresume.checkpoint.foreign import Layout, subdirectories
 from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, VERL, ranks_of
@@ -213,7 +214,9 @@ def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: D
             tag,
             "warning",
             reason,
-            action="nothing: an older one is taken; restore its files from a copy, or delete it",
+            action="to keep it, move it elsewhere: a save of the same step replaces it"
+            if reason == UNMANAGED
+            else "nothing: an older one is taken; restore its files from a copy, or delete it",
         )
     if newest is None or newest.path is None:
         return  # the reasons were said with "newest"

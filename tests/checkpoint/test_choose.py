@@ -443,6 +443,18 @@ def test_pointers_to_one_without_a_state_leave_it_to_the_caller(root: Path) -> N
     assert "written without megaresume" in choice.notes[-1]
 
 
+@pytest.mark.parametrize("latest", ["global_step30", "global_step50"])
+def test_newer_ones_without_a_state_are_named(root: Path, latest: str) -> None:
+    """Of trainers that move no pointer, and of those that move one of the two."""
+    for tag in ("global_step40", "global_step50"):
+        unmanaged(root, tag)
+    (root / "latest").write_text(latest)
+    choice = chosen(root)
+    assert choice.iteration == 30
+    assert [r.tag for r in choice.rejected] == ["global_step50", "global_step40"]
+    assert "(global_step50, global_step40), and saves of the same steps replace it" in choice.notes[-1]
+
+
 def test_release(tmp_path: Path) -> None:
     unmanaged(tmp_path, "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")

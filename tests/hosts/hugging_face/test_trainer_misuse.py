@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 import megaresume
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
+from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.hugging_face.program import Numbers, make
 from tests.hosts.torch.record import items, launch_forked, lines, trained
@@ -182,6 +183,26 @@ def test_checkpoints_of_others(tmp_path: Path, order: list[int]) -> None:
         resumed(first / "checkpoint-5", data=Numbers(first=1))
     resumed(first / "checkpoint-5")  # into another directory: the data goes on there
     assert items([line["items"] for line in lines(tmp_path / "second")]) == order[20:]
+
+
+def test_a_start_in_which_attach_was_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it has saved is not taken, as it has no data state, and not given up without a word."""
+    root = tmp_path / "run"
+    for number, (steps, attached) in enumerate([(5, True), (12, False), (15, True)]):
+        trainer = make(root, attempt=1 + number, max_steps=steps)
+        if attached:
+            megaresume.attach(trainer)
+        if number == 2:
+            assert main(["latest", str(root), "--tag"]) == 0 and main(["doctor", str(root), "--json"]) == 0
+            said = capsys.readouterr()
+            assert "\ncheckpoint-5\n" in said.out and "saves of the same steps replace it" in said.err
+            assert said.out.count("to keep it, move it elsewhere: a save of the same step replaces it") == 2
+        trainer.train(resume_from_checkpoint=number > 0)
+    for lost in ("checkpoint-12", "checkpoint-10"):
+        assert f"passed over {lost}: it was written without megaresume" in caplog.text
+    assert "(checkpoint-12, checkpoint-10), and saves of the same steps replace it" in caplog.text
 
 
 def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
