@@ -17,6 +17,7 @@ by what is found there.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -476,22 +477,45 @@ def check_map_style(dataset: Any, name: str) -> None:
     """Refuse a dataset whose items cannot be read by number.
 
     Raises:
-        UsageError: an IterableDataset, or an object without ``len(dataset)`` and ``dataset[i]``.
+        UsageError: a path, a loader, an IterableDataset, or an object without ``len(dataset)`` and ``dataset[i]``.
     """
+    expected = "a map-style dataset: len(dataset), and dataset[i] for each i below it"
+    if isinstance(dataset, str | bytes | os.PathLike):  # text has items by number: its characters
+        path = repr(os.fspath(dataset))
+        raise UsageError(
+            f"dataset '{name}' is a path",
+            found=f"{path}, a path",
+            expected=expected,
+            action=f"megaresume.StreamLoader(megaresume.open_stream({path}), ...), or under DeepSpeed "
+            f"megaresume.attach(engine, {path}), for a data.yaml; for other files, the dataset that reads them",
+        )
     is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if not is_iterable and all(hasattr(type(dataset), member) for member in ("__len__", "__getitem__")):
         return
-    of_files, instead = calls_instead(dataset) if is_streaming(dataset) else ("", "the map-style form of the same data")
+    of_files, instead = "", "use the map-style form of the same data"
+    if is_streaming(dataset):
+        of_files, calls = calls_instead(dataset)
+        instead = f"use {calls}"
+    elif isinstance(dataset, torch.utils.data.DataLoader):
+        instead = "pass its dataset: megaresume.DataLoader(loader.dataset, batch_size=...)"
     raise UsageError(
         f"dataset '{name}' has no items by number",
-        found=f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        + (", an IterableDataset" if is_iterable or hasattr(type(dataset), "__iter__") else "")
-        + of_files,
-        expected="a map-style dataset: len(dataset), and dataset[i] for each i below it",
-        cause="an IterableDataset can only be read from its beginning, so no position of it can be returned to",
-        action=f"use {instead}; or, under DeepSpeed, give its own loader, with state_dict and load_state_dict, to "
+        found=f"{type(dataset).__module__}.{type(dataset).__qualname__}{_form(dataset)}{of_files}",
+        expected=expected,
+        cause="what can only be read from its beginning has no position that a resume could return to",
+        action=f"{instead}; or, under DeepSpeed, give its own loader, with state_dict and load_state_dict, to "
         "megaresume.attach(engine, loader)",
     )
+
+
+def _form(dataset: object) -> str:
+    """What can be read only in its own order."""
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        return ", a loader"
+    if isinstance(dataset, Iterator):
+        return ", an iterator"
+    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset) or hasattr(type(dataset), "__iter__")
+    return ", an IterableDataset" if is_iterable else ""
 
 
 def is_streaming(dataset: object) -> bool:

@@ -267,8 +267,21 @@ class Lines(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ((Lines(),), {}, r"attach\(engine, loader\)"),
-        (((n for n in range(3)),), {}, r"attach\(engine, loader\)"),
+        ((Lines(),), {}, r"Lines, an IterableDataset\n(.|\n)*attach\(engine, loader\)"),
+        (((n for n in range(3)),), {}, r"generator, an iterator\n(.|\n)*attach\(engine, loader\)"),
+        (
+            (torch.utils.data.DataLoader(Numbers()),),
+            {},
+            r"DataLoader, a loader\n(.|\n)*pass its dataset: megaresume\.DataLoader\(loader\.dataset, ",
+        ),
+        (
+            ("data.yaml",),
+            {},
+            r"'data\.yaml', a path\n(.|\n)*open_stream\('data\.yaml'\)(.|\n)*attach\(engine, 'data\.yaml'\)",
+        ),
+        ((b"data.yaml",), {}, "is a path"),
+        ((Path("data.yaml"),), {}, "is a path"),
+        (({"web": ("web.jsonl", 1)},), {}, "dataset 'web' is a path"),
         ((Numbers(),), {"sampler": torch.utils.data.RandomSampler(Numbers())}, "sampler"),
         ((Numbers(),), {"batch_sampler": [[0]]}, "batch_sampler"),
         ((Numbers(),), {"shuffle": False}, "always shuffled"),
