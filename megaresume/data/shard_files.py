@@ -569,7 +569,8 @@ class Ahead:
         with self._changed:
             if place not in self._users or not place.held:
                 return None
-            while place not in self._read and not self._closed:
+            # Also until nobody keeps it: another loader of the same shards may have wanted it, and be done with it.
+            while place in self._users and place not in self._read and not self._closed:
                 self._changed.wait()
             return self._read.get(place)
 
@@ -584,6 +585,7 @@ class Ahead:
                     del self._users[place]
                     self._read.pop(place, None)
                     self.held -= place.nbytes
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Read nothing more."""

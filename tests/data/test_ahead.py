@@ -208,6 +208,25 @@ def test_what_waits_is_asked_for_with_what_is_wanted_later_but_not_what_is_neede
     ]
 
 
+def test_who_waits_for_what_another_loader_has_released_reads_it_itself(slow):
+    reader, asked, let = slow
+    files = ShardFiles()
+    place = Place(files, "memory://slow.tar", len(SLOW), 0, 1000)
+    reader.want([place])  # for one of two loaders of the same shards; both ask whoever was last to read ahead
+    reached(asked, 1)
+    got = []
+    other = threading.Thread(target=lambda: got.append(files.fetch(place)), daemon=True)
+    other.start()
+    deadline = time.monotonic() + 60
+    while not reader._changed._waiters and time.monotonic() < deadline:
+        time.sleep(0.005)
+    reader.release([place])
+    for _ in range(2):
+        let.release()
+    other.join(10)
+    assert got == [SLOW[:1000]]
+
+
 def test_what_the_cache_has_between_two_places_is_not_asked_for(slow, tmp_path, monkeypatch):
     monkeypatch.setattr(shard_files, "GAP", shard_files.REGION - 4000)
     reader, asked, let = slow
