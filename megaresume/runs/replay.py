@@ -9,6 +9,7 @@ compare   each step with what the run recorded: `megaresume.runs.replayed_steps`
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -30,7 +31,11 @@ from megaresume.runs.layout import laid_out
 from megaresume.runs.replayed_steps import StepAgain, compare_steps
 from megaresume.runs.run import Run
 from megaresume.runs.trace.find import parse_documents
-from megaresume.stream.errors import CheckpointError, UsageError, counted
+from megaresume.runs.trace.replan import open_corpora
+from megaresume.runs.trace.trace import Trace
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, counted
+
+log = logging.getLogger(__name__)
 
 #: what follows ``--`` on the command line is a command of the user's.
 LAUNCHES = True
@@ -97,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         last=stop - 1,
         program_status=status,
         tolerance=args.tolerance,
-        skipped=[f"{name}:{document}" for name, document in skipped],
+        skipped=[f"{name}:{document}" for name, documents in replay.masked.items() for document in documents],
         steps=steps,
     )
     return answer.give(_text, as_json=args.json)
@@ -155,6 +160,8 @@ def _prepared(run: Run, first: int, last: int, args: argparse.Namespace, skipped
             action=(f"--step {left[0] + 1} or later; or " if left else "")
             + f"--from-start, which trains all {last} steps",
         )
+    if skipped:
+        check_present(run, skipped, 1 + (0 if choice is None else choice.iteration or 0), last)
     place = _directory(run.root, first, args.out)
     masked: dict[str, list[int]] = {}
     for name, document in skipped:
@@ -260,6 +267,41 @@ def check_skipped(run: Run, skipped: Sequence[tuple[str, int]]) -> None:
                 expected=", ".join(f"{one}:0 to {of.documents - 1}" for one, of in state.fingerprints.items()),
                 action=f"megaresume trace {run.root} --steps N --by-loss names documents",
             )
+
+
+def check_present(run: Run, skipped: Sequence[tuple[str, int]], first: int, last: int) -> None:
+    """Refuse documents that are in none of the steps that are to be trained again: nothing would be left out.
+
+    Args:
+        run: the run.
+        skipped: (source, document) of each.
+        first, last: the steps, both included.
+
+    Raises:
+        UsageError: naming them.
+    """
+    absent = dict.fromkeys(skipped)
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    try:
+        trace = Trace(run, open_corpora(run.root, run.history.state, data=None, split=None), compare=False)
+        for piece in trace.pieces(*trace.steps.samples(first, last + 1)):
+            if not piece.left_out:
+                found = zip(*piece.segments[:, [0, 2]].T.tolist(), strict=True)
+                for place in {(piece.names[source], document) for source, document in found}.intersection(absent):
+                    del absent[place]
+    except (MegaresumeError, OSError) as error:  # the corpora may be on other nodes alone
+        words = error.headline if isinstance(error, MegaresumeError) else error
+        log.warning("megaresume: it is not known whether the documents are in %s: %s", steps, words)
+        return
+    if absent:
+        names = ", ".join(f"{name}:{document}" for name, document in absent)
+        none = "not in" if first == last else "in none of"
+        raise UsageError(
+            "--skip-documents names documents that are not trained",
+            found=f"{names} {'is' if len(absent) == 1 else 'are'} {none} {steps}: nothing would be left out",
+            expected="documents of these steps",
+            action=f"megaresume trace {run.root} --steps {first}:{last + 1} names them, with --by-loss the worst ones",
+        )
 
 
 def _environment(replay: Replay, words: Sequence[str]) -> dict[str, str]:

@@ -189,6 +189,8 @@ def test_without_the_loss_of_a_document(run: Path) -> None:
     answer = replay(run, "--step", "8", "--skip-documents", flag, launch=launch(run))
     [step] = answer["steps"]
     assert step["same_data"] is True and step["bitwise"] is False and answer["skipped"] == [flag]
+    again = megaresume("replay", run, "--step", "8", "--out", answer["out"], "--json")
+    assert again.returncode == 0 and json.loads(again.stdout)["skipped"] == [flag]
     first = rows[0]["sample"]
     sums, recorded = (read_sums(meter_dir(one), first, first + 8) for one in (Path(answer["out"]), run))
     for row in rows:
@@ -237,6 +239,15 @@ def test_what_is_refused(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert "mpirun does not hand the environment on" in said("--step", "5", "--", "mpirun", "-n", "2", *launch(run))
     assert "the run has no such document" in said("--step", "5", "--skip-documents", "web:300", "--", *launch(run))
     assert "the run has no such document" in said("--step", "5", "--skip-documents", "wep:3", "--", *launch(run))
+    rows = [json.loads(line) for line in megaresume("trace", run, "--steps", "4:6", "--json").stdout.splitlines()]
+    trained = {(segment["source"], segment["document"]) for row in rows for segment in row["segments"]}
+    there, absent = (
+        next(iter(trained)),
+        next(("web", number) for number in range(300) if ("web", number) not in trained),
+    )
+    flag = ",".join(f"{name}:{document}" for name, document in (there, absent))
+    unseen = said("--step", "5", "--skip-documents", flag, "--", *launch(run))
+    assert f"web:{absent[1]} is in none of steps 4 to 5: nothing would be left out" in unseen
     assert "the command cannot be started" in said("--step", "5", "--out", tmp_path / "a", "--", "/no/such/command")
     nothing = said("--step", "5", "--out", tmp_path / "b", "--", sys.executable, "-c", "pass", status=1)
     assert "the command did not replay anything" in nothing
