@@ -482,6 +482,8 @@ GAP = 64 << 10
 LONGEST = 1 << 20
 #: requests that will be made next and no longer change, for each that is made at a time.
 SOON = 2
+#: seconds after which a thread ends that has nothing to read: nobody closes what a dropped `StreamDataset` read ahead.
+IDLE = 20.0
 
 
 @dataclass(slots=True, eq=False)
@@ -638,13 +640,15 @@ class Ahead:
                     pass
 
     def _next(self) -> list[Place] | None:
-        """The next request, of what is still wanted; None: closed."""
+        """The next request, of what is still wanted; None: closed, or nothing was wanted for a while."""
         with self._changed:
             while True:
                 while not self._waiting:
                     if self._closed:
                         return None
-                    self._given.wait()
+                    if not self._given.wait(IDLE) and not self._waiting:
+                        self._threads -= 1
+                        return None
                 if places := [place for place in self._waiting.popleft() if place in self._users]:
                     return places
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -225,6 +227,59 @@ def test_who_waits_for_what_another_loader_has_released_reads_it_itself(slow):
         let.release()
     other.join(10)
     assert got == [SLOW[:1000]]
+
+
+def test_bytes_are_those_of_the_file_however_places_lie(tmp_path, monkeypatch):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    region, rng = shard_files.REGION, np.random.default_rng(7)
+    shapes = {"a": 10, "b": region - 1, "c": region, "d": 3 * region + 1, "e": 2_000_000}
+    contents = {f"memory://{name}.bin": SLOW[:size] for name, size in shapes.items()}
+    for path, data in contents.items():
+        memory.pipe(path, data)
+    monkeypatch.setattr(ShardFiles, "identity", lambda self, path: f"{len(contents[path])}:stamp")
+    cache = remote.DiskCache(tmp_path, 1 << 30)
+    for count in (1, 4, 4):  # the last ones of a cache that others filled
+        files, reader, planned = ShardFiles(cache=cache), Ahead(count), []
+        for _ in range(12):
+            places = []
+            for _ in range(rng.integers(1, 40)):
+                path = list(contents)[rng.integers(len(contents))]
+                size = len(contents[path])
+                nbytes = min(int(rng.choice([1, 900, 16_000, 17_000, 90_000])), size)
+                starts = (0, size - nbytes, rng.integers(size - nbytes + 1), region * rng.integers(40))
+                offset = min(int(starts[rng.integers(4)]), size - nbytes)
+                places.append(Place(files, path, size, offset, nbytes))
+            reader.want(places)
+            planned.append(places)
+            if len(planned) == 4:
+                for place in planned[0]:
+                    assert files.fetch(place) == contents[place.path][place.offset : place.stop]
+                reader.release(planned.pop(0))
+        reader.release([place for places in planned for place in places])
+        assert reader.held == 0
+        reader.close()
+
+
+def test_threads_of_a_reader_that_nobody_closed_end(monkeypatch):
+    monkeypatch.setattr(shard_files, "IDLE", 0.05)
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/idle.bin", SLOW[:1000])
+    files, reader = ShardFiles(), Ahead(4)
+    place = Place(files, "memory://idle.bin", 1000, 10, 100)
+    for _ in range(2):  # and they begin again
+        reader.want([place])
+        assert files.fetch(place) == SLOW[10:110]
+        reader.release([place])
+        deadline = time.monotonic() + 60
+        while reader._threads and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not reader._threads
+    dropped = weakref.ref(reader)
+    del reader, files, place
+    deadline = time.monotonic() + 60
+    while dropped() is not None and time.monotonic() < deadline:
+        gc.collect()
+    assert dropped() is None
 
 
 def test_what_the_cache_has_between_two_places_is_not_asked_for(slow, tmp_path, monkeypatch):
