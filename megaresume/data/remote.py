@@ -491,7 +491,7 @@ class DiskCache:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             data = os.pread(descriptor, _USED.size, 0)
             used = _Used(*_USED.unpack(data)) if len(data) == _USED.size else _Used(0, 0.0)
-            if not used.nbytes:  # new, or lost in a power cut
+            if used.nbytes <= 0:  # new, or lost in a power cut
                 used.nbytes = sum(entry.nbytes for k in range(DIRECTORIES) for entry in self._entries(k))
             yield used
             os.pwrite(descriptor, _USED.pack(used.nbytes, used.look_again), 0)

@@ -671,7 +671,7 @@ class Ahead:
                 self._under_way.append(reading)
             try:
                 span = files.read_span(request[0], reading.start, reading.stop)
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001  a panic of obstore is no Exception
                 self._failed(error)
             with self._changed:
                 self._under_way.remove(reading)
@@ -680,7 +680,7 @@ class Ahead:
                 files.keep(reading.places, span)
 
     @staticmethod
-    def _failed(error: Exception) -> None:
+    def _failed(error: BaseException) -> None:
         """Whatever it is: who needs the bytes must not wait forever."""
         if isinstance(error, RecordError):
             return  # which is for its reader to say

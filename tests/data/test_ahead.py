@@ -270,6 +270,32 @@ def test_bytes_are_those_of_the_file_however_places_lie(tmp_path, monkeypatch):
         reader.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_request_that_panicked(monkeypatch):
+    class Panic(BaseException):
+        """As Rust's in obstore."""
+
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/panic.bin", SLOW[:1000])
+    real = ShardFiles.read_span
+
+    def read_span(self, *args):
+        if threading.current_thread().name == "megaresume-ahead":
+            raise Panic
+        return real(self, *args)
+
+    monkeypatch.setattr(ShardFiles, "read_span", read_span)
+    files, reader, got = ShardFiles(), Ahead(1), []
+    for start in (0, 500):  # the thread goes on
+        place = Place(files, "memory://panic.bin", 1000, start, 100)
+        reader.want([place])
+        waits = threading.Thread(target=lambda place=place: got.append(files.fetch(place)), daemon=True)
+        waits.start()
+        waits.join(10)
+    reader.close()
+    assert got == [SLOW[:100], SLOW[500:600]]
+
+
 def test_threads_of_a_reader_that_nobody_closed_end(monkeypatch):
     monkeypatch.setattr(shard_files, "IDLE", 0.05)
     memory = pytest.importorskip("fsspec").filesystem("memory")

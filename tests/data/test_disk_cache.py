@@ -213,6 +213,16 @@ def test_it_takes_no_more_than_it_may_and_keeps_what_is_in_use(cache):
     assert taken(cache) <= limit // 2
 
 
+def test_a_count_that_cannot_be_is_made_again(cache):
+    limit = 20 * BLOCK
+    kept_all = DiskCache(cache, limit, began=0.0)
+    for number in range(60):
+        if number == 10:
+            (cache / "used").write_bytes(b"\xff" * 16)
+        kept_all.put(str(number), b"x" * 3000)
+    assert 0.8 * limit < taken(cache) <= limit
+
+
 def test_the_oldest_go_first(cache):
     old = DiskCache(cache, 1 << 30)
     for number in range(2000):
