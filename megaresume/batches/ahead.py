@@ -2,7 +2,7 @@
 
 `ReadAhead` has records read by the plan, which knows them:
 
-    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.data.shard_files.Ahead`
+    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.data.read_ahead.Ahead`
 
 `ColdPages` asks for tokens:
 
@@ -49,7 +49,8 @@ from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream
 
 if TYPE_CHECKING:
-    from megaresume.data.shard_files import Ahead, Place
+    from megaresume.data.read_ahead import Ahead
+    from megaresume.data.shard_files import Place
 
 #: MiB of records that are held, and requests to a store at a time, unless more or fewer are asked for.
 MEMORY, REQUESTS = 64, 32
@@ -178,7 +179,7 @@ class ReadAhead:
         self._pairs: list[list[int]] = []
         self._ahead: Ahead | None = None
         if self._sources and memory:
-            from megaresume.data.shard_files import Ahead
+            from megaresume.data.read_ahead import Ahead
 
             self._ahead = Ahead(requests)
 

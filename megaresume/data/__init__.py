@@ -30,7 +30,8 @@ image_folder.py        rows of JSON lines, with the images that they name, to re
 energon.py             ``.nv-meta`` of an Energon data set, and its field map
 
 Bytes from disks and object stores
-shard_files.py         range reads of local files and object stores; what comes next is read before it is needed
+shard_files.py         range reads of local files and object stores
+read_ahead.py          what comes next is read before it is needed
 remote.py              requests to object stores, and what they gave on a local disk, for the next epoch
 s3_ranges.py           ranges of S3 by obstore, in less processor time than s3fs takes
 store_counts.py        how often a request was tried again, or the disk had the record: of a process and its workers

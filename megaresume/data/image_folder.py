@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from megaresume.data.inputs import COMPRESSIONS, join, resolved
+from megaresume.data.read_ahead import Ahead
 from megaresume.data.remote import is_url
 from megaresume.data.row_lines import bounds_of
-from megaresume.data.shard_files import SCAN_BLOCK, Ahead, BlockFile, Place, RecordError, ShardFiles, local_path
+from megaresume.data.shard_files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
 from megaresume.data.streams import unpacked
 from megaresume.data.tar import RecordExtent, check_plain
 from megaresume.encoding.images.document import Record

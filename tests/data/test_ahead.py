@@ -16,9 +16,10 @@ import pytest
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.data import remote, shard_files
+from megaresume.data import read_ahead, remote, shard_files
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.data.shard_files import Ahead, Place, ShardFiles, joined
+from megaresume.data.read_ahead import Ahead, joined
+from megaresume.data.shard_files import Place, ShardFiles
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
@@ -33,7 +34,7 @@ pytest.importorskip("aiohttp")
 def shards(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
     # The shards are so small that one request would read all of one.
-    monkeypatch.setattr(shard_files, "GAP", -1)
+    monkeypatch.setattr(read_ahead, "GAP", -1)
     monkeypatch.setattr(shard_files, "SMALL", 0)
     write_shards(tmp_path / "shards", [30, 20, 40])
     prepare_shards([tmp_path / "shards/*.tar"], tmp_path / "pairs", encoder())
@@ -100,8 +101,8 @@ def test_several_requests_are_on_their_way_and_no_more_than_asked(shards):
 
 
 def test_neighbours_are_one_request(shards, monkeypatch):
-    monkeypatch.setattr(shard_files, "GAP", 0)
-    monkeypatch.setattr(shard_files, "LONGEST", 16 << 10)
+    monkeypatch.setattr(read_ahead, "GAP", 0)
+    monkeypatch.setattr(read_ahead, "LONGEST", 16 << 10)
     with serve(shards) as far:
         assert batches(shards, far.url, shuffle={"block": 30, "window": 1}) == batches(
             shards, shuffle={"block": 30, "window": 1}
@@ -112,7 +113,7 @@ def test_neighbours_are_one_request(shards, monkeypatch):
 
 
 def test_neighbours_meet_also_where_no_more_may_be_planned(shards, monkeypatch):
-    monkeypatch.setattr(shard_files, "GAP", 16 << 10)
+    monkeypatch.setattr(read_ahead, "GAP", 16 << 10)
     how = {"shuffle": {"block": 8, "window": 1}, "stop": 32}
     monkeypatch.setattr("megaresume.batches.ahead.BLOCKS", 12 / loader(shards).stream.block_samples)
     with serve(shards) as far:
@@ -128,9 +129,9 @@ def test_places_to_requests():
         return Place(of, path, 1 << 40, offset, nbytes)
 
     far, near = place(10 << 20, 10), place(0, 1000)
-    places = [far, place(1000 + shard_files.GAP, 500), near, place(0, 1000, "b"), place(1000, 9, of=other)]
+    places = [far, place(1000 + read_ahead.GAP, 500), near, place(0, 1000, "b"), place(1000, 9, of=other)]
     assert joined(places) == [[far], [near, places[1]], [places[3]], [places[4]]]
-    apart = [place(0, 1000), place(1001 + shard_files.GAP, 500)]
+    apart = [place(0, 1000), place(1001 + read_ahead.GAP, 500)]
     assert joined(apart) == [[apart[0]], [apart[1]]]
     big = [place(k << 18, 1 << 18) for k in range(9)]
     assert [len(request) for request in joined(big)] == [4, 4, 1]
@@ -231,7 +232,7 @@ def test_who_waits_for_what_another_loader_has_released_reads_it_itself(slow):
 
 def test_bytes_are_those_of_the_file_however_places_lie(tmp_path, monkeypatch):
     memory = pytest.importorskip("fsspec").filesystem("memory")
-    monkeypatch.setattr(shard_files, "GAP", 0)
+    monkeypatch.setattr(read_ahead, "GAP", 0)
     region, rng = shard_files.REGION, np.random.default_rng(7)
     shapes = {"a": 10, "b": region - 1, "c": region, "d": 3 * region + 1, "e": 2_000_000}
     contents = {f"memory://{name}.bin": SLOW[k : k + size] for k, (name, size) in enumerate(shapes.items())}
@@ -297,7 +298,7 @@ def test_nobody_waits_for_a_request_that_panicked(monkeypatch):
 
 
 def test_threads_of_a_reader_that_nobody_closed_end(monkeypatch):
-    monkeypatch.setattr(shard_files, "IDLE", 0.05)
+    monkeypatch.setattr(read_ahead, "IDLE", 0.05)
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.pipe("/idle.bin", SLOW[:1000])
     files, reader = ShardFiles(), Ahead(4)
@@ -319,7 +320,7 @@ def test_threads_of_a_reader_that_nobody_closed_end(monkeypatch):
 
 
 def test_what_the_cache_has_between_two_places_is_not_asked_for(slow, tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "GAP", shard_files.REGION - 4000)
+    monkeypatch.setattr(read_ahead, "GAP", shard_files.REGION - 4000)
     reader, asked, let = slow
     files = ShardFiles(cache=remote.DiskCache(tmp_path, 1 << 30))
     let.release()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.data import shard_files
+from megaresume.data import read_ahead, shard_files
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.remote import BLOCK, DiskCache
 from megaresume.data.shard_files import SMALL, ShardFiles
@@ -133,8 +133,8 @@ def small(shards, monkeypatch):  # noqa: F811
     """The same shards, of which regions are kept: 8 records of 2 KiB and a part of another."""
     monkeypatch.setattr(shard_files, "REGION", (18 << 10) - 16)
     monkeypatch.setattr(shard_files, "SMALL", 4 << 10)
-    monkeypatch.setattr(shard_files, "GAP", 18 << 10)
-    monkeypatch.setattr(shard_files, "LONGEST", 36 << 10)
+    monkeypatch.setattr(read_ahead, "GAP", 18 << 10)
+    monkeypatch.setattr(read_ahead, "LONGEST", 36 << 10)
     return shards
 
 

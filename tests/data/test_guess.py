@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from megaresume.batches.loader import StreamDataset, whole
 from megaresume.batches.open import open_stream
-from megaresume.data import remote, shard_files
+from megaresume.data import read_ahead, remote
 from megaresume.data.prepare.shards import prepare_shards
 from tests.data.far import serve
 from tests.data.kit import encoder, write_shards
@@ -20,7 +20,7 @@ pytest.importorskip("aiohttp")
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(shard_files, "GAP", -1)  # each record is a request
+    monkeypatch.setattr(read_ahead, "GAP", -1)  # each record is a request
     monkeypatch.setattr("megaresume.batches.ahead.FARTHEST", 12)  # not into the next epoch
     write_shards(tmp_path / "shards", [40, 30, 50])
     prepare_shards([tmp_path / "shards/*.tar"], tmp_path / "pairs", encoder())

@@ -1,0 +1,279 @@
+"""`Ahead` reads places of shards, and images of folders, before they are needed, several at a time:
+
+    wanted, in the order of need -> neighbours joined -> threads: cache, request -> bytes, until they are released
+
+What is wanted while others wait, or are being read, joins them: so each part of a shard is asked for about once, by few
+requests, however the order scatters its records.
+
+It cannot change what is read: a place that it does not have, or whose request failed, is read by whoever needs it,
+who then meets the error. Local shards are not read: the kernel is told what will be needed, to have it in its cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from megaresume.data.shard_files import Place, RecordError, ShardFiles, Span
+from megaresume.stream.errors import MegaresumeError
+
+log = logging.getLogger(__name__)
+
+#: bytes that nobody wants, between two places that are read by one request.
+GAP = 64 << 10
+#: bytes of a request of several places.
+LONGEST = 1 << 20
+#: requests that will be made next and no longer change, for each that is made at a time.
+SOON = 2
+#: seconds after which a thread ends that has nothing to read: nobody closes what a dropped `StreamDataset` read ahead.
+IDLE = 20.0
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A range that is being read, or soon will be."""
+
+    start: int
+    stop: int
+    #: of one file; grows while others are wanted that lie within.
+    places: list[Place]
+
+    @property
+    def at(self) -> tuple[int, str, int]:
+        """Where it begins."""
+        return _at(self.places[0], self.start)
+
+    def has(self, place: Place) -> bool:
+        """Whether it will have the bytes of a place."""
+        its = self.places[0]
+        same = place.files is its.files and place.path == its.path and not place.whole
+        return same and self.start <= place.offset and place.stop <= self.stop
+
+
+def _at(place: Place, offset: int) -> tuple[int, str, int]:
+    return id(place.files), place.path, offset
+
+
+class Ahead:
+    """Reads ahead for one loader in one process. Threads end with `close`.
+
+    Args:
+        requests: at a time.
+    """
+
+    def __init__(self, requests: int) -> None:
+        self.requests = requests
+        #: bytes of places that are wanted or here.
+        self.held = 0
+        #: how often each is wanted; and the bytes of those that are here, None if they are not read here.
+        self._users: dict[Place, int] = {}
+        self._read: dict[Place, bytes | None] = {}
+        #: requests in the order of need; and those that are being made.
+        self._waiting: deque[list[Place]] = deque()
+        self._under_way: list[_Reading] = []
+        self._checking: set[tuple[ShardFiles, str]] = set()
+        self._readers: set[ShardFiles] = set()
+        self._threads = 0
+        lock = threading.Lock()
+        #: something is here, or checked; something waits to be read. One of many threads is woken for one request.
+        self._changed, self._given = threading.Condition(lock), threading.Condition(lock)
+        self._closed = False
+        self._owner = os.getpid()
+
+    def want(self, places: Iterable[Place]) -> None:
+        """Read these, in the order in which they will be needed; each is kept until it was released as often."""
+        new: list[Place] = []
+        with self._changed:
+            for place in places:
+                users = self._users.get(place, 0)
+                self._users[place] = users + 1
+                if not users:
+                    self.held += place.nbytes
+                    new.append(place)
+            remote = [place for place in new if place.held]
+            if remote:
+                self._queue(remote)
+            self._readers |= {place.files for place in remote}
+            for files in self._readers:
+                files.ahead = self
+            if self._waiting and not self._threads and not self._start():
+                self._read |= dict.fromkeys(chain(*self._waiting))
+                self._waiting.clear()
+                self._changed.notify_all()
+            self._given.notify(len(self._waiting))
+        for place in new:
+            if not place.held:
+                place.files.will_need(place.path, place.offset, place.nbytes)
+
+    def take(self, place: Place) -> bytes | None:
+        """The bytes of a place, as soon as they are here; None: to be read by the caller."""
+        if os.getpid() != self._owner:  # forked: the threads are in the parent
+            return None
+        if (data := self._read.get(place)) is not None:  # mostly, and then it need not wait for a lock
+            return data
+        with self._changed:
+            if place not in self._users or not place.held:
+                return None
+            # Also until nobody keeps it: another loader of the same shards may have wanted it, and be done with it.
+            while place in self._users and place not in self._read and not self._closed:
+                self._changed.wait()
+            return self._read.get(place)
+
+    def release(self, places: Iterable[Place]) -> None:
+        """They were used, or will not be."""
+        with self._changed:
+            for place in places:
+                users = self._users.get(place, 0)  # none: closed
+                if users > 1:
+                    self._users[place] = users - 1
+                elif users:
+                    del self._users[place]
+                    self._read.pop(place, None)
+                    self.held -= place.nbytes
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Read nothing more."""
+        if os.getpid() != self._owner:  # forked, perhaps while a thread of the parent held the lock
+            return
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._users.clear()
+            self._read.clear()
+            self._changed.notify_all()
+            self._given.notify_all()
+        for files in self._readers:
+            if files.ahead is self:
+                files.ahead = None
+
+    def _queue(self, places: Sequence[Place]) -> None:
+        """Have these read: by requests that are being made, or soon will be, if they lie within; or by others."""
+        soon = list(islice(self._waiting, SOON * self.requests))  # not longer, or what is needed first would come later
+        waiting = [_Reading(*request[0].files.around(request), request) for request in soon]
+        ranges = sorted([*self._under_way, *waiting], key=lambda reading: reading.at)
+        starts = [reading.at for reading in ranges]
+        others = [place for request in islice(self._waiting, len(soon), None) for place in request]
+        for place in places:
+            before = bisect_right(starts, _at(place, place.offset)) - 1
+            if before >= 0 and ranges[before].has(place):
+                ranges[before].places.append(place)
+            else:
+                others.append(place)
+        # With those that wait: what lies together is one request, whenever it was wanted.
+        self._waiting = deque([*soon, *joined([place for place in others if place in self._users])])
+
+    def _start(self) -> bool:
+        """One more thread; False: the system has none left, and those that there are continue."""
+        try:
+            threading.Thread(target=self._work, name="megaresume-ahead", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("megaresume: %s: %d requests at a time are read ahead", error, self._threads)
+            self.requests = max(self._threads, 1)
+            return False
+        self._threads += 1
+        return True
+
+    def _work(self) -> None:
+        while (places := self._next()) is not None:
+            self._fetch(places)
+            with self._changed:
+                # Not before the first request: it makes the connection that the others share.
+                while self._waiting and self._threads < self.requests and self._start():
+                    pass
+
+    def _next(self) -> list[Place] | None:
+        """The next request, of what is still wanted; None: closed, or nothing was wanted for a while."""
+        with self._changed:
+            while True:
+                while not self._waiting:
+                    if self._closed:
+                        return None
+                    if not self._given.wait(IDLE) and not self._waiting:
+                        self._threads -= 1
+                        return None
+                if places := [place for place in self._waiting.popleft() if place in self._users]:
+                    return places
+
+    def _fetch(self, places: Sequence[Place]) -> None:
+        """Fetch what the cache lacks; if a request fails, for good, its places are done without bytes."""
+        files, missing = places[0].files, places
+        try:
+            self._check(places[0])
+            here = files.kept(places)
+            self._done(here)
+            missing = [place for place in places if place not in here]
+        except BaseException as error:  # noqa: BLE001  a panic of obstore is no Exception
+            self._failed(error)
+            self._done(dict.fromkeys(missing))
+            return
+        for request in joined(missing):  # several, if the cache has what lies between
+            reading = _Reading(*files.around(request), request)
+            span: Span | None = None
+            with self._changed:
+                self._under_way.append(reading)
+            try:
+                span = files.read_span(request[0], reading.start, reading.stop)
+            except BaseException as error:  # noqa: BLE001  a panic of obstore is no Exception
+                self._failed(error)
+            with self._changed:
+                self._under_way.remove(reading)
+            self._done({place: None if span is None else span.of(place) for place in reading.places})
+            if span is not None:
+                files.keep(reading.places, span)
+
+    @staticmethod
+    def _failed(error: BaseException) -> None:
+        """Whatever it is: who needs the bytes must not wait forever."""
+        if isinstance(error, RecordError):
+            return  # which is for its reader to say
+        what = error.headline if isinstance(error, MegaresumeError) else repr(error)
+        log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
+
+    def _done(self, read: Mapping[Place, bytes | None]) -> None:
+        """These are here, or will not be."""
+        if not read:
+            return
+        with self._changed:
+            self._read |= {place: data for place, data in read.items() if place in self._users}
+            self._changed.notify_all()
+
+    def _check(self, place: Place) -> None:
+        """Ask for the size of a shard, but not in two threads at once."""
+        if place.whole:
+            return
+        shard = (place.files, place.path)
+        with self._changed:
+            while shard in self._checking:
+                self._changed.wait()
+            self._checking.add(shard)
+        try:
+            place.files.check(place.path, place.size)
+        finally:
+            with self._changed:
+                self._checking.discard(shard)
+                self._changed.notify_all()
+
+
+def joined(places: Sequence[Place]) -> list[list[Place]]:
+    """Places to requests: neighbours in one, in the order in which the first of each is needed."""
+    need = {place: k for k, place in enumerate(places)}
+    requests: list[list[Place]] = []
+    for place in sorted(places, key=lambda place: (id(place.files), place.path, place.offset)):
+        last = requests[-1] if requests else None
+        if (
+            last is not None
+            and (last[-1].files, last[-1].path) == (place.files, place.path)
+            and place.offset - last[-1].stop <= GAP
+            and place.stop - last[0].offset <= LONGEST
+        ):
+            last.append(place)
+        else:
+            requests.append([place])
+    return sorted(requests, key=lambda request: min(need[place] for place in request))
