@@ -219,7 +219,7 @@ def _once(make: Callable[..., T], *objects: Any) -> T:
     if found is None:
         found = objects, make(*objects)
         while len(_kept) >= MOST_KEPT:
-            _kept.pop(next(iter(_kept), ()), None)  # another thread may have taken it
+            _kept.pop(next(iter(list(_kept)), ()), None)  # other threads add and take at the same time
         _kept[key] = found
     result: T = found[1]
     return result
