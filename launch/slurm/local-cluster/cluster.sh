@@ -340,7 +340,11 @@ kill_node() {
     # shellcheck disable=SC2046  # one word a process
     end_processes $(daemon "$1") $(tasks "$1")
   fi
+  # They die one after the other: who switched it on meanwhile would find a slurmd, and start none.
+  wait_for 20 is_off "$1" || die "processes of $1 do not die: $(daemon "$1" | xargs)"
 }
+
+is_off() { ! running "$1" && { namespaces || [ -z "$(tasks "$1")" ]; }; }
 
 # ---------------------------------------------------------------- the cluster
 

@@ -233,7 +233,7 @@ def test_batches_of_like_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ({"batch_size": 4}, "per_device_train_batch_size"),
         ({"seqlength": 4}, "did you mean 'seq_length'"),
-        ({"collate_fn": list}, "one of append"),
+        ({"collate_fn": list}, "has no collate_fn\n.*\n.*expected: .*stop, append"),
         ({"lengths": "length"}, "packing without the tokens of a sample"),
         ({"group_by_length": True}, "train_sampling_strategy"),
     ],
