@@ -50,7 +50,7 @@ BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3
 MODES = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
 
 # What `advance` returns: it is done, or its caller must do something and call again.
-DONE, REFILL, GROW_BINS, GROW_OUT, EXHAUSTED = 0, 1, 2, 3, 4
+DONE, REFILL, GROW_BINS, GROW_OUT = 0, 1, 2, 3
 
 # Rows of `Arrays.scalars`. SAMPLES: closed, those that are left out included (see `trained_samples`).
 SAMPLES, DOCUMENTS, TOKENS, STAGE_UNITS, NUM_OPEN = 0, 1, 2, 3, 4
@@ -311,7 +311,8 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
         starts: int64[want + 1], first segment of each sample.
 
     Returns:
-        DONE; REFILL (``ahead`` of source ``scalars[REFILL_SOURCE]`` is used up); GROW_BINS; GROW_OUT; EXHAUSTED.
+        DONE, also where the stream has ended; REFILL (``ahead`` of source ``scalars[REFILL_SOURCE]`` is used up);
+        GROW_BINS; GROW_OUT.
     """
     scalars, sources, segments, link = a.scalars, a.sources, a.segments, a.link
     room, opened, head, tail = a.room, a.opened, a.head, a.tail
@@ -412,8 +413,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 gather = knapsack
                 close = -1 if knapsack else 0  # the stream ends: what is open goes out, oldest first
             else:
-                status = EXHAUSTED
-                break
+                break  # the stream has ended
 
         if length > 0 and close < 0:
             # Where does the pending segment go?

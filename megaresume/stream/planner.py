@@ -147,12 +147,12 @@ def concatenate(plans: list[Plan]) -> Plan:
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
 LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 20, 32, 8192
+#: At most in each by a planner that shares feeds: it plans a few samples again, over what the feeds remember.
+LOOK_AGAIN = 1024
 #: A source is nearly used up when less than one part in so many is left of what was looked ahead.
 TOP_UP = 16
 #: Samples to be left out that are planned at a time.
 LEAVE_OUT = 1 << 13
-#: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
-LOOK_AGAIN = 1024
 #: Rows of a plan for each of the last one, on average.
 SPARE = 1.1
 
@@ -262,7 +262,7 @@ class Planner:
         #: int64[n]: ties go by name.
         self._by_name = np.array(sorted(range(len(sources)), key=lambda i: first.sources[i].name), np.int64)
         self._masks = course.masks_at(self.position)
-        #: called with samples that are left out; ``first`` of such a plan is an absolute number.
+        #: called with samples that are left out; ``first`` of such a plan counts them.
         self.on_left_out: Callable[[Plan], object] = lambda plan: None
         self._set_stage()
         # A stage that begins right here may lack a source of the one before: only then is anything looked ahead.
@@ -318,7 +318,7 @@ class Planner:
 
     @property
     def reached(self) -> int:
-        """The same, counted with the samples that were left out."""
+        """Number of the next sample, counted with those that were left out."""
         return int(self._arrays.scalars[kernel.SAMPLES])
 
     @property
@@ -339,7 +339,7 @@ class Planner:
         plans: list[Plan] = []
         while True:
             if num_samples and not self._leave_out():
-                return concatenate([*plans, self._advance(0)])
+                return concatenate([*plans, self._advance(0)])  # an empty plan: the stream has ended
             num = min([num_samples, *self._limits()])
             plan = self._advance(num)
             plans.append(plan)
@@ -412,7 +412,7 @@ class Planner:
         if num:
             self._segments_a_sample = SPARE * num_segments / num
         starts, used = starts[: num + 1], table[:num_segments]
-        table = used if len(table) <= SPARE**2 * num_segments else used.copy()  # plans are kept: nothing for nothing
+        table = used if len(table) <= SPARE**2 * num_segments else used.copy()  # plans are kept, so no unused rows are
         hashes, digests = np.empty(num, np.uint64), np.empty(num, np.uint64)
         kernel.hash_samples(table, starts, self._keys, self._arrays.digest, hashes, digests)
         return Plan(first=first, starts=starts, table=table, hashes=hashes, digests=digests, orders=self._orders)
