@@ -258,9 +258,10 @@ def _is_over(root: Path, number: int, me: Owner) -> bool:
     began, first, told = time.monotonic(), read_alive(directory), False
     holder = _read(root, number, me, ask_slurm=True)
     while holder.status == "held":
+        now = read_alive(directory)  # before who is newest: a directory that was taken over is removed
         if newest(root) != number:
             return False
-        if (now := read_alive(directory)) not in (first, RELEASED):
+        if now not in (first, RELEASED):
             raise _refused(root, holder)
         waited = time.monotonic() - began
         if waited >= PATIENCE_SECONDS:

@@ -189,6 +189,23 @@ def test_of_many_that_start_at_once_exactly_one_wins(tmp_path: Path, after: str)
             each.process.wait(200)
 
 
+def test_a_takeover_between_two_looks_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal that follows names the new owner, not the one whose directory was just removed."""
+    with job(tmp_path, BOOT="elsewhere") as first:
+        first.says("TAKEN")
+        first.process.kill()
+    me, looks = this_process(token="1" * 16), []
+
+    def look(directory: Path) -> str | None:
+        looks.append(directory)
+        if len(looks) == 3:
+            assert claim(tmp_path, 2, dataclasses.replace(me, token="2" * 16, pid=1, started=1))
+        return read_alive(directory)
+
+    monkeypatch.setattr(lock, "read_alive", look)
+    assert not lock._is_over(tmp_path, 1, me) and len(looks) == 3
+
+
 def test_a_node_that_was_thought_dead_commits_nothing(tmp_path: Path) -> None:
     """Stopped in the worst place: between the draft of the pointer and the rename that would make it count."""
     with job(tmp_path, BOOT="node1") as first:
