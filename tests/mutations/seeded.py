@@ -234,8 +234,8 @@ CHECKPOINT = (
     ),
     Mutation(
         "write where another job is alive",
-        "        if (now := read_alive(directory)) not in (first, RELEASED):\n            raise",
-        "        if (now := read_alive(directory)) is None:\n            raise",
+        "        if now not in (first, RELEASED):\n            raise",
+        "        if now is None:\n            raise",
         LOCK,
     ),
     Mutation("write past the fence", "drafts=None if lock is None else lock.drafts)", "drafts=None)", LOCK),
