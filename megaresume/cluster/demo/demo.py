@@ -20,6 +20,7 @@ import yaml
 
 from megaresume.cluster.local import ask
 from megaresume.cluster.scenario import Say
+from megaresume.stream.errors import counted
 
 #: tokens of a sample; samples of a step.
 SEQ_LENGTH, GLOBAL_BATCH_SIZE = 256, 16
@@ -48,9 +49,8 @@ class DemoStart:
 
     def __str__(self) -> str:
         processes = f"{self.processes} process" + ("es" if self.processes > 1 else "")
-        workers = f"{self.workers} worker" + ("s" if self.workers != 1 else "")
         how = f" ({self.start_method})" if self.start_method else ""
-        return f"{processes}, micro-batch {self.micro_batch_size}, {workers}{how}"
+        return f"{processes}, micro-batch {self.micro_batch_size}, {counted(self.workers, 'worker')}{how}"
 
 
 def write_config(path: Path, sources: Mapping[str, Any], *, seq_length: int = SEQ_LENGTH, **more: Any) -> Path:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from megaresume.cluster.demo.demo import VISION, as_words, small_gpt, write_config
 from megaresume.cluster.local import ask, visible_gpus
 from megaresume.cluster.scenario import KINDS, Kind, Launch, Stop
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import UsageError, counted
 
 #: steps between checkpoints of our own small models.
 SAVE_INTERVAL = 4
@@ -74,10 +74,9 @@ class LaunchLayout:
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
-        nodes = f"{self.nodes} node" + ("s" if self.nodes > 1 else "")
-        ranks = f"{self.ranks_per_node} rank" + ("s" if self.ranks_per_node > 1 else "")
+        nodes, ranks = counted(self.nodes, "node"), counted(self.ranks_per_node, "rank")
         micro = "" if self.micro_batch_size is None else f", micro-batch {self.micro_batch_size}"
-        workers = "" if self.workers is None else f", {self.workers} worker" + ("s" if self.workers != 1 else "")
+        workers = "" if self.workers is None else f", {counted(self.workers, 'worker')}"
         return f"{nodes} x {ranks}{micro}{workers}"
 
     @property
