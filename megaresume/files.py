@@ -125,10 +125,19 @@ _CAUSES = {
 }
 
 
+#: what to do about a file that is there and cannot be read.
+READABLE = "check its permissions, and that its file system is mounted and answers"
+
+
 def write_error(path: Path, error: OSError) -> CheckpointError:
     """Turn the system's error into ours, with the likely cause and what to do."""
     cause, action = _CAUSES.get(error.errno or 0, (None, None))
     return CheckpointError(f"cannot write {path}", found=f"{error.strerror or error}", cause=cause, action=action)
+
+
+def read_error(path: Path, error: OSError) -> CheckpointError:
+    """As `write_error`, for a file or directory of a checkpoint that is there and cannot be read."""
+    return CheckpointError(f"cannot read {path}", found=error.strerror or str(error), action=READABLE)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -42,8 +42,8 @@ from megaresume.checkpoint.records import (
     usual_tags,
 )
 from megaresume.checkpoint.step_file import StepFile, read_marker, read_step_file
-from megaresume.files import open_file, read_file
-from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, UsageError
+from megaresume.files import open_file, read_error, read_file
+from megaresume.stream.errors import MegaresumeError, NewerFormatError, UsageError
 
 PointerName = Literal["latest", "latest_checkpointed_iteration.txt"]
 
@@ -252,7 +252,7 @@ def _names(directory: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError.unreadable(directory, error, "a readable directory") from error
+        raise read_error(directory, error) from error
 
 
 def _directories(root: Path, tags: frozenset[str]) -> list[str]:

@@ -61,7 +61,7 @@ from megaresume.checkpoint.step_file import (
     write_step_file,
 )
 from megaresume.checkpoint.system import Topology, utc
-from megaresume.files import make_dir, size_of, write_atomic, write_error
+from megaresume.files import make_dir, read_error, size_of, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, UsageError
 
 
@@ -132,7 +132,12 @@ def begin_save(
     """
     check_tag(tag)
     if iteration < 0:
-        raise UsageError("an iteration cannot be negative", found=iteration, expected="0 or more")
+        raise UsageError(
+            "an iteration cannot be negative",
+            found=iteration,
+            expected="0 or more",
+            action="pass the number of steps that were trained",
+        )
     root = Path(os.path.abspath(save_dir))
     make_dir(records_dir(root))
     check_owned(root)
@@ -314,7 +319,7 @@ def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, 
     except (FileNotFoundError, NotADirectoryError):
         files = ()
     except OSError as error:
-        raise CheckpointError.unreadable(tag_dir, error, "a readable directory") from error
+        raise read_error(tag_dir, error) from error
     sizes = {entry.path: entry.size for entry in files}
     if expected is None:
         if not any(sizes.values()):

@@ -50,6 +50,7 @@ from megaresume.checkpoint.ranks import (
     rank,
 )
 from megaresume.checkpoint.search import Choice
+from megaresume.files import read_error
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 
 T = TypeVar("T")
@@ -258,7 +259,7 @@ def _place(tag_dir: Path) -> tuple[str, int, int]:
     try:
         return system.identity_of(tag_dir)
     except OSError as error:
-        raise CheckpointError.unreadable(tag_dir, error, "a readable directory") from error
+        raise read_error(tag_dir, error) from error
 
 
 def _stats(tag_dir: Path, manifest: Manifest) -> _Stats:
@@ -345,6 +346,7 @@ class Retries:
                 "unknown answer to a save that fails",
                 found=f"on_save_failure={self.on_failure}",
                 expected=f"one of {', '.join(get_args(OnSaveFailure))}",
+                action="on_save_failure='end' raises the error of a save; 'continue' carries on to the next save",
             )
         for name, value in (("save_retries", self.tries), ("save_retry_wait", self.wait)):
             if not 0 <= value < float("inf"):

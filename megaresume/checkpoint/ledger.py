@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 from megaresume.checkpoint.records import SealError, from_members, members, recorded_tag, seal, unseal
 from megaresume.checkpoint.system import Topology
 from megaresume.files import (
+    READABLE,
     check_regular,
     fsync_dir,
     fsync_file,
@@ -133,7 +134,7 @@ def read_ledger(path: Path) -> LedgerReading:
 
 
 def _unreadable(path: Path, error: OSError) -> StateError:
-    return StateError.unreadable("the ledger", error, "a readable file", at=path)
+    return StateError.unreadable("the ledger", error, "a readable file", at=path, action=READABLE)
 
 
 @contextlib.contextmanager

@@ -353,6 +353,7 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
                 found=f"{path}: {name} {found}",
                 expected=f"{name} {expected}",
                 cause="the file was renamed or copied over another one",
+                action="copy it again from where it was saved, under its own name; or load another checkpoint",
             )
     return manifest
 

@@ -59,6 +59,7 @@ from megaresume.files import (
     fsync_file,
     make_dir,
     open_file,
+    read_error,
     remove_leftovers,
     size_of,
     write_all,
@@ -304,4 +305,4 @@ def _checksum(path: Path) -> str:
     try:
         return checksum_file(path, stored=True)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read back", found=error.strerror or str(error)) from error
+        raise read_error(path, error) from error

@@ -29,7 +29,7 @@ from typing import Any
 
 from megaresume.checkpoint.ledger import append_lines
 from megaresume.checkpoint.records import SealError, seal, unseal
-from megaresume.files import read_file
+from megaresume.files import READABLE, read_file
 from megaresume.stream.errors import StateError, UsageError, as_count
 from megaresume.stream.state import is_version
 
@@ -218,7 +218,9 @@ class PromptHistory:
         except FileNotFoundError:
             return cls({})
         except OSError as error:
-            raise StateError.unreadable("the ledger of prompts", error, "a readable file", at=path) from error
+            raise StateError.unreadable(
+                "the ledger of prompts", error, "a readable file", at=path, action=READABLE
+            ) from error
         lines: dict[str, PromptLine] = {}
         problems = []
         for number, raw in enumerate(data.split(b"\n"), start=1):

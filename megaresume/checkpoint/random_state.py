@@ -427,6 +427,7 @@ class RandomState:
                 found=f"{choice.tag}: of {len(ranks_of(choice.manifest.beside, 'random'))} ranks",
                 expected="one of every rank",
                 cause="it was written by a faulty program: its manifest is whole",
+                action="load another checkpoint",
             )
         try:
             fields = unseal(read_rank_file(choice.load_dir, entry))
@@ -439,6 +440,7 @@ class RandomState:
                 found=f"{entry.path}: {type(error).__name__}: {error}",
                 expected=f"{FORMAT} {VERSION} of rank {mine}",
                 cause="it was written by a faulty or a newer program: its checksum is right",
+                action="upgrade megaresume, or load another checkpoint",
             ) from error
 
     def _seeded(self, here: Snapshot, seed: int) -> Snapshot:

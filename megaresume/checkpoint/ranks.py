@@ -163,7 +163,7 @@ def _portable(error: Exception) -> MegaresumeError:
     """An error that can be sent to another rank: ours as it is, any other by its words."""
     if isinstance(error, MegaresumeError):
         return error
-    return CheckpointError(f"{type(error).__name__}: {error}", cause="see the log of the rank that it happened on")
+    return CheckpointError(f"{type(error).__name__}: {error}", action="see the log of the rank that it happened on")
 
 
 def known_to_all(error: E) -> E:

@@ -208,6 +208,7 @@ class Search:
                 f"the universal checkpoint {tag} has no data state",
                 found=f"no data state of {base} in {self.root}",
                 expected=f"the records of the checkpoint {base}, from which it was converted",
+                action=f"copy them here from the directory that {base} was saved to, or load another checkpoint",
             )
         path = step_path(self.root, source.iteration, base)
         step = read_step_file(path, iteration=source.iteration, tag=base, run=self.run)

@@ -280,10 +280,19 @@ def read_step_file(
     """
     what = "the data state"
     step = read_record(path, _step, what=what, format_name=STEP_FORMAT, version=STEP_VERSION, error=StateError)
-    copied = "the file was renamed or copied over another one"
-    mixed = "files of two runs were copied into one directory: load it from the directory of the run that wrote it"
-    renamed = "a tag directory was renamed, or two programs save the same step into one root"
-    for name, of, found, expected, cause in (
+    copied = (
+        "the file was renamed or copied over another one",
+        "copy it again from where it was saved, under its own name; or load another checkpoint",
+    )
+    mixed = (
+        "files of two runs were copied into one directory",
+        "load it from the directory of the run that wrote it",
+    )
+    renamed = (
+        "a tag directory was renamed, or two programs save the same step into one root",
+        "rename it back; let every program save to a directory of its own",
+    )
+    for name, of, found, expected, (cause, action) in (
         ("iteration", "step", step.iteration, iteration, copied),
         ("run", "run", step.run, run, mixed),
         ("tag", "tag directory", step.tag, tag, renamed),
@@ -294,6 +303,7 @@ def read_step_file(
                 found=f"{path}: {name} {found}, saved {step.saved_at}",
                 expected=f"{name} {expected}",
                 cause=cause,
+                action=action,
             )
     return step
 

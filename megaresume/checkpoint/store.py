@@ -33,7 +33,7 @@ from megaresume.checkpoint.buffer import Buffer
 from megaresume.checkpoint.manifest import FileEntry, checksum_file
 from megaresume.checkpoint.receipts import OtherBytesError, Parts, compares_crc32, send_with_md5
 from megaresume.data.remote import PATIENCE, RemoteStore, patience, s3_code
-from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_file, write_error
+from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_error, read_file, write_error
 from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ class Store:
                 found=str(error.__cause__),
                 expected="an object as it was written",
                 cause="the store or the network damages data",
+                action="start again; if it fails again, compare what another client reads, such as aws s3 cp",
             ) from error
 
     def write(self, name: str, data: bytes) -> None:
@@ -315,7 +316,7 @@ class Store:
                     return self._upload_whole(path, name, entry)
                 return self._upload_parts(file, path, name, entry, gives_way)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read", found=error.strerror or str(error)) from error
+            raise read_error(path, error) from error
 
     def _upload_whole(self, path: Path, name: str, entry: FileEntry) -> str:
         if entry.size <= PART:
@@ -609,4 +610,5 @@ def _changed(path: Path, entry: FileEntry, found: str) -> CheckpointError:
         found=found,
         expected=f"{entry.size} bytes" + (f", checksum {entry.checksum}" if entry.checksum else ""),
         cause="the local storage returns other bytes than were written, or the step is being saved again",
+        action="a step that was saved again is copied then; otherwise look at the local storage",
     )

@@ -196,7 +196,8 @@ class StorePlace:
                 f"node {node} has copied the part of another save",
                 found=f"{self.name}/{name}: save {part.save_id}, digest {part.digest}, part {part.part}",
                 expected=f"save {mine.save_id}, digest {mine.digest}",
-                cause="somebody has written there",
+                cause="two jobs copy to one place",
+                action="let every job copy to a place of its own",
             )
         return part
 

@@ -59,7 +59,9 @@ def read_records(path: str | Path) -> RunRecords:
             record["event"], record["step"]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"line {number} of {path} is not a record", found=line[:100].decode("utf-8", "replace")
+                f"line {number} of {path} is not a record",
+                found=line[:100].decode("utf-8", "replace"),
+                action="name a file that --megaresume-log-samples wrote",
             ) from error
         records.append(record)
     return assemble(records)

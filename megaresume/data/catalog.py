@@ -80,7 +80,7 @@ def open_sources(
         SetupError: files that cannot be opened.
     """
     if part not in PARTS:
-        raise ConfigError.unknown("part of a split", part, PARTS)
+        raise ConfigError.unknown("part of a split", part, PARTS, action="pass part='train', for example")
     objects = dict(objects or {})
     for name in objects:
         if name not in specs:

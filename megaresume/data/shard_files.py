@@ -34,6 +34,8 @@ COUNTED = 1 << 20
 #: of what is named as a file: nothing is there, or it is none.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
 
+_RESTORE = "restore the file, or see on_fault"
+
 
 class RecordError(CorpusError):
     """One record cannot be read, the shard around it can: what a fault policy may answer to."""
@@ -222,7 +224,7 @@ class ShardFiles:
             try:
                 return self._store(path).read_all(path)
             except CorpusError as error:
-                raise RecordError(error.headline, found=error.found, expected="a file") from error
+                raise RecordError(error.headline, found=error.found, expected="a file", action=_RESTORE) from error
         try:
             with open_file(local_path(path)) as file:
                 if (size := os.fstat(file.fileno()).st_size) > MAX_RECORD_BYTES:
@@ -230,7 +232,7 @@ class ShardFiles:
                 return file.readall()
         except OSError as error:
             if error.errno in _NO_FILE:
-                raise RecordError.unreadable(path, error, "a file") from error
+                raise RecordError.unreadable(path, error, "a file", action=_RESTORE) from error
             raise _cannot_open(path, error) from error
 
     def line_at(self, path: str, offset: int) -> int:

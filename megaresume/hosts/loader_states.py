@@ -111,6 +111,7 @@ class LoaderRecord:
                 found=f"{type(error).__name__}: {error}",
                 expected="the fields that megaresume writes",
                 cause="it was written by a faulty program: its checksum is right",
+                action="load another checkpoint",
             ) from error
 
 

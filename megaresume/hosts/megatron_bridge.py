@@ -331,7 +331,12 @@ class BridgeHost(TrainerHost):
                 batch = following
                 yield batch
             if batch is None:
-                raise UsageError("there is nothing to evaluate", found="no micro-batch, of validation's")
+                raise UsageError(
+                    "there is nothing to evaluate",
+                    found="no micro-batch, of validation's",
+                    expected="one for each rank",
+                    action="pass validation with more samples, or set validation.eval_iters=0",
+                )
 
     def step_begins(self, *, is_over: bool) -> None:
         """A step begins, or nothing is left to train. Collective."""

@@ -93,6 +93,7 @@ class PromptOrder:
                 found=f"the DataLoader at sample {loader.samples}",
                 expected=f"at sample {loader.stream.start}: Prompts alone reads from it",
                 cause="a `for` over the loader itself",
+                action="take items from prompts.issue(n) alone; make another DataLoader to look at the data",
             )
         self._parts = [one for one in self._parts if one.stop is None or one.stop > frontier]
         return [self._state_at(one.stream, frontier).to_dict() for one in self._parts]

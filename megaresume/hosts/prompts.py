@@ -135,7 +135,7 @@ class Prompts:
         """
         n = as_number("n", n)
         if n < 0:
-            raise UsageError("bad n", found=str(n), expected="how many prompts are wanted")
+            raise UsageError("bad n", found=str(n), expected="0 or more", action="issue(64) for 64 prompts")
         with self._lock:
             if not self.is_begun:
                 self.begin()

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 #: the file of the state, in a checkpoint's directory.
 FILE = "prompts.json"
+_OTHER = "load another checkpoint; or start from its weights as a new model"
 #: the key of a micro-batch's number.
 BATCH = "megaresume_batch"
 
@@ -411,10 +412,12 @@ def _read(directory: Path) -> Any:
             found=f"no {FILE} in {directory}",
             expected="the file that was saved with the weights",
             cause="it was saved without megaresume, or the file was not copied along",
-            action="load another checkpoint; or start from its weights as a new model",
+            action=_OTHER,
         ) from error
     except ValueError as error:
-        raise StateError.unreadable("the state of the prompts", error, "JSON", at=directory / FILE) from error
+        raise StateError.unreadable(
+            "the state of the prompts", error, "JSON", at=directory / FILE, action=_OTHER
+        ) from error
     if not isinstance(found, dict) or found.get("step") != step:
         raise StateError(
             "weights and prompts are from different steps",

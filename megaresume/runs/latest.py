@@ -29,6 +29,7 @@ from megaresume.checkpoint.foreign import Layout, Look, subdirectories
 from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, MEGATRON, RELEASE
 from megaresume.checkpoint.records import LATEST, TRACKER, records_dir
 from megaresume.checkpoint.search import Rejected
+from megaresume.files import read_error
 from megaresume.render import write_bytes
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.run import Run
@@ -117,7 +118,7 @@ def _subdirectories(root: Path) -> list[str]:
     try:
         return subdirectories(root)
     except OSError as error:
-        raise CheckpointError.unreadable(root, error, "a readable directory") from error
+        raise read_error(root, error) from error
 
 
 def _others(root: Path, layout: Layout) -> list[str]:

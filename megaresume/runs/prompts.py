@@ -120,7 +120,13 @@ def _state(path: Path) -> dict[str, Any]:
         found["open"] = from_runs(found["open"])
         return {name: found[name] for name in ("step", "next", "open", "line")}
     except (KeyError, TypeError, ValueError) as error:
-        raise StateError.unreadable("a state of prompts", error, "what was saved with the weights", at=path) from error
+        raise StateError.unreadable(
+            "a state of prompts",
+            error,
+            "what was saved with the weights",
+            at=path,
+            action="restore the file, or move its checkpoint elsewhere, and run it again",
+        ) from error
 
 
 def _differences(state: dict[str, Any], history: PromptHistory) -> list[str]:
@@ -138,7 +144,10 @@ def _ordinals(text: str) -> list[int]:
         return [int(one) for one in text.split(",")]
     except ValueError as error:
         raise UsageError(
-            "bad value of --find", found=repr(text), expected="ordinals of prompts: --find 17 or --find 17,18"
+            "bad value of --find",
+            found=repr(text),
+            expected="ordinals of prompts",
+            action="--find 17, or --find 17,18",
         ) from error
 
 

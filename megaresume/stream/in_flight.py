@@ -114,7 +114,12 @@ class InFlight:
         if max_staleness is not None:
             max_staleness = _check("max_staleness", max_staleness, 0)
         if on_stale not in ("requeue", "drop"):
-            raise UsageError("bad on_stale", found=repr(on_stale), expected="'requeue' or 'drop'")
+            raise UsageError(
+                "bad on_stale",
+                found=repr(on_stale),
+                expected="'requeue' or 'drop'",
+                action="on_stale='requeue' issues the prompt again; 'drop' gives it up",
+            )
         self.rollouts, self.min_rollouts = rollouts, min_rollouts
         self.max_staleness, self.on_stale = max_staleness, on_stale
         self._all = (1 << rollouts) - 1
@@ -268,7 +273,10 @@ class InFlight:
         """See `Prompts.drop`."""
         if not isinstance(reason, str) or not reason:
             raise UsageError(
-                "a prompt is dropped for a reason", found=repr(reason), expected="a word, such as 'failed'"
+                "a prompt is dropped for a reason",
+                found=repr(reason),
+                expected="a word",
+                action=f"drop({ordinal}, 'failed'), for example",
             )
         ordinal = as_number("ordinal", ordinal)
         flight = self.flight(ordinal, "drop()")
@@ -280,6 +288,7 @@ class InFlight:
                 f"drop(): rollout {rollout} of prompt {ordinal} is trained or dropped already",
                 found=f"rollouts {self.numbers(flight.gone)}",
                 expected="one that is in flight, or came back",
+                action="drop each rollout once; without rollout=, drop() takes all that are not trained",
             )
         self._drop(ordinal, flight, bits, reason, requeue=requeue)
 
@@ -308,7 +317,10 @@ class InFlight:
             if isinstance(one, tuple | list):
                 if len(one) != 2:
                     raise UsageError(
-                        "bad prompt in trained()", found=repr(one), expected="ordinal, or (ordinal, rollout)"
+                        "bad prompt in trained()",
+                        found=repr(one),
+                        expected="an ordinal, or a pair of ordinal and rollout",
+                        action=f"trained({step}, [prompt.ordinal, ...]) or trained({step}, [(prompt.ordinal, 0), ...])",
                     )
                 ordinal, rollout = one
                 parts.append((as_number("ordinal", ordinal), self._number(rollout)))
@@ -320,6 +332,7 @@ class InFlight:
                 found=", ".join(str(one) for one, times in Counter([*whole, *parts]).items() if times > 1)[:200],
                 expected="each ordinal once, or each of its rollouts once",
                 cause="a batch holds the same rollout twice",
+                action="leave the second one out of the batch",
             )
         for ordinal in whole:
             self._check_trained(step, ordinal)
@@ -387,7 +400,8 @@ class InFlight:
             raise UsageError(
                 "there is no such rollout",
                 found=f"rollout {rollout}",
-                expected=f"0 to {self.rollouts - 1}, as in Prompts(rollouts={self.rollouts})",
+                expected=f"0 to {self.rollouts - 1}",
+                action=f"count rollouts from 0; for more of them: Prompts(rollouts=...), now {self.rollouts}",
             )
         return rollout
 
@@ -558,7 +572,10 @@ def _listed(what: Iterable[Any]) -> list[Any]:
         return list(what)
     except TypeError as error:
         raise UsageError(
-            "trained() takes a list of prompts", found=repr(what)[:200], expected="[prompt.ordinal, ...]"
+            "trained() takes a list of prompts",
+            found=repr(what)[:200],
+            expected="a list",
+            action="trained(step, [prompt.ordinal, ...])",
         ) from error
 
 
@@ -578,4 +595,6 @@ def as_number(name: str, value: int) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise UsageError(f"bad {name}", found=repr(value), expected="a whole number") from None
+        raise UsageError(
+            f"bad {name}", found=repr(value), expected="a whole number", action=f"pass {name} as an int"
+        ) from None

@@ -111,6 +111,9 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not 0.01 <= seconds < 1e9:
         raise UsageError(
-            "metrics: every needs a number of seconds", found=f"every={text}", expected="0.01 or more: every=30"
+            "metrics: every needs a number of seconds",
+            found=f"every={text}",
+            expected="0.01 or more",
+            action="every=30, for example",
         )
     return seconds

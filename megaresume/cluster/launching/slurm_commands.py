@@ -165,6 +165,7 @@ def ask(*words: str, env: Mapping[str, str] | None = None, failing: str | None =
             failing or f"{words[0]} fails",
             found=(done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"),
             expected=f"exit status 0 of: {' '.join(words)}",
+            action="run it by hand; if it fails there too, ask whoever runs the cluster",
         )
     return done.stdout
 
@@ -179,7 +180,9 @@ def find_job(job: str) -> JobInfo | None:
     if done.returncode and "Invalid job id" in done.stderr:
         return None
     if done.returncode:
-        raise SetupError(f"Slurm does not tell about job {job}", found=done.stderr.strip())
+        raise SetupError(
+            f"Slurm does not tell about job {job}", found=done.stderr.strip(), action=f"scontrol show job {job}"
+        )
     fields = fields_of(done.stdout)
     code, _, sent = fields.get("ExitCode", "0:0").partition(":")
     return JobInfo(

@@ -224,17 +224,23 @@ def check_layout(args: Arguments, world_size: int) -> tuple[int, BatchSchedule]:
             "the attention heads do not divide over tensor parallelism",
             found=f"--num-attention-heads {args.num_attention_heads}, --tensor-model-parallel-size {tp}",
             expected=f"a multiple of {tp} heads",
+            action=f"--num-attention-heads {-(-args.num_attention_heads // tp) * tp}, or change the other flag",
         )
     if args.hidden_size % args.num_attention_heads:
         low = args.hidden_size // args.num_attention_heads * args.num_attention_heads
         raise UsageError(
             "the hidden size does not divide over the attention heads",
             found=f"--hidden-size {args.hidden_size}, --num-attention-heads {args.num_attention_heads}",
-            expected=f"--hidden-size {low or args.num_attention_heads} or {low + args.num_attention_heads}",
+            expected=f"a multiple of {args.num_attention_heads}",
+            action=f"--hidden-size {low or args.num_attention_heads} or {low + args.num_attention_heads}",
         )
     dp = world_size // tp
     if args.micro_batch_size < 1:
-        raise UsageError("a micro-batch has at least one sample", found=f"--micro-batch-size {args.micro_batch_size}")
+        raise UsageError(
+            "a micro-batch has at least one sample",
+            found=f"--micro-batch-size {args.micro_batch_size}",
+            action="--micro-batch-size 1, or more",
+        )
     final = args.global_batch_size or args.micro_batch_size * dp
     if args.rampup_batch_size is None:
         schedule = BatchSchedule.constant(final)

@@ -183,7 +183,11 @@ class SampleLog:
                 os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             except OSError as error:
-                raise UsageError(f"cannot write --megaresume-log-samples {path}", found=str(error)) from error
+                raise UsageError(
+                    f"cannot write --megaresume-log-samples {path}",
+                    found=str(error),
+                    action="name a file in a directory that this user may write to",
+                ) from error
 
     def start(self, *, step: int, samples: int, digest: str, data_seconds: float) -> None:
         """Note where this process begins.

@@ -123,7 +123,12 @@ def _check(chat: ChatOptions) -> None:
             action="add --max-tokens N, for example the seq_length of the training",
         )
     if chat.too_long not in TOO_LONG:
-        raise UsageError.unknown("value of --too-long", chat.too_long, TOO_LONG)
+        raise UsageError.unknown(
+            "value of --too-long",
+            chat.too_long,
+            TOO_LONG,
+            action="--too-long turn ends a conversation after an answer that fits; error is the default",
+        )
 
 
 def _check_trained(

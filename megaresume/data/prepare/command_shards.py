@@ -118,7 +118,12 @@ def run_shards(args: argparse.Namespace) -> int:
     jobs: list[tuple[list[str], str | Path]] = [(args.inputs, args.output)]
     if is_metadataset(args.inputs[0]):
         if len(args.inputs) > 1:
-            raise UsageError("one metadataset at a time", found=", ".join(args.inputs), expected="one metadataset.yaml")
+            raise UsageError(
+                "one metadataset at a time",
+                found=", ".join(args.inputs),
+                expected="one metadataset.yaml",
+                action="one command for each",
+            )
         jobs = [([path], index) for path, index in index_files(args.inputs[0], Path(args.output)).items()]
     summaries = [
         prepare_shards(
@@ -233,7 +238,10 @@ def _yaml(text: str | None, flag: str) -> Any:
         return parse_yaml(text)
     except yaml.YAMLError as error:
         raise UsageError(
-            f"{flag} is not YAML", found=text, expected="a word, or options: '{kind: patches, size: 336}'"
+            f"{flag} is not YAML",
+            found=text,
+            expected="a word, or options in braces",
+            action=f"for example {flag} '{{kind: patches, size: 336}}'",
         ) from error
 
 

@@ -273,7 +273,9 @@ def _dtype(wanted: str, tokenizer: Tokenizer) -> str:
         # as megatron.core.datasets.indexed_dataset.DType.optimal_dtype
         return "uint16" if tokenizer.vocab_size < 65500 else "int32"
     if wanted not in DTYPE_NAMES:
-        raise UsageError.unknown("dtype", wanted, ("auto", *DTYPE_NAMES))
+        raise UsageError.unknown(
+            "dtype", wanted, ("auto", *DTYPE_NAMES), action="--dtype auto takes one that the vocabulary fits in"
+        )
     if tokenizer.vocab_size - 1 > np.iinfo(wanted).max:
         raise UsageError(
             f"the tokens do not fit into {wanted}",

@@ -199,6 +199,7 @@ def _measured(
                 f"record '{extent.key}' is too large",
                 found=f"{extent.nbytes} bytes",
                 expected=f"at most {MAX_RECORD_BYTES}",
+                action="divide it into smaller records",
             )
         data = file.read_at(extent.offset, extent.nbytes)
         if folder is None:

@@ -290,7 +290,9 @@ def _put_hooks(engine: Any, attached: EngineData) -> None:
     """Let the engine's methods carry this data from now on, in place of what was attached before."""
     slot: _Slot | None = engine.__dict__.get(_SLOT)
     if slot is not None:
-        slot.data.detach("megaresume.attach was called again on the same engine")
+        slot.data.detach(
+            "megaresume.attach was called again on the same engine", "train on what the last call returned"
+        )
         slot.data = attached
         return
     slot = _Slot(attached)

@@ -234,5 +234,6 @@ def _wait_for(paths: list[Path], seconds: float, tag: str) -> None:
                 found=f"{len(missing)} of {len(paths)} ranks have not written their part after {seconds:.0f} s",
                 expected="all ranks at the end of the program",
                 cause="a rank ended before the others, or hangs",
+                action="see the output of the other ranks; the run continues from its newest checkpoint",
             )
         time.sleep(0.1)

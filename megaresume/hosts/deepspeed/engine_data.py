@@ -300,7 +300,7 @@ class EngineData(Batches):
         try:
             self.session.step_begins()
         except Stopped:
-            self.detach("the run was asked to stop")
+            self.detach("the run was asked to stop", "let megaresume.Stopped end the program; the next start continues")
             raise
 
     def before_train_batch(self) -> None:
@@ -340,12 +340,12 @@ class EngineData(Batches):
 
     def close(self) -> None:
         """Stop reading ahead, and listening, at the end of a run; nothing more is handed out."""
-        self.detach("it was closed")
+        self.detach("it was closed", "call megaresume.attach again to train on")
         self.session.close()
 
-    def detach(self, why: str) -> None:
-        """Hand out nothing more: the engine has other data now."""
-        self._closed = StateError("this data hands out nothing more", cause=why)
+    def detach(self, why: str, action: str) -> None:
+        """Hand out nothing more, and say why, and what to do, if it is asked for."""
+        self._closed = StateError("this data hands out nothing more", cause=why, action=action)
         self._close()
 
 

@@ -143,6 +143,7 @@ def _refuse(said: Mapping[str, Any], mode: str) -> None:
                 found=f"{PREFIX}{word.replace('_', '-')} {said[word]}",
                 expected=f"one of {', '.join(known)}",
                 cause="a typing error in the YAML config, whose values no parser checks",
+                action="correct it in the YAML config",
             )
     if said["data"] is not None and mode == "guard":
         raise UsageError(
@@ -320,7 +321,8 @@ def _bad_steps(text: str) -> UsageError:
     return UsageError(
         "bad --step-batch-size-schedule",
         found=repr(text),
-        expected='TOKENS:SIZE pairs, the first at 0, each at another sample: "0:768 250B:1536"',
+        expected="TOKENS:SIZE pairs, the first at 0, each at another sample",
+        action='for example --step-batch-size-schedule "0:768 250B:1536"',
     )
 
 

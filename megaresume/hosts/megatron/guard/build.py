@@ -308,7 +308,11 @@ def _epochs(dataset: Any, record: ComponentRecord, needed: int) -> tuple[int, in
     tokens = int(np.sum(dataset.dataset.sequence_lengths[first:end], dtype=np.int64))
     extra, length = int(getattr(dataset.config, "add_extra_token_to_sequence", True)), dataset.config.sequence_length
     if tokens == 0:
-        raise CorpusError(f"{record.path} has no tokens to continue with", found=f"documents {first}:{end} are empty")
+        raise CorpusError(
+            f"{record.path} has no tokens to continue with",
+            found=f"documents {first}:{end} are empty",
+            action="train fewer samples (--train-samples, --train-iters); or start a new run without this corpus",
+        )
     samples, asked = (tokens - extra) // length, None
     if samples < _MIN_SAMPLES:
         samples = asked = _MIN_SAMPLES

@@ -190,7 +190,9 @@ def read_script(path: Path) -> bytes:
             "no such script", found=str(path), expected="a Python file, as pretrain_gpt.py", action="check the path"
         ) from error
     except OSError as error:
-        raise UsageError.unreadable("the script", error, "a Python script", at=path) from error
+        raise UsageError.unreadable(
+            "the script", error, "a Python script", at=path, action="check the path and its permissions"
+        ) from error
 
 
 def replace_script(path: Path, old: bytes, new: bytes) -> None:
@@ -231,6 +233,7 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
             f"cannot write {path}",
             found=f"{error.strerror or error}; the script is unchanged",
             expected=f"a folder that this user may write, with space for {len(new):,} bytes",
+            action="patch a copy of the script in such a folder",
         ) from error
     finally:
         with contextlib.suppress(OSError):
