@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.stream.errors import SetupError, UsageError, near
 
 #: flags whose value is flags of another program: as it is, and also where it begins with dashes.
 _OF_OTHERS = frozenset({"--sbatch-options"})
@@ -33,10 +32,10 @@ def normalise(argv: Sequence[str]) -> list[str]:
     return result
 
 
-def near(word: str, known: Collection[str]) -> str:
-    """For an error: the word that was probably meant; nothing, if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]}?" if close else ""
+def or_near(word: str, known: Collection[str]) -> str:
+    """`errors.near` for the end of a message; nothing, if no word is close."""
+    meant = near(word, known)
+    return "" if meant is None else f", {meant}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in own if word.startswith("--")]
         unknown = [flag for flag in flags if not any(name.startswith(flag) for name in known)]
         if unknown:
-            message = f"there is no flag {unknown[0]}{near(unknown[0], known)}"
+            message = f"there is no flag {unknown[0]}{or_near(unknown[0], known)}"
         super().error(message)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import megaresume
-from megaresume.command_line import Parser, near, normalise
+from megaresume.command_line import Parser, normalise, or_near
 from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     named = next((word for word in argv if not word.startswith("-")), None)
     if named is not None and named not in COMMANDS:
-        parser.error(f"there is no command '{named}'{near(named, COMMANDS)}; megaresume --help lists them")
+        parser.error(f"there is no command '{named}'{or_near(named, COMMANDS)}; megaresume --help lists them")
     parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, prog="megaresume", help=argparse.SUPPRESS

@@ -22,7 +22,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
-from megaresume.stream.errors import UsageError, near
+from megaresume.stream.errors import UsageError, near, nearest
 
 T = TypeVar("T")
 #: whose command line has a flag for a setting: a script of Megatron, or one with Hugging Face's Trainer (under the
@@ -61,11 +61,13 @@ def setting(
 
 
 def described(cls: type[T]) -> type[T]:
-    """Give a dataclass of settings the check of what it is made with, by type, and its docstring a line for each."""
+    """Give a dataclass of settings the check of what it is made with, by name and type, and its docstring a line for
+    each."""
     made: Any = cls.__init__
 
     @functools.wraps(made)
-    def __init__(self: T, **given: Any) -> None:
+    def __init__(self: T, *unnamed: Any, **given: Any) -> None:
+        check_names(cls, unnamed, given)
         check_types(cls, given)
         made(self, **given)
 
@@ -74,6 +76,34 @@ def described(cls: type[T]) -> type[T]:
     first, *rest = (cls.__doc__ or "").rstrip().split("\n\n")
     cls.__doc__ = "\n\n".join([first, "\n".join(["    Args:", *(f"    {line}" for line in lines)]), *rest])
     return cls
+
+
+def check_names(cls: type[Any], unnamed: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Raise a UsageError for a setting that a dataclass of settings does not have, and for one without its name.
+
+    Args:
+        cls: a dataclass of settings.
+        unnamed: values that were given without a name.
+        given: values by name.
+    """
+    call, known = cls.__name__, [field.name for field in dataclasses.fields(cls)]
+    for name, value in given.items():
+        if name not in known:
+            close = nearest(name, known)
+            raise UsageError.unknown(
+                f"setting of {call}",
+                name,
+                known,
+                found=f"{call}({name}={value!r:.80})",
+                action="docs/settings.md says what each setting does" if close is None else f"write {close}",
+            )
+    if unnamed:
+        raise UsageError(
+            f"{call} takes its settings by name",
+            found=f"{call}({unnamed[0]!r:.80})",
+            expected=f"one of {', '.join(known)}",
+            action=f"write {call}({known[0]}={unnamed[0]!r:.80})",
+        )
 
 
 def check_types(cls: type[Any], given: Mapping[str, Any], *, as_flags: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
 from megaresume.checkpoint.stopping import StopConditions
-from megaresume.stream.errors import UsageError, nearest
+from megaresume.stream.errors import UsageError, near, nearest
 
 #: the options that are groups of settings, and one of their settings as an example.
 _GROUPS: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
@@ -88,21 +88,22 @@ def unknown_option(
         call: the beginning of its call of `megaresume.attach`.
         name, value: of the option.
         known: the options that this trainer has.
-        cause, action: what is known about this one; default: what it looks like.
+        cause, action: what is known about this one; without an action, what the option looks like.
     """
     group_of = {one.name: group for group in _GROUPS if group in known for one in dataclasses.fields(_GROUPS[group][0])}
     group = name if name in _GROUPS and isinstance(value, _GROUPS[name][0]) else None
-    word = name if name in group_of or group or action else nearest(name, [*known, *group_of])
+    words = [*known, *group_of]
     if action is None and group:
         action = _without_its_group(call, value, known)
-    elif action is None and word is not None:
+    elif action is None and (word := nearest(name, words)) is not None:
+        cause = near(name, words)
         inside = group_of.get(word)
         action = f"pass {inside}={_call(_GROUPS[inside][0], {word: value})}" if inside else f"write {word}"
     return UsageError(
         f"megaresume.{call}) has no {name}",
         found=f"{name}={_call(type(value), _given(value)) if group else repr(value):.200}",
         expected=", ".join([*known, *(["metrics"] if "checkpoints" in known else [])]),
-        cause=f"did you mean '{word}'?" if cause is None and word not in (None, name) else cause,
+        cause=cause,
         action=action or f"leave {name} out; docs/attach.md says which trainer has which options",
     )
 

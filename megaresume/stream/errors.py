@@ -169,9 +169,9 @@ def nearest(word: object, known: Collection[str]) -> str | None:
 
 
 def near(word: object, known: Collection[str]) -> str | None:
-    """The likely cause of a word that is not known: a slip of a similar one."""
+    """The likely cause of a word that is not known: a slip of a similar one; None if none is similar."""
     close = nearest(word, known)
-    return None if close is None else f"did you mean '{close}'?"
+    return None if close in (None, word) else f"did you mean '{close}'?"
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = None) -> SetupError | None:

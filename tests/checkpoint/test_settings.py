@@ -43,6 +43,21 @@ def test_the_nearest_word() -> None:
         Checkpoints(on_save_failure="contine")  # type: ignore[arg-type]
 
 
+def test_unknown_settings() -> None:
+    with pytest.raises(UsageError, match="unknown setting of Checkpoints") as caught:
+        Checkpoints(keep_lats=3)  # type: ignore[call-arg]
+    assert (caught.value.found, caught.value.action) == ("Checkpoints(keep_lats=3)", "write keep_last")
+    assert caught.value.cause == "did you mean 'keep_last'?"
+    with pytest.raises(UsageError, match=r"unknown setting of Loader(.|\n)*num_workers(.|\n)*docs/settings\.md"):
+        Loader(zzz=3)  # type: ignore[call-arg]
+
+
+def test_settings_without_names() -> None:
+    with pytest.raises(UsageError, match="takes its settings by name") as caught:
+        Checkpoints("run")  # type: ignore[misc]
+    assert caught.value.action == "write Checkpoints(save_dir='run')"
+
+
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])
 def test_nothing_kept(name: str) -> None:
     flag = f"--megaresume-{name.replace('_', '-')}"

@@ -44,15 +44,19 @@ def test_bad_usage_is_status_2_without_a_traceback(words):
 @pytest.mark.parametrize(
     ("words", "usage", "said"),
     [
-        (("inspct", "x"), "megaresume [-h]", "there is no command 'inspct', did you mean inspect?"),
+        (("inspct", "x"), "megaresume [-h]", "there is no command 'inspct', did you mean 'inspect'?"),
         (("nonsense",), "megaresume [-h]", "there is no command 'nonsense'; megaresume --help lists them"),
-        (("prepare", "x", "--outptu", "y"), "megaresume prepare ", "there is no flag --outptu, did you mean --output?"),
+        (
+            ("prepare", "x", "--outptu", "y"),
+            "megaresume prepare ",
+            "there is no flag --outptu, did you mean '--output'?",
+        ),
         (
             ("prepare", "x", "--output", "y", "--worker_s=3"),
             "megaresume prepare ",
-            "--worker-s, did you mean --workers?",
+            "--worker-s, did you mean '--workers'?",
         ),
-        (("inspect", "x", "--jsn"), "megaresume inspect ", "there is no flag --jsn, did you mean --json?"),
+        (("inspect", "x", "--jsn"), "megaresume inspect ", "there is no flag --jsn, did you mean '--json'?"),
         (("inspect", "x", "y", "z"), "megaresume inspect ", "unrecognized arguments: "),
     ],
 )
