@@ -286,7 +286,7 @@ def check_present(run: Run, skipped: Sequence[tuple[str, int]], first: int, last
         trace = Trace(run, open_corpora(run.root, run.history.state, data=None, split=None), compare=False)
         for piece in trace.pieces(*trace.steps.samples(first, last + 1)):
             if not piece.left_out:
-                found = zip(*piece.segments[:, [0, 2]].T.tolist(), strict=True)
+                found = zip(piece.column("source").tolist(), piece.column("document").tolist(), strict=True)
                 for place in {(piece.names[source], document) for source, document in found}.intersection(absent):
                     del absent[place]
     except (MegaresumeError, OSError) as error:  # the corpora may be on other nodes alone

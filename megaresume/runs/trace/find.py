@@ -419,14 +419,16 @@ def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Ca
     places: dict[tuple[int, int], dict[int, int]] = {}
     found = 0
     for piece in trace.pieces(first, stop, progress=progress):
-        for k, (step, sample) in enumerate(piece.samples[:, :2].tolist()):
+        steps, samples = piece.column("step").tolist(), piece.column("sample").tolist()
+        for k, (step, sample) in enumerate(zip(steps, samples, strict=True)):
             sums = known.get(sample)
-            segments = piece.segments[piece.starts[k] : piece.starts[k + 1]]
-            if sums is None or len(sums) != len(segments):
+            begin, end = piece.starts[k : k + 2].tolist()
+            if sums is None or len(sums) != end - begin:
                 continue
             found += 1
-            table = np.zeros((len(segments), SEGMENT_WIDTH), np.int64)
-            table[:, SOURCE], table[:, DOCUMENT] = segments[:, 0], segments[:, 2]
+            table = np.zeros((end - begin, SEGMENT_WIDTH), np.int64)
+            table[:, SOURCE] = piece.column("source")[begin:end]
+            table[:, DOCUMENT] = piece.column("document")[begin:end]
             documents.add(table, _as_losses(sample, sums))
             for source, document in table[:, [SOURCE, DOCUMENT]].tolist():
                 places.setdefault((source, document), {})[sample] = step
@@ -479,7 +481,7 @@ def with_texts(found: ByLoss, trace: Trace, decoder: Decoder) -> ByLoss:
 
 
 def _of_samples(piece: TracePiece, wanted: set[int]) -> Iterator[TracePiece]:
-    for k, sample in enumerate(piece.samples[:, 1].tolist()):
+    for k, sample in enumerate(piece.column("sample").tolist()):
         if sample in wanted:
             begin, end = piece.starts[k : k + 2].tolist()
             yield dataclasses.replace(

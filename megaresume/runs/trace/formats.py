@@ -344,17 +344,17 @@ def write_parquet(path: Path, pieces: Iterable[TracePiece]) -> int:
 def _table(pyarrow: Any, piece: TracePiece) -> Any:
     counts = np.diff(piece.starts)
     columns: dict[str, Any] = {}
-    for k, name in enumerate(SAMPLE_COLUMNS[:4]):
-        values = np.repeat(piece.samples[:, k], counts)
+    for name in SAMPLE_COLUMNS[:4]:
+        values = np.repeat(piece.column(name), counts)
         columns[name] = pyarrow.array(values, mask=values == UNKNOWN)
-    columns["place"] = pyarrow.array(piece.segments[:, SEGMENT_COLUMNS.index("place")])
+    columns["place"] = pyarrow.array(piece.column("place"))
     if piece.numbered:
         columns["absolute"] = pyarrow.array(np.repeat(piece.samples[:, ABSOLUTE], counts))
     # The same dictionary in every row group: Parquet then stores a small number for a name.
-    indices = pyarrow.array(piece.segments[:, 0].astype(np.int32))
+    indices = pyarrow.array(piece.column("source").astype(np.int32))
     columns["source"] = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(piece.names))
     for name in ("epoch", "document", "offset", "length"):
-        columns[name] = pyarrow.array(piece.segments[:, SEGMENT_COLUMNS.index(name)])
+        columns[name] = pyarrow.array(piece.column(name))
     if piece.shards:
         columns |= _records(pyarrow, piece)
     columns["hash"] = pyarrow.array(np.repeat(piece.hashes, counts))

@@ -175,6 +175,12 @@ class TracePiece:
     #: names of all tar shards of the run.
     shards: Sequence[str] = ()
 
+    def column(self, name: str) -> Int64Array:
+        """A column of ``samples`` (int64[n]) or of ``segments`` (int64[s]), by its name."""
+        if name in SAMPLE_COLUMNS:
+            return self.samples[:, SAMPLE_COLUMNS.index(name)]
+        return self.segments[:, (*SEGMENT_COLUMNS, *RECORD_COLUMNS).index(name)]
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """The samples as plain JSON."""
         table = self.segments.tolist()
@@ -314,22 +320,27 @@ class Trace:
     def _piece(self, plan: Plan, planned: Planned, span: Span) -> TracePiece:
         skipped = self.replan.skips.ranges
         samples = _samples(plan, span, self._dealt.places(span, plan.first, plan.stop))
+        numbers = samples[:, SAMPLE_COLUMNS.index("sample")]
         if planned.left_out:
-            samples[:, ABSOLUTE], samples[:, 1] = samples[:, 1], UNKNOWN
+            numbers[:] = UNKNOWN
         elif skipped:
             edges = np.array([trained(skipped, a) for a, _ in skipped])
             before = np.cumsum([0, *(b - a for a, b in skipped)])
-            samples[:, ABSOLUTE] = samples[:, 1] + before[edges.searchsorted(samples[:, 1], side="right")]
+            samples[:, ABSOLUTE] = numbers + before[edges.searchsorted(numbers, side="right")]
         table, starts = plan.table, plan.starts
         num_columns = len(SEGMENT_COLUMNS) + (len(RECORD_COLUMNS) if self.records.shards else 0)
         segments = np.empty((len(table), num_columns), np.int64)
-        segments[:, 0] = table[:, SOURCE]
-        segments[:, 1] = plan.epochs()
-        segments[:, 2] = table[:, DOCUMENT]
-        segments[:, 3] = table[:, OFFSET]
-        segments[:, 4] = table[:, LENGTH]
-        segments[:, 5] = places(table[:, LENGTH], starts, planned.config.packing.align)
-        segments[:, 6] = table[:, OFFSET] + table[:, LENGTH]
+        columns = {
+            "source": table[:, SOURCE],
+            "epoch": plan.epochs(),
+            "document": table[:, DOCUMENT],
+            "offset": table[:, OFFSET],
+            "length": table[:, LENGTH],
+            "place": places(table[:, LENGTH], starts, planned.config.packing.align),
+            "end": table[:, OFFSET] + table[:, LENGTH],
+        }
+        for k, name in enumerate(SEGMENT_COLUMNS):
+            segments[:, k] = columns[name]
         if self.records.shards:
             self.records.fill(table[:, SOURCE], table[:, DOCUMENT], segments[:, len(SEGMENT_COLUMNS) :])
         return TracePiece(
@@ -362,15 +373,15 @@ def places(lengths: Int64Array, starts: Int64Array, align: int) -> Int64Array:
 
 
 def _samples(plan: Plan, span: Span, places: Int64Array) -> Int64Array:
-    out = np.full((len(plan), len(SAMPLE_COLUMNS) + 1), UNKNOWN, np.int64)
-    out[:, 1] = out[:, ABSOLUTE] = np.arange(plan.first, plan.stop)
-    out[:, 4] = plan.tokens()
+    """See `TracePiece.samples`, if nothing is left out."""
+    sample = np.arange(plan.first, plan.stop)
+    step = np.full(len(plan), UNKNOWN)
     if span.batch_size is not None:
-        num = (out[:, 1] - span.step_sample) // span.batch_size
+        num = (sample - span.step_sample) // span.batch_size
         # An iteration counted from another start than the samples may not reach back to them.
-        out[:, 0] = np.where(span.step + num > 0, span.step + num, UNKNOWN)
-    out[:, 2:4] = _ranks(span, places)
-    return out
+        step = np.where(span.step + num > 0, span.step + num, UNKNOWN)
+    rank, micro_batch = _ranks(span, places).T
+    return np.stack([step, sample, rank, micro_batch, plan.tokens(), sample], axis=1)
 
 
 def _ranks(span: Span, places: Int64Array) -> Int64Array:
