@@ -229,7 +229,7 @@ def welcome(directory: Path) -> str:
         directory: looked at, with the directories in it.
     """
     lines = [
-        f"megaresume {megaresume.__version__}: after a kill, training goes on with exactly the data that comes next"
+        f"megaresume {megaresume.__version__}: after a kill, training continues with exactly the data that comes next"
     ]
     if found := _checkpoints(directory):
         lines += ["", f"There are checkpoints in {found}:"]

@@ -34,7 +34,7 @@ class Branch:
 
     def __str__(self) -> str:
         steps = f"steps {self.after + 1} to {self.last}"
-        return f"branch {self.number}, {steps}: the start of {self.time} went on from another save"
+        return f"branch {self.number}, {steps}: the start of {self.time} resumed from another save"
 
 
 class _Ways:

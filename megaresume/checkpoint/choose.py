@@ -518,7 +518,7 @@ def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: st
         found=f"{choice.tag} in {Path(directory).absolute()}",
         expected="a directory that this start has loaded from, or one without checkpoints",
         cause=cause,
-        action=f"{load} to go on from it; to start over on purpose, save to another directory, or move this one away",
+        action=f"{load} to resume from it; to start over on purpose, save to another directory, or move this one away",
     )
 
 

@@ -231,7 +231,7 @@ class Stager:
             self._prune(self._last)  # what became durable after its copy counts now
         if left_over:
             log.error(
-                "megaresume: not copied to %s: %s. They are complete in %s; the next start there goes on with them",
+                "megaresume: not copied to %s: %s. They are complete in %s; the next start there continues with them",
                 self.place.name,
                 ", ".join(left_over),
                 self.local,

@@ -136,7 +136,7 @@ class StorePlace:
     def refusal(self, step: StepFile) -> str | None:
         if not self.lease.head.is_removed(step.save_id):
             return None
-        return f"another machine has gone on without it, and removed from {self.name} what there was of it"
+        return f"another machine has continued without it, and removed from {self.name} what there was of it"
 
     def announce(self, step: StepFile, marker: Marker) -> None:
         self.store.write(self._record(step, marker_path), marker.to_bytes())

@@ -281,7 +281,7 @@ def _incomplete(who: str, records: RunRecords, steps: int) -> Iterator[tuple[int
         more = "" if len(missing) == 1 else f", and {len(missing) - 1} more"
         yield missing[0], f"step {missing[0]}{more} is missing in the records of {who}"
     if records.steps and max(records.steps) > steps:
-        yield steps + 1, f"{who} went on to step {max(records.steps)}, beyond the end at step {steps}"
+        yield steps + 1, f"{who} continued to step {max(records.steps)}, beyond the end at step {steps}"
     for (step, one), (after, other) in pairwise(sorted(records.steps.items())):
         if after == step + 1 and one["samples"][-1] != other["samples"][0]:
             yield (
@@ -302,12 +302,12 @@ def _starts(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]
         step = start["step"]
         if (before := reference.steps.get(step)) is None:
             continue
-        went_on = f"the start from step {step} went on"
+        resumed = f"the start from step {step} resumed"
         samples, digests = before["samples"][-1], (before["digest"], start["digest"])
         if start["samples"] != samples:
-            yield step + 1, f"{went_on} at sample {start['samples']}, and not at {samples}"
+            yield step + 1, f"{resumed} at sample {start['samples']}, and not at {samples}"
         elif None not in digests and digests[0] != digests[1]:
-            yield step + 1, f"{went_on} with digest {digests[1]}, and not {digests[0]}"
+            yield step + 1, f"{resumed} with digest {digests[1]}, and not {digests[0]}"
 
 
 def _differences(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:

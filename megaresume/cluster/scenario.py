@@ -564,7 +564,7 @@ class Scenario:
             )
         if attempt.first > before:
             self.found.problems.append(
-                f"attempt {attempt.number} went on from step {attempt.first}, though the run had come to step {before}"
+                f"attempt {attempt.number} resumed from step {attempt.first}, though the run had come to step {before}"
             )
         if stopped.kind not in _GRACEFUL and stopped.step == attempt.first == newest_save:
             self.found.notes.append(f"{stopped.kind} cost no step: it came right after a checkpoint")

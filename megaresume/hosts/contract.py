@@ -11,7 +11,7 @@ each step was given, as the model reads it. A `Job` says what to do differently 
 one of one rank, one of two ranks that is killed in a save, and copies of it.
 
     every epoch                has every item once, in another order
-    killed in a save           gone on with by one rank, with steps of other sizes, and by the same ranks, bit for bit
+    killed in a save           resumed by one rank, with steps of other sizes, and by the same ranks, bit for bit
     killed between two saves   the losses are those of a run that nobody killed: dropout, optimizer, schedule
     its machine lost           resumed on an empty one from an object store, if there is a fixture `store_url`, with the
                                URL of a place where nothing is
@@ -157,7 +157,7 @@ class HostContract:
         [(4, 2), (4, 1), (7, 1), (2, 3)],
         ids=["same", "halved", "the last batch is short", "the last step has fewer micro-batches"],
     )
-    def test_killed_in_a_save_and_gone_on_with_steps_of_other_sizes(
+    def test_killed_in_a_save_and_resumed_with_steps_of_other_sizes(
         self, driver: Driver, copy: Path, order: list[int], batch: int, accumulation: int
     ) -> None:
         sizes = self.sizes(3 * ITEMS - 16 * STEP, batch * accumulation)
@@ -172,7 +172,7 @@ class HostContract:
         assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), len(handed))]
         assert self.newest(copy) == len(steps)
 
-    def test_the_same_ranks_go_on_bit_for_bit(
+    def test_the_same_ranks_resume_bit_for_bit(
         self, driver: Driver, copy: Path, tmp_path: Path, order: list[int]
     ) -> None:
         said = self.ended(driver, self.of_ranks(directory=copy, attempt=2))

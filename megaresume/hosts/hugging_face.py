@@ -152,8 +152,8 @@ class TransformersHost(TrainerHost):
         early_save=(
             "trainer._save_checkpoint was called within a step; or after an exception that ended the training between "
             "the change of the weights and on_step_end, which counts it",
-            "to save, set control.should_save in on_step_end; after such an exception go on from the checkpoint before "
-            "it: trainer.train(resume_from_checkpoint=True) in a new process",
+            "to save, set control.should_save in on_step_end; after such an exception resume from the checkpoint "
+            "before it: trainer.train(resume_from_checkpoint=True) in a new process",
         ),
         other_count=(
             "the Trainer's state was changed by hand, or loaded from another checkpoint",

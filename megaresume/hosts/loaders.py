@@ -116,9 +116,9 @@ def _library(loader: Any) -> str:
 class StateDictAdapter:
     """``state_dict`` and ``load_state_dict``, as torchdata defines them: the state after the batch handed out last.
 
-    Torchdata 0.11 draws a seed from the loader's generator when an epoch begins, and not again when one is gone on
-    with: without workers, the shuffle of the epoch *after* a resume would be another one. So the generator's own state
-    is kept as well.
+    Torchdata 0.11 draws a seed from the loader's generator when an epoch begins, and not again when one is
+    resumed: without workers, the shuffle of the epoch *after* a resume would be another one. So the generator's own
+    state is kept as well.
     """
 
     def __init__(self, loader: Any) -> None:

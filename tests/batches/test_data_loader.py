@@ -193,7 +193,7 @@ def test_workers_change_nothing_and_what_they_read_ahead_does_not_count(order: l
             break
     state = loader.state_dict()
     assert state["samples"] == 8
-    for batch in loader:  # left, and gone on with
+    for batch in loader:  # left, and resumed
         handed += numbers(batch)
     assert handed == order[:38]
     assert merged(ranks(1, 2, state, num_workers=1), 20) == order[8:48]

@@ -79,7 +79,7 @@ def test_a_rank_was_killed_before_the_others_came(tmp_path: Path) -> None:
         assert notice(started[:2])
 
 
-def test_a_failure_is_told_at_the_gate_and_the_ranks_go_on_together(tmp_path: Path) -> None:
+def test_a_failure_is_told_at_the_gate_and_the_ranks_continue_together(tmp_path: Path) -> None:
     with ranks(tmp_path, "gate end", "fail end", "gate end") as started:
         failure = "Failure(words='rank 1: no such file', is_final=False)\n"
         elsewhere = "another rank has failed\n" + failure

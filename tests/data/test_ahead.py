@@ -496,7 +496,7 @@ for batch in made:
     "four processes, three of them killed",
     "`::test_it_reads_what_this_rank_needs_from_where_it_goes_on`",
 )
-def test_killed_while_it_reads_ahead_and_gone_on(shards):
+def test_killed_while_it_reads_ahead_and_resumed(shards):
     expected = [
         [batch["samples"].tolist(), batch["tokens"].tolist(), float(batch["pixel_values"].sum())]
         for batch in loader(shards, stop=200)

@@ -639,7 +639,7 @@ for batch in loader(Path(directory), "lines", start=int(start), stop=80, num_wor
     "three starts of a reader",
     "`::test_batches_are_those_of_tar_shards`, `::test_in_workers_too`",
 )
-def test_killed_in_training_and_gone_on(both, tmp_path):
+def test_killed_in_training_and_resumed(both, tmp_path):
     expected = [
         [batch["samples"].tolist(), batch["tokens"].tolist(), float(batch["pixel_values"].sum())]
         for batch in loader(tmp_path, "tar", stop=80)

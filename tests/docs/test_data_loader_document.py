@@ -1,4 +1,4 @@
-"""docs/data-loader.md: its programs, stopped in the second epoch and gone on with."""
+"""docs/data-loader.md: its programs, stopped in the second epoch, and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/rl.md: its loop, stopped in the middle and gone on with from what it has saved."""
+"""docs/rl.md: its loop, stopped in the middle, and resumed from what it has saved."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Harness:
         Args:
             run: the job.
             twin: of the same ZeRO stage.
-            expected: the step from which it must have gone on; 0: from the beginning.
+            expected: the step from which it must have resumed; 0: from the beginning.
             complete: every rank must have come to its end.
             killed_early: a rank may have been killed, with another, before it had restored anything.
 

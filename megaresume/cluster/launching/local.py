@@ -263,7 +263,7 @@ class LocalDriver(LaunchDriver):
 
     def _end(self, status: int, progress: AttemptProgress) -> int:
         pins = without_pins(self.training)[1] if progress.saved is not None else []
-        again = f"the same command{' without ' if pins else ''}{' '.join(pins)} goes on"
+        again = f"the same command{' without ' if pins else ''}{' '.join(pins)} resumes"
         if progress.finished is not None:
             self.say(f"the run is over: it has said so after step {progress.finished}")
             return 0

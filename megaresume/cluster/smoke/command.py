@@ -308,7 +308,7 @@ class _Test(Scenario):
     def came_back(self, attempt: Attempt, stopped: StopResult) -> None:
         """See `Scenario`."""
         self.say(
-            f"  attempt {attempt.number}: went on from step {attempt.first}, first step after {stopped.seconds:.1f} s"
+            f"  attempt {attempt.number}: resumed from step {attempt.first}, first step after {stopped.seconds:.1f} s"
         )
 
     def was_stopped(self, attempt: Attempt, kind: Kind, text: str) -> None:

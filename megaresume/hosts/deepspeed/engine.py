@@ -66,7 +66,7 @@ def check_ranks(stage: int | None, before: Topology | None, ranks: int, tag: str
             expected=f"{before.dp} ranks",
             cause="the job was started on another number of nodes or GPUs",
             action=f"start on {before.dp} ranks; or {begin_anew}. With FSDP, or DeepSpeed's engine in a loop of your "
-            "own under megaresume.attach, a run goes on with any number of ranks",
+            "own under megaresume.attach, a run resumes on any number of ranks",
         )
 
 

@@ -184,7 +184,7 @@ def test_copies_that_fall_behind_a_run_that_went_back(run: Run) -> None:
 
 
 def test_a_machine_that_went_back_alone(run: Run) -> None:
-    """Another one has gone on from what it went back behind: its own way was given up, and that one never was."""
+    """Another one has continued from before it: its own branch was given up, and that one never was."""
     run.start("a", (10, 20, 30))
     assert run.start("a", (12, 14, 45), tag="global_step10", salt=1, copies=False) == 10
     assert run.start("b", (40,)) == 30

@@ -234,7 +234,7 @@ def test_deepspeed_is_not_started_again_for_ever(start: Start, directory: Path) 
     assert node.wait() == 3, node.text
     assert node.decisions[1:] == [
         "failed: status 3; restart 1 of 1 from the last checkpoint",
-        "failed: status 3; the same command goes on from the last checkpoint",
+        "failed: status 3; the same command resumes from the last checkpoint",
     ]
 
 
@@ -250,7 +250,7 @@ def test_a_restart_goes_on_from_what_was_saved_since(start: Start, directory: Pa
     assert node.decisions[2:] == [
         "failed: status 3; restart 2 of 2 from the last checkpoint",
         "--ckpt-step 20 is left out: it has saved since, and resumes from there",
-        "failed: status 3; the same command without --ckpt-step 20 goes on from the last checkpoint",
+        "failed: status 3; the same command without --ckpt-step 20 resumes from the last checkpoint",
     ]
 
 

@@ -478,7 +478,7 @@ SCENARIOS = [
         nine_stops,
     ),
     Scenario("slurmd of the batch node is killed", "requeue, finish", slurmd_of_the_batch_node),
-    Scenario("slurmd of the only node is killed, its ranks go on", "requeue, finish", slurmd_of_the_only_node),
+    Scenario("slurmd of the only node is killed, its ranks keep running", "requeue, finish", slurmd_of_the_only_node),
     Scenario("the controller is away during a save and the requeue after it", "requeue, finish", controller_away),
     Scenario(
         "two jobs of one name: the lock keeps the second out",

@@ -50,6 +50,6 @@ def test_the_command_that_goes_on_begins_nowhere_in_particular(
 ) -> None:
     stopped = driver(tmp_path, flags=("--ckpt-step=20",))
     assert stopped._end(1, AttemptProgress(saved=31)) == 1
-    assert "the same command without --ckpt-step=20 goes on from the last checkpoint" in capsys.readouterr().out
+    assert "the same command without --ckpt-step=20 resumes from the last checkpoint" in capsys.readouterr().out
     assert stopped._end(1, AttemptProgress()) == 1  # nothing new to go on from
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out

@@ -76,10 +76,10 @@ def longer(events: Events) -> None:
 
 #: places in `run_of`: 5 and 6 are the steps that were lost, 7 the second start, 8 to 11 steps 5 to 8.
 FAULTS: dict[str, tuple[Callable[[Events], None], str]] = {
-    "start at another sample": (changed(7, samples=12), "the start from step 4 went on at sample 12, and not at 16"),
+    "start at another sample": (changed(7, samples=12), "the start from step 4 resumed at sample 12, and not at 16"),
     "start with another digest": (
         changed(7, digest="x"),
-        "the start from step 4 went on with digest x, and not",
+        "the start from step 4 resumed with digest x, and not",
     ),
     "samples": (changed(11, samples=[28, 31]), "step 8: samples: reference 28 to 31, run 28 to 30"),
     "skipped": (changed(10, samples=[25, 28]), "step 7 of the run trained samples 25 to 27 after 20 to 23"),
@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Callable[[Events], None], str]] = {
     "ranks": (changed(9, ranks=["x"]), "step 6: what a rank was handed"),
     "lost step": (changed(6, content="x"), "when it was trained for the first time: what the model got"),
     "missing": (dropped, "step 7 is missing in the records of the run"),
-    "beyond the end": (longer, "the run went on to step 9, beyond the end at step 8"),
+    "beyond the end": (longer, "the run continued to step 9, beyond the end at step 8"),
     "loss by a bit": (changed(9, loss=math.nextafter(5.0 / 6, 1)), "step 6: loss: reference"),
     "no number": (changed(9, loss=math.nan), "step 6: loss: reference"),
 }

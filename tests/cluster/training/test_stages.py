@@ -42,7 +42,7 @@ def configs(data_yaml: Path) -> dict[str, Path]:
 
 @release(
     "five launches",
-    "`tests/cluster/training/test_trace.py::test_the_log_of_a_run`: a stage, killed and gone on",
+    "`tests/cluster/training/test_trace.py::test_the_log_of_a_run`: a stage, killed and resumed",
 )
 def test_a_change_at_a_resume_is_the_declared_one(
     runs: Any, configs: dict[str, Path], capsys: pytest.CaptureFixture[str]

@@ -107,7 +107,7 @@ if __name__ == "__main__":
     "`::test_one_is_put_in_the_place_of_the_other_in_the_middle_of_a_run`, "
     "`tests/cli/test_prepare.py::test_killed_twice_and_run_again_gives_the_same_bytes`",
 )
-def test_killed_with_workers_and_gone_on_with_other_ranks(data, tmp_path):
+def test_killed_with_workers_and_resumed_with_other_ranks(data, tmp_path):
     full, rows = config(data, "full"), config(data, "rows")
     expected = train(full, None, 60, 1, 8)[0][:, 0].tolist()
     command = [sys.executable, "-c", PROGRAM, str(rows), str(tmp_path / "state")]

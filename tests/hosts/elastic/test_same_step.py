@@ -47,7 +47,7 @@ def fewer(run: Run, killed: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=release("`[4]`: to four ranks", "the same, `[1]`"))])
-def test_other_ranks_go_on_exactly(run: Run, killed: Path, fewer: dict[str, Any], tmp_path: Path, ranks: int) -> None:
+def test_other_ranks_resume_exactly(run: Run, killed: Path, fewer: dict[str, Any], tmp_path: Path, ranks: int) -> None:
     root = shutil.copytree(killed, tmp_path / "save")
     found = run(ranks, root, "on")
     for case in CASES:

@@ -1,4 +1,4 @@
-"""`megaresume.attach` in real loops with Accelerate, on gloo: killed, and gone on with.
+"""`megaresume.attach` in real loops with Accelerate, on gloo: killed, and resumed.
 
 What a loop trained it writes down itself: `accelerated.py`.
 """

@@ -1,4 +1,4 @@
-"""Loops with Accelerate over DeepSpeed (ZeRO 1 to 3) and FSDP2: two ranks on gloo, killed in a save and gone on with.
+"""Loops with Accelerate over DeepSpeed (ZeRO 1 to 3) and FSDP2: two ranks on gloo, killed in a save, and resumed.
 
 What a loop trained it writes down itself: `accelerated.py`.
 """

@@ -1,4 +1,4 @@
-"""The Trainer with DeepSpeed (ZeRO 1 to 3) and FSDP as back-ends: two ranks on gloo, killed in a save and gone on with.
+"""The Trainer with DeepSpeed (ZeRO 1 to 3) and FSDP as back-ends: two ranks on gloo, killed in a save, and resumed.
 
 What was trained is put together from the lines that the training steps wrote: `trained`. Accelerate shards models over
 GPUs alone; `program.py` lets it take CPUs for such.

@@ -37,7 +37,7 @@ def launch(output: Path, ranks: int, *flags: str, script: Path = PLAIN, **option
 
 
 @pytest.mark.process
-def test_killed_in_a_save_and_gone_on(tmp_path: Path) -> None:
+def test_killed_in_a_save_and_resumed(tmp_path: Path) -> None:
     trainer = make(tmp_path / "whole", num_train_epochs=1)
     megaresume.attach(trainer)
     trainer.train()
@@ -70,7 +70,7 @@ sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
 @pytest.mark.process
 @release(
     "four processes, two of which train",
-    "`::test_killed_in_a_save_and_gone_on`, `tests/hosts/megatron/test_launcher.py::test_children`",
+    "`::test_killed_in_a_save_and_resumed`, `tests/hosts/megatron/test_launcher.py::test_children`",
 )
 def test_in_a_process_that_the_script_starts(tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(STARTS_IT)

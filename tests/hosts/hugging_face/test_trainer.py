@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: killed with two ranks in the middle of a save, and gone on with in many ways.
+"""Hugging Face's Trainer: killed with two ranks in the middle of a save, and resumed in many ways.
 
 One launch with torchrun is killed; its directory is copied for every test, which goes on from it in its own process,
 with one rank. What was trained is put together from the lines that the training steps wrote: `trained`.

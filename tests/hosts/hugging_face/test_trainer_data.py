@@ -1,6 +1,6 @@
 """What `megaresume.attach` takes of `megaresume.DataLoader`: packing, keyed randomness, skips and stages.
 
-All in this process, with one rank, interrupted and gone on with; what was trained is read back from the batches.
+All in this process, with one rank, interrupted, and resumed; what was trained is read back from the batches.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def lengths_of_steps(output: Path) -> list[int]:
 
 
 def test_batches_of_like_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Killed on two ranks in a save, and gone on with on one, in steps of another size."""
+    """Killed on two ranks in a save, and resumed on one, in steps of another size."""
     whole, output = tmp_path / "whole", tmp_path / "killed"
     run(whole, per_device_train_batch_size=4, **LIKE)
     order = items(trained(whole))

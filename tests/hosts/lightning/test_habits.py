@@ -283,7 +283,7 @@ def test_items_that_no_rank_would_train_are_said_at_the_last_epoch(caplog: pytes
 
 
 def test_batches_of_like_lengths(directory: Path) -> None:
-    """Stopped within a window, and gone on with in steps of another size."""
+    """Stopped within a window, and resumed in steps of another size."""
     lengths = [i * 37 % 100 for i in range(100)]
     like: dict[str, Any] = {"group_by_length": True, "lengths": lengths}
     order = [int(row[0] * BASE + row[1]) for batch in loader(batch_size=8, **like) for row in batch]

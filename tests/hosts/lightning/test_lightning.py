@@ -1,4 +1,4 @@
-"""`megaresume.attach` with Lightning's real Trainer, on gloo: killed, and gone on with on others.
+"""`megaresume.attach` with Lightning's real Trainer, on gloo: killed, and resumed on others.
 
 What a training step was given it writes down itself: `program.py`.
 """

@@ -1,4 +1,4 @@
-"""Lightning with FSDP, FSDP2 and DeepSpeed's ZeRO: two ranks on gloo, killed in a save and gone on with.
+"""Lightning with FSDP, FSDP2 and DeepSpeed's ZeRO: two ranks on gloo, killed in a save, and resumed.
 
 What was trained is put together from the lines that the training steps wrote: `program.py`.
 """

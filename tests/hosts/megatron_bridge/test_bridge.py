@@ -1,4 +1,4 @@
-"""`megaresume.attach` in Megatron-Bridge's own ``pretrain`` on gloo: killed, and gone on with on other ranks.
+"""`megaresume.attach` in Megatron-Bridge's own ``pretrain`` on gloo: killed, and resumed on other ranks.
 
 What the run trained it writes down itself: `program.py`.
 """
@@ -79,7 +79,7 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     ],
     ids=["same", "one_rank_halved", "doubled"],
 )
-def test_killed_in_a_save_and_gone_on(
+def test_killed_in_a_save_and_resumed(
     python: str, copy: Path, whole: Path, order: list[int], ranks: int, steps: int, options: Any
 ) -> None:
     said = run(python, copy, ranks, attempt=2, iters=steps, **options)

@@ -157,7 +157,7 @@ def test_each_evaluation_begins_at_the_first_batch() -> None:
     assert list(itertools.islice(batches, 4)) == [0, 1, 2, 0]
 
 
-def test_the_data_state_rides_with_the_schedule() -> None:
+def test_the_data_state_is_saved_with_the_schedule() -> None:
     loaded: dict[str, Any] = {}
     schedule = SimpleNamespace(state_dict=lambda: {"num_steps": 3}, load_state_dict=loaded.update, step=7)
     saved = Carrying(schedule, "a state").state_dict()

@@ -1,4 +1,4 @@
-"""Balanced ranks in a real loop on gloo: killed, and gone on with on another layout.
+"""Balanced ranks in a real loop on gloo: killed, and resumed on another layout.
 
 What a rank trained it writes down itself: `program.py`. What a sample costs is counted here, from its segments.
 """

@@ -1,4 +1,4 @@
-"""Conversations and text that fills, through worker processes: killed, and gone on with on other ranks.
+"""Conversations and text that fills, through worker processes: killed, and resumed on other ranks.
 
 Every token has a value of its own. What was trained is read from what the ranks wrote down, and from the raw files.
 """

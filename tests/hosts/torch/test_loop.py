@@ -1,4 +1,4 @@
-"""`megaresume.attach` in real loops on gloo: killed, and gone on with on other ranks, sizes and data.
+"""`megaresume.attach` in real loops on gloo: killed, and resumed on other ranks, sizes and data.
 
 What a loop trained it writes down itself: `program.py`.
 """

@@ -1,4 +1,4 @@
-"""`megaresume.attach` in torchtitan's own Trainer on gloo: killed, and gone on with on other ranks and data.
+"""`megaresume.attach` in torchtitan's own Trainer on gloo: killed, and resumed on other ranks and data.
 
 What the Trainer trained it writes down itself: `program.py`.
 """
@@ -75,7 +75,7 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     ],
     ids=["same", "one_rank", "one_batch_and_workers", "halved", "asynchronous"],
 )
-def test_killed_in_a_save_and_gone_on(
+def test_killed_in_a_save_and_resumed(
     python: str, copy: Path, whole: Path, order: list[int], ranks: int, options: Any
 ) -> None:
     said = run(python, copy, ranks, attempt=2, **options)

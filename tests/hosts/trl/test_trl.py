@@ -22,7 +22,7 @@ from tests.release import release
     "`tests/hosts/prompts/test_kills.py::test_lost_machines`",
 )
 @pytest.mark.parametrize(("ranks", "kills", "on_new_machines"), [(1, 3, False), (2, 2, False), (1, 2, True)])
-def test_killed_and_gone_on(ranks: int, kills: int, on_new_machines: bool, tmp_path: Path) -> None:
+def test_killed_and_resumed(ranks: int, kills: int, on_new_machines: bool, tmp_path: Path) -> None:
     """On new machines from the newest checkpoint and the ledger alone."""
     with server(tmp_path) as port:
         found = run(

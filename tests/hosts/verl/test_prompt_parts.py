@@ -58,7 +58,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(("batch_size", "step"), [(2, 5), (3, 5), (5, 5), (10, 4)])
-def test_prompts_go_on(batch_size: int, step: int, tmp_path: Path) -> None:
+def test_prompts_resume(batch_size: int, step: int, tmp_path: Path) -> None:
     whole = Driver(tmp_path / "whole", 2, seed=3)
     attach(whole)
     order = whole.hand_out()

@@ -19,12 +19,12 @@ from tests.release import release
 
 @release(
     "VeRL: two launches of ten processes each",
-    "`tests/hosts/verl/test_prompt_parts.py::test_prompts_go_on`, "
+    "`tests/hosts/verl/test_prompt_parts.py::test_prompts_resume`, "
     "`tests/hosts/verl/test_prompt_parts.py::test_what_becomes_of_a_group`, "
     "`tests/hosts/verl/test_separate_parts.py::test_what_was_in_flight_is_fed_first`",
 )
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "old", "one_step_off", "fully_async"])
-def test_killed_and_gone_on(python: str, mode: str, tmp_path: Path) -> None:
+def test_killed_and_resumed(python: str, mode: str, tmp_path: Path) -> None:
     found = run(python, tmp_path / mode, mode=mode, attach={}, kills=1, seed=1)
     assert found == {"kills": 1, "trained": 4 * STEPS, "repeated": 0, "lost": 0, "again": 0}
     proof = prompts.prove(tmp_path / mode / "run")

@@ -1,4 +1,4 @@
-"""`megaresume.attach` in VeRL's own SFTTrainer on gloo: killed, and gone on with by other batches and data.
+"""`megaresume.attach` in VeRL's own SFTTrainer on gloo: killed, and resumed by other batches and data.
 
 What the trainer trained it writes down itself: `program.py`.
 """
@@ -62,7 +62,7 @@ def copy(killed: Path, tmp_path: Path) -> Path:
     [(8, 37, {}), (4, 59, {"workers": 2}), (16, 26, {"config": ["trainer.max_ckpt_to_keep=1"]})],
     ids=["same", "halved", "doubled"],
 )
-def test_killed_in_a_save_and_gone_on(
+def test_killed_in_a_save_and_resumed(
     python: str, copy: Path, order: list[int], step: int, steps: int, options: Any
 ) -> None:
     said = run(python, copy, 2, attempt=2, step=step, **options)

@@ -190,7 +190,7 @@ class _Rebuild:
         for i, plan in plans.items():
             datasets[i] = extend(self.builder, splits[i], datasets[i], plan, self._weights(i))
             self.guard.note(
-                f"the {SPLITS[i]} set goes on after its {sizes[i]} recorded samples up to {plan.samples}"
+                f"the {SPLITS[i]} set continues after its {sizes[i]} recorded samples up to {plan.samples}"
                 + (f", with {sum(plan.epochs)} further epoch(s) of its corpora" if any(plan.epochs) else "")
             )
         if not plans:

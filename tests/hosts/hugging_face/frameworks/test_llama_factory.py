@@ -59,7 +59,7 @@ def train(program: Program, run: str, *flags: str, start: dict[str, Any] | None 
 
 @release(
     "LLaMA-Factory, which no extra installs; eight launches of it",
-    "`tests/hosts/hugging_face/test_launch.py::test_killed_in_a_save_and_gone_on`, "
+    "`tests/hosts/hugging_face/test_launch.py::test_killed_in_a_save_and_resumed`, "
     "`tests/hosts/hugging_face/test_families.py::test_llama_factory`",
 )
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def train(program: Program, run: str, *flags: str, start: dict[str, Any] | None 
     ],
     ids=["full", "packed-lora", "dpo"],
 )
-def test_killed_in_a_save_and_gone_on(program: Program, options: Any) -> None:
+def test_killed_in_a_save_and_resumed(program: Program, options: Any) -> None:
     run = "packed" if "packing" in options else options.get("stage", "full")
     whole, output = program.directory / f"{run}-whole", program.directory / run
     status, text = train(program, whole.name, **options)

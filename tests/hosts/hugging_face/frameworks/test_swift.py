@@ -48,10 +48,10 @@ def train(program: Program, run: str, *flags: str, start: dict[str, Any] | None 
 
 @release(
     "ms-swift, which no extra installs; four launches of it",
-    "`tests/hosts/hugging_face/test_launch.py::test_killed_in_a_save_and_gone_on`, "
+    "`tests/hosts/hugging_face/test_launch.py::test_killed_in_a_save_and_resumed`, "
     "`tests/hosts/hugging_face/test_families.py::test_swift`",
 )
-def test_killed_in_a_save_and_gone_on(program: Program) -> None:
+def test_killed_in_a_save_and_resumed(program: Program) -> None:
     status, text = train(program, "whole")
     assert status == 0, text[-3000:]
     order = items(trained(program.directory / "whole"))
