@@ -191,10 +191,6 @@ class RankLog:
         contents = hash_rows(tokens, images, loss_mask)
         self.add_noted(Noted(np.array(samples, np.int64), identities, contents, masks=loss_mask is not None))
 
-    def add_batch(self, batch: Mapping[str, Any]) -> None:
-        """Note a `megaresume.batches.batch.Batch`."""
-        self.add_noted(noted(batch))
-
     def add_noted(self, batch: Noted) -> None:
         """Note what was noted before."""
         self._batches.append(batch)

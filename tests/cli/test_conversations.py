@@ -15,7 +15,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.choose import record_start
 from megaresume.checkpoint.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.rank_log import RankLog, noted
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
@@ -144,7 +144,7 @@ def test_a_mask_that_was_lost_on_the_way_is_found(chat: SavedRun, tmp_path: Path
         for step, batch in enumerate(loader, start=1):
             if lost and step == 2:
                 batch["loss_mask"] = torch.ones_like(batch["loss_mask"])
-            log.add_batch(batch)
+            log.add_noted(noted(batch))
             log.end_step(step)
         log.close()
         words = ("verify", chat.save, "--log-samples", tmp_path / name, "--content")

@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.rank_log import RankLog, noted
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.program import main
@@ -38,7 +38,7 @@ def logs(run: SavedRun, directory: Path) -> None:
             stream, BatchSchedule.constant(8), micro_batch_size=2, dp_rank=rank, dp_size=2, stop=96, prefetch=0
         )
         for number, batch in enumerate(loader, start=1):
-            log.add_batch(batch)
+            log.add_noted(noted(batch))
             if number % 2 == 0:
                 log.end_step(number // 2)
         log.close()

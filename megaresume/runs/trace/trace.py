@@ -53,7 +53,6 @@ class ShardRecords:
     """
 
     def __init__(self, sources: Sequence[object]) -> None:
-        self._views = list(sources)
         found = {i: shard_source(source) for i, source in enumerate(sources)}
         self._sources = {i: one for i, one in found.items() if one is not None}
         #: of all sources, as their indexes call them.

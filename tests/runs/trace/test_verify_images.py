@@ -13,7 +13,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream, open_validation
 from megaresume.checkpoint.choose import record_start
 from megaresume.checkpoint.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.rank_log import RankLog, noted
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.program import main
@@ -53,7 +53,7 @@ def save_and_log(data: Path, root: Path) -> None:
         options = {"micro_batch_size": 2, "dp_rank": rank, "dp_size": 2, "stop": 32, "prefetch": 0}
         for number, batch in enumerate(StreamLoader(open_stream(data), BatchSchedule.constant(8), **options), start=1):
             assert "pixel_values" in batch
-            log.add_batch(batch)
+            log.add_noted(noted(batch))
             if number % 2 == 0:
                 log.end_step(number // 2)
 

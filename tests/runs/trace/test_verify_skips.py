@@ -13,7 +13,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.choose import choose, record_start
 from megaresume.checkpoint.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.rank_log import RankLog, noted
 from megaresume.checkpoint.records import step_path
 from megaresume.checkpoint.step_file import read_step_file, write_step_file
 from megaresume.checkpoint.system import Topology
@@ -47,7 +47,7 @@ def test_left_out_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     log = RankLog(tmp_path / "samples", rank=0, launch=1)
     log.start(step=0, samples=0, dp_rank=0, dp=1, micro_batch_size=4, pad_id=0, digest="0" * 16)
     for number, batch in enumerate(StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=4, stop=48), 1):
-        log.add_batch(batch)
+        log.add_noted(noted(batch))
         if number % 2 == 0:
             log.end_step(number // 2)
     for more in ([], ["--from", "3", "--to", "6"]):
