@@ -51,33 +51,44 @@ CHAIN = SlurmState(may_requeue=False, successor="4712")
 CASES = [
     # ---- the run is over: only if it says so
     Case(
-        what="the end",
+        what="the run comes to its end",
         seen="test_a_signal_a_requeue_a_cancel_and_the_end",
         progress=AttemptProgress(finished=3000, saved=3000),
         then="finish",
         why="after step 3000",
     ),
-    Case(what="launched again", progress=AttemptProgress(finished=3000), then="finish", why="after step 3000"),
     Case(
-        what="an error after the end", status=FAILED, progress=AttemptProgress(finished=8), then="finish", why="step 8"
+        what="a finished run that is launched again",
+        progress=AttemptProgress(finished=3000),
+        then="finish",
+        why="after step 3000",
     ),
     Case(
-        what="the end in the seconds before the time limit",
+        what="an error after the end of the run",
+        status=FAILED,
+        progress=AttemptProgress(finished=8),
+        then="finish",
+        why="step 8",
+    ),
+    Case(
+        what="the end of the run in the seconds before the time limit",
         slurm=SlurmState(reason="time limit"),
         progress=AttemptProgress(finished=8, saved=8),
         then="finish",
         why="step 8",
     ),
     Case(
-        what="slurmd of the batch node dies, srun ends with 0 (seen)",
+        what="slurmd of the batch node dies, and srun ends with 0",
         seen="slurmd_of_the_only_node",
         progress=SAVED,
         then="requeue",
         why="step 160",
     ),
-    Case(what="the same before a save", then="requeue", why="not said that it is over, attempt 1", fruitless=1),
     Case(
-        what="status 0 without a new checkpoint, for ever (seen)",
+        what="the same, before the first save", then="requeue", why="not said that it is over, attempt 1", fruitless=1
+    ),
+    Case(
+        what="status 0 without a new checkpoint, again and again",
         seen="test_without_progress_it_comes_to_an_end_whatever_ends_it",
         history=AttemptHistory(fruitless=3),
         then="refuse",
@@ -86,7 +97,7 @@ CASES = [
     ),
     # ---- stopped
     Case(
-        what="USR1, saved",
+        what="USR1, and the ranks have saved",
         seen="test_a_signal_a_requeue_a_cancel_and_the_end",
         signal="USR1",
         progress=SAVED,
@@ -95,7 +106,7 @@ CASES = [
     ),
     Case(what="USR1 before the first step", signal="USR1", then="requeue", why="attempt 1 in a row", fruitless=1),
     Case(
-        what="a preemption that USR1 announces before the first step, however often (was: counted)",
+        what="a preemption that USR1 announces before the first step, however often",
         seen="test_a_preemption_before_the_first_step_does_not_count",
         signal="USR1",
         slurm=SlurmState(preempting=True),
@@ -122,9 +133,15 @@ CASES = [
         why="failed with status 1 after USR1",
         fruitless=1,
     ),
-    Case(what="cancelled", slurm=SlurmState(reason="cancelled"), then="refuse", why="was cancelled", fruitless=1),
     Case(
-        what="cancelled, saved",
+        what="the job is cancelled",
+        slurm=SlurmState(reason="cancelled"),
+        then="refuse",
+        why="was cancelled",
+        fruitless=1,
+    ),
+    Case(
+        what="the job is cancelled after a save",
         seen="test_a_signal_a_requeue_a_cancel_and_the_end",
         slurm=SlurmState(reason="cancelled"),
         progress=SAVED,
@@ -132,14 +149,14 @@ CASES = [
         why="was cancelled",
     ),
     Case(
-        what="time limit, saved",
+        what="the time limit, and the ranks have saved",
         slurm=SlurmState(reason="time limit"),
         progress=SAVED,
         then="requeue",
         why="time limit",
     ),
     Case(
-        what="a time limit before any progress, MAX_RESTARTS=0 (seen: five requeues)",
+        what="a time limit before any progress, MAX_RESTARTS=0",
         seen="without_training",
         slurm=SlurmState(reason="time limit"),
         history=AttemptHistory(max_restarts=0),
@@ -148,7 +165,7 @@ CASES = [
         fruitless=1,
     ),
     Case(
-        what="a hang until the time limit, once too often",
+        what="a hang until the time limit, more often than MAX_RESTARTS",
         slurm=SlurmState(reason="time limit"),
         history=AttemptHistory(fruitless=3),
         then="refuse",
@@ -164,7 +181,7 @@ CASES = [
         fruitless=3,
     ),
     Case(
-        what="scontrol requeue",
+        what="`scontrol requeue`",
         seen="nine_stops",
         slurm=SlurmState(reason="requeue", requeued=True),
         progress=SAVED,
@@ -172,7 +189,7 @@ CASES = [
         why="(requeue)",
     ),
     Case(
-        what="a lost node: Slurm has decided, the next start counts",
+        what="a node is lost: Slurm queues the job again itself, and the next start counts the attempt",
         slurm=SlurmState(reason="node failure", requeued=True),
         history=AttemptHistory(fruitless=3),
         then="requeue",
@@ -180,7 +197,7 @@ CASES = [
         fruitless=4,
     ),
     Case(
-        what="no node is left out that Slurm has taken away",
+        what="the same: a node that Slurm has taken away is not left out as well",
         slurm=SlurmState(reason="node failure", other_nodes=4),
         status=FAILED,
         then="requeue",
@@ -197,7 +214,7 @@ CASES = [
         why="failed with status 1, new checkpoint",
     ),
     Case(
-        what="before a save",
+        what="a rank dies before the first save",
         seen="test_failures_without_progress_come_to_an_end",
         status=FAILED,
         then="requeue",
@@ -205,7 +222,7 @@ CASES = [
         fruitless=1,
     ),
     Case(
-        what="the fourth",
+        what="the same for the fourth time in a row",
         seen="test_failures_without_progress_come_to_an_end",
         status=FAILED,
         history=AttemptHistory(fruitless=3),
@@ -213,9 +230,16 @@ CASES = [
         why="failed with status 1, attempt 4 in a row without a new checkpoint, MAX_RESTARTS=3",
         fruitless=4,
     ),
-    Case(what="killed", seen="nine_stops", status=Status(exit=137), progress=SAVED, then="requeue", why="status 137"),
     Case(
-        what="progress begins anew",
+        what="the launcher is killed (SIGKILL)",
+        seen="nine_stops",
+        status=Status(exit=137),
+        progress=SAVED,
+        then="requeue",
+        why="status 137",
+    ),
+    Case(
+        what="a rank dies after a new checkpoint: attempts are counted from 1 again",
         status=FAILED,
         progress=SAVED,
         history=AttemptHistory(fruitless=3),
@@ -223,7 +247,7 @@ CASES = [
         why="",
     ),
     Case(
-        what="another job's checkpoints are no progress (seen): the ledgers leave them out",
+        what="checkpoints of another job in the same directory are no progress",
         seen="two_jobs_of_one_name",
         status=FAILED,
         history=AttemptHistory(fruitless=1),
@@ -236,7 +260,7 @@ CASES = [
         what="a mistake in the flags", status=Status(exit=2), then="refuse", why="a mistake in the flags", fruitless=1
     ),
     Case(
-        what="torchrun makes 1 of the rank's 2 (seen)",
+        what="the same under torchrun, which turns the rank's status 2 into 1",
         seen="without_training",
         status=Status(exit=1, rank_exit=2),
         then="refuse",
@@ -244,7 +268,7 @@ CASES = [
         fruitless=1,
     ),
     Case(
-        what="a script that one node alone does not have (seen: refused for good)",
+        what="the training script is missing on one node alone",
         seen="test_a_node_without_the_script_is_left_out",
         status=Status(exit=1, rank_exit=2, bad_nodes=(N2,), of_node=True),
         slurm=SlurmState(other_nodes=1),
@@ -254,14 +278,14 @@ CASES = [
         exclude=("n2",),
     ),
     Case(
-        what="status 2 of srun, of a rank that died otherwise",
+        what="status 2 of srun, for a rank that died of something else",
         status=Status(exit=2, rank_exit=139),
         then="requeue",
         why="",
         fruitless=1,
     ),
     Case(
-        what="2 after checkpoints is no mistake in the flags",
+        what="status 2 after new checkpoints: no mistake in the flags",
         status=Status(exit=2),
         progress=SAVED,
         then="requeue",
@@ -269,7 +293,7 @@ CASES = [
     ),
     # ---- chains
     Case(
-        what="chain",
+        what="USR1 in a chain of jobs",
         seen="a_chain",
         signal="USR1",
         slurm=CHAIN,
@@ -278,7 +302,7 @@ CASES = [
         why="stopped by USR1, new checkpoint",
     ),
     Case(
-        what="its last job",
+        what="the same in the last job of the chain",
         seen="test_a_chain_whose_length_stands_in_the_script_comes_to_an_end",
         signal="USR1",
         slurm=NO_REQUEUE,
@@ -287,7 +311,7 @@ CASES = [
         why="no job follows",
     ),
     Case(
-        what="a chain that leads nowhere",
+        what="a chain without new checkpoints",
         slurm=CHAIN,
         history=AttemptHistory(fruitless=3),
         then="refuse",
@@ -295,7 +319,7 @@ CASES = [
         fruitless=4,
     ),
     Case(
-        what="a chain at its end",
+        what="the end of the run in a chain",
         seen="test_a_signal_a_requeue_a_cancel_and_the_end",
         slurm=CHAIN,
         progress=AttemptProgress(finished=8),
@@ -304,7 +328,7 @@ CASES = [
     ),
     # ---- bad nodes
     Case(
-        what="four attempts on one bad node, a healthy one idle (seen)",
+        what="a rank dies on a bad node, and a healthy node is idle",
         seen="test_a_bad_node_is_left_out_and_only_a_run_that_says_so_is_over",
         status=FAILED,
         slurm=SlurmState(other_nodes=1),
@@ -314,7 +338,7 @@ CASES = [
         exclude=("n2",),
     ),
     Case(
-        what="no other node: it stays",
+        what="the same without another node: the bad one stays",
         status=FAILED,
         slurm=SlurmState(other_nodes=0),
         then="requeue",
@@ -322,7 +346,7 @@ CASES = [
         fruitless=1,
     ),
     Case(
-        what="as many are left out as may be",
+        what="the same with EXCLUDE_NODES nodes left out already",
         status=FAILED,
         slurm=SlurmState(other_nodes=5),
         history=AttemptHistory(excluded=("n5", "n6")),
@@ -331,7 +355,7 @@ CASES = [
         fruitless=1,
     ),
     Case(
-        what="none may be left out",
+        what="the same with EXCLUDE_NODES=0",
         status=FAILED,
         slurm=SlurmState(other_nodes=5),
         history=AttemptHistory(max_excluded=0),
@@ -340,7 +364,7 @@ CASES = [
         fruitless=1,
     ),
     Case(
-        what="a node without the data (seen: refused for good)",
+        what="the data is missing on one node",
         seen="test_a_node_that_lacks_the_data_is_left_out",
         status=Status(exit=1, unchecked=True, bad_nodes=(BadNode(name="n3", why="no /data/web.bin"),)),
         slurm=SlurmState(other_nodes=2),
@@ -350,7 +374,7 @@ CASES = [
         exclude=("n3",),
     ),
     Case(
-        what="no node answers",
+        what="no node answers its check",
         status=Status(exit=1, unchecked=True, error="no node has answered: srun: error: launch failed"),
         slurm=SlurmState(other_nodes=2),
         then="requeue",
@@ -367,7 +391,7 @@ CASES = [
         fruitless=1,
     ),
     Case(
-        what="of three bad nodes as many as there is room for",
+        what="three nodes fail their check, and one may be left out",
         status=Status(exit=1, unchecked=True, bad_nodes=tuple(BadNode(name=f"n{k}", why="full") for k in (1, 2, 3))),
         slurm=SlurmState(other_nodes=9),
         history=AttemptHistory(excluded=("n7",)),
@@ -377,7 +401,7 @@ CASES = [
         exclude=("n1",),
     ),
     Case(
-        what="in a chain",
+        what="a rank dies on a bad node in a chain",
         status=FAILED,
         slurm=SlurmState(may_requeue=False, successor="4712", other_nodes=1),
         then="chain",
@@ -417,7 +441,7 @@ CASES = [
         exclude=("n2",),
     ),
     Case(
-        what="no spare node is left: as without spare nodes",
+        what="a rank dies, and no spare node is left",
         seen="a_spare_node",
         status=FAILED,
         slurm=SlurmState(spares=-1, other_nodes=1),
@@ -427,7 +451,7 @@ CASES = [
         exclude=("n2",),
     ),
     Case(
-        what="the fourth, in one job or several",
+        what="a rank dies for the fourth time, in one job or several",
         status=FAILED,
         slurm=SlurmState(spares=2),
         history=AttemptHistory(fruitless=3),
@@ -543,8 +567,7 @@ def table() -> str:
         decision = decide(case.status, case.signal, case.slurm, case.progress, case.history)
         then = "replaced" if decision.action == "again" else "left out"
         left_out = f"; {', '.join(case.exclude)} {then}" if case.exclude else ""
-        what = case.what.replace(" (seen)", "").replace(" (seen:", " (was:")
-        rows.append(f"| {what} | **{decision.action}**{left_out}: {decision.why} | {'yes' if case.seen else ''} |")
+        rows.append(f"| {case.what} | **{decision.action}**{left_out}: {decision.why} | {'yes' if case.seen else ''} |")
     return "\n".join(rows) + "\n"
 
 
