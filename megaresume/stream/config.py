@@ -44,7 +44,7 @@ from megaresume.stream.data_yaml import (
     read_config,
 )
 from megaresume.stream.errors import ConfigError, StateError
-from megaresume.stream.schema import check_keys
+from megaresume.stream.schema import check_keys, read
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 
 #: Where the config is not the one that a state was made with: an error that names the fields, or a new stage there.
@@ -143,16 +143,12 @@ class StreamConfig:
         """
         document = read_config(data, seq_length)
         sources = _sources(document.sources or {})
-        packing = document.packing or PackingConfig(mode=_default_packing(sources))
-        said = data.get("packing")
-        if isinstance(said, Mapping) and "mode" not in said and any(s.packing is not None for s in sources):
-            packing = replace(packing, mode="best_fit")
         # Everywhere else in the mapping a source goes by its name of today.
         names = {source.label: source.name for source in sources} | {source.name: source.name for source in sources}
         return cls(
             seed=document.seed,
             seq_length=document.seq_length,
-            packing=_used(packing),
+            packing=read(PackingConfig, {"mode": _default_packing(sources)} | (document.packing or {}), "packing"),
             blend=document.blend or BlendConfig(),
             sources=sources,
             stages=_stages(document.stages or (), sources),
@@ -286,15 +282,8 @@ def _default_packing(sources: Iterable[SourceConfig]) -> PackingMode:
 
 
 def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
-    traits = packing.traits
-    used = () if traits.bins is None else (traits.bins, "max_age")
-    fragment = {"min_fragment": packing.min_fragment} if packing.min_fragment and traits.can_be_filled else {}
-    return {name: getattr(packing, name) for name in ("mode", "align", *used)} | fragment
-
-
-def _used(packing: PackingConfig) -> PackingConfig:
-    """Without what the mode does not use: it would only be a number without a meaning."""
-    return PackingConfig(**_packing_dict(packing))
+    settings = {name: getattr(packing, name) for name in packing.used}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _sources(entries: Mapping[str, WrittenSource]) -> tuple[SourceConfig, ...]:
@@ -359,7 +348,7 @@ def _stage(entry: WrittenStage, k: int, sources: tuple[SourceConfig, ...]) -> St
         at=at,
         weights=None if entry.weights is None else _stage_weights(entry.weights, f"stages[{k}].weights", sources),
         seq_length=entry.seq_length,
-        packing=None if entry.packing is None else _used(entry.packing),
+        packing=None if entry.packing is None else read(PackingConfig, entry.packing, f"stages[{k}].packing"),
     )
 
 

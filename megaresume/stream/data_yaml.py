@@ -72,7 +72,7 @@ class PackingConfig(Options):
     """The settings by which documents become samples."""
 
     #: see `MODES`.
-    mode: PackingMode = "split"
+    mode: PackingMode
     #: samples that are being filled at the same time (``best_fit``).
     open_bins: Bins = 16
     #: documents that wait, small ones together (``knapsack``).
@@ -84,10 +84,27 @@ class PackingConfig(Options):
     #: tokens of the shortest part into which a source that fills is cut (``best_fit``); None: see `MIN_FRAGMENT`.
     min_fragment: Annotated[int, Within(1, 1 << 20)] | None = None
 
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            name, value = setting.name, getattr(self, setting.name)
+            if name not in self.used and value != setting.default:
+                raise refused(
+                    f"{{place}} has {name}, which does nothing in mode {self.mode}",
+                    found=f"{name}: {value}",
+                    expected=f"for mode {self.mode}: {', '.join(self.used[1:])}",
+                    action=f"remove {name}, or name a mode that has it",
+                )
+
     @property
     def traits(self) -> Mode:
         """The properties of its mode."""
         return MODES[self.mode]
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The settings that its mode has."""
+        bins = () if self.traits.bins is None else (self.traits.bins, "max_age")
+        return ("mode", "align", *bins, *(("min_fragment",) if self.traits.can_be_filled else ()))
 
     @property
     def num_bins(self) -> int:
@@ -160,7 +177,8 @@ def _parted(entry: Any) -> Any:
     return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key in OF_SOME_KINDS}}
 
 
-Packing = Annotated[PackingConfig, Before(_short)]
+#: what `PackingConfig` is read from, when the mode is known: the default depends on the sources.
+WrittenPacking = Annotated[dict[Any, Any], Before(_short)]
 #: a stage begins with the first sample before which the stream holds at least so many.
 Start = Annotated[int, Within(1, 1 << 62)] | None
 
@@ -204,7 +222,7 @@ class WrittenStage(Options):
     from_step: Start = None
     weights: dict[Any, Any] | None = None
     seq_length: Length | None = None
-    packing: Packing | None = None
+    packing: WrittenPacking | None = None
 
     def __post_init__(self) -> None:
         said = [f.name for f in fields(self) if getattr(self, f.name) is not None]
@@ -228,7 +246,7 @@ class WrittenConfig(Options):
 
     seq_length: Length
     seed: Annotated[int, Within(-(1 << 63), (1 << 64) - 1)] = 1234
-    packing: Packing | None = None
+    packing: WrittenPacking | None = None
     blend: BlendConfig | None = None
     sources: dict[Annotated[str, Before(_source_name)], Annotated[WrittenSource, Before(_parted)]] | None = None
     stages: (

@@ -72,9 +72,33 @@ def test_places_and_spelling_are_no_part_of_it() -> None:
     assert a == b
 
 
-def test_numbers_of_bins_mean_nothing_outside_best_fit() -> None:
-    packing = {"mode": "split", "open_bins": 5, "max_age": 7, "align": 2}
-    assert StreamConfig.from_dict(MINIMAL | {"packing": packing}).packing == PackingConfig(mode="split", align=2)
+@pytest.mark.parametrize("entry", ["packing", "stage"])
+@pytest.mark.parametrize(
+    ("packing", "unused"),
+    [
+        ({"mode": "split", "align": 2, "open_bins": 5}, "open_bins"),
+        ({"mode": "none", "max_age": 7}, "max_age"),
+        ({"mode": "best_fit", "lookahead": 3}, "lookahead"),
+        ({"mode": "knapsack", "min_fragment": 8}, "min_fragment"),
+    ],
+)
+def test_a_setting_that_does_nothing_in_its_mode(entry: str, packing: dict[str, Any], unused: str) -> None:
+    data = {"packing": packing} if entry == "packing" else {"stages": [{"from_samples": 8, "packing": packing}]}
+    place = "packing" if entry == "packing" else r"stages\[0\].packing"
+    with pytest.raises(ConfigError, match=rf"{place} has {unused}, which does nothing in mode") as error:
+        StreamConfig.from_dict(MINIMAL | data)
+    assert error.value.found == f"{unused}: {packing[unused]}" and f"remove {unused}" in str(error.value.action)
+
+
+def test_a_packing_without_a_mode() -> None:
+    """At first it is the default of these sources; in a stage, where something else was in force, it must be said."""
+    images = {"photos": {"kind": "webdataset"}}
+    for sources, mode in [({"web": {}}, "split"), (images, "knapsack"), ({"web": {"packing": "split"}}, "best_fit")]:
+        packing = StreamConfig.from_dict({"seq_length": 8, "packing": {"align": 2}, "sources": sources}).packing
+        assert packing == PackingConfig(mode=mode, align=2)
+    stage = {"from_samples": 8, "packing": {"align": 2}}
+    with pytest.raises(ConfigError, match=r"stages\[0\].packing.mode is missing"):
+        StreamConfig.from_dict(MINIMAL | {"packing": "best_fit", "stages": [stage]})
 
 
 def test_seq_length_from_a_flag() -> None:

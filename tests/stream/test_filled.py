@@ -262,7 +262,7 @@ def test_without_a_packing_the_others_are_whole() -> None:
     assert (config.packing.mode, config.packed_by) == ("best_fit", "best_fit filled with text")
     assert StreamConfig.from_dict(config.to_dict()) == config
     assert _config({"open_bins": 8}).packing.mode == "best_fit"
-    assert _config({"open_bins": 8}, text=None).packing.mode == "split"
+    assert _config({"align": 8}, text=None).packing.mode == "split"
     assert _config("split").packed_by == "split"
 
 

@@ -358,7 +358,10 @@ def test_a_stage_by_step(stream_of: StreamOf) -> None:
         ({"from_samples": 3, "weights": {"a": 1}}, "leaves sources out"),
         ({"from_samples": 3, "weights": {"a": 1, "b": 1, "c": 1, "d": 1}}, "unknown key 'd'"),
         ({"from_samples": 0, "seq_length": 8}, "bad value of stages"),
-        ({"from_samples": 3, "seq_length": 8, "packing": {"align": 3}}, "not a multiple of packing.align in stage"),
+        (
+            {"from_samples": 3, "seq_length": 8, "packing": {"mode": "split", "align": 3}},
+            "not a multiple of packing.align in stage",
+        ),
         ({"from_samples": 3, "name": "", "seq_length": 8}, "bad name"),
     ],
 )
