@@ -24,7 +24,8 @@
         compiled.py         how loops are compiled, and kept
     any sample, and going on
         stream.py           `Stream`: plan, state and digest of any sample
-        cursor.py           the samples planned last, any other planned again; between the loop's arrays and the state
+        cursor.py           the samples planned last, any other planned again; from a state to the loop's arrays
+        fields.py           and from these to the state
         state.py            a cursor as plain JSON, and what it is carried in; state_text.py: as text
         changes.py          what changed since a state, and what a change of the blend means
         in_flight.py        samples that are trained in another order: prompts, out and back

@@ -5,7 +5,8 @@
 planning about d / `DENSITY` of them again, wherever the front is, and the number kept grows only with the logarithm of
 the distance.
 
-`Fields` makes the fields of a `StreamState` of a planner's arrays, and `arrays_of` the other way round.
+`Fields` (``fields.py``) makes the fields of a `StreamState` of a planner's arrays, and `arrays_of` here the other way
+round.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +25,8 @@ import numpy.typing as npt
 from megaresume.stream import kernel
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError, StreamExhausted
-from megaresume.stream.feed import (
-    fresh_arrays,
-    kernel_config,
-    pending_segments,
-    put_tails,
-    segments_of,
-    with_bins,
-)
+from megaresume.stream.feed import fresh_arrays, kernel_config, put_tails, with_bins
+from megaresume.stream.fields import Fields
 from megaresume.stream.kernel import Arrays, trained_samples
 from megaresume.stream.order import Orders, SourceOrder
 from megaresume.stream.planner import Plan, Planner, concatenate, orders_of, past_orders
@@ -58,8 +51,6 @@ DENSITY = 8
 CLEAN_UP = 8
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,108 +254,6 @@ class Anchors:
     def before(self, sample: int) -> Arrays:
         """The last snapshot at or before ``sample``, which must not lie before the first."""
         return self._kept[bisect_right(self._kept, sample, key=lambda a: a[1]) - 1][2]
-
-
-class Fields:
-    """The fields of a `StreamState` that say where the stream is, of one state after the other.
-
-    A step changes few of a thousand sources, and of the tails: the others are the same objects as in the last state.
-
-    Args:
-        course: the stages of the stream.
-    """
-
-    def __init__(self, course: Course) -> None:
-        self._course = course
-        self._sources: _Made[SourceCursor] = _Made()
-        self._tails: _Made[Segment] = _Made()
-
-    def of(self, arrays: Arrays) -> dict[str, Any]:
-        """Those of a planner, whose arrays are read and not kept."""
-        scalars = arrays.scalars.tolist()
-        stage = scalars[kernel.STAGE]
-        orders = self._course.orders[stage]
-        cursors = self._sources.of(arrays.sources, lambda i, row: _source_cursor(row, orders[i]), orders)
-        rows, counts = segments_of(arrays)
-        in_bins = iter(_segments(rows))
-        opened = arrays.opened[: len(counts)].tolist()
-        return {
-            "samples": kernel.trained_samples(arrays),
-            "documents": scalars[kernel.DOCUMENTS],
-            "tokens": scalars[kernel.TOKENS],
-            "sources": dict(zip((s.name for s in self._course.config(stage).sources), cursors, strict=True)),
-            "bins": tuple(Bin(at, tuple(islice(in_bins, n))) for at, n in zip(opened, counts.tolist(), strict=True)),
-            "pending": tuple(_segments(pending_segments(arrays))),
-            "tails": self._tails_of(arrays, scalars),
-            "stages": self._course.records(stage),
-            "digest": f"{int(arrays.digest[0]):016x}",
-        }
-
-    def _tails_of(self, arrays: Arrays, scalars: Sequence[int]) -> tuple[Segment, ...]:
-        """As `tail_segments`."""
-        filling, first, num = (scalars[row] for row in (kernel.NUM_FILLERS, kernel.FIRST_TAIL, kernel.NUM_TAILS))
-        if not filling and not num:
-            return ()
-        ring = self._tails.of(arrays.tails, lambda _, row: _segment([row[column] for column in _OF_STATE]))
-        return (*_segments(arrays.fillers[:filling]), *(ring[first:] + ring[:first])[:num])
-
-
-class _Made(Generic[T]):
-    """Objects made of the rows of an array: again only of those rows that are not as they were the last time."""
-
-    def __init__(self) -> None:
-        #: rows, context and objects of the last time.
-        self._last: tuple[npt.NDArray[np.int64], object, list[T]] = np.zeros((0, 0), np.int64), None, []
-
-    def of(self, rows: npt.NDArray[np.int64], make: Callable[[int, list[int]], T], context: object = None) -> list[T]:
-        """One for each row.
-
-        Args:
-            rows: int64[n, w].
-            make: of the number of a row, and of the row.
-            context: of what else they are made; all are made again with another one.
-        """
-        before, with_what, objects = self._last
-        if len(rows) <= kernel.FEW or context is not with_what or rows.shape != before.shape:
-            made = [make(i, row) for i, row in enumerate(rows.tolist())]
-        else:
-            made, changed = objects.copy(), np.flatnonzero((rows != before).any(axis=1))
-            for i, row in zip(changed.tolist(), rows[changed].tolist(), strict=True):
-                made[i] = make(i, row)
-        self._last = rows.copy(), context, made
-        return made
-
-
-def comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Fields`, or those fields of a state: to compare the two."""
-    names = ("samples", "documents", "tokens", "sources", "bins", "pending", "tails", "stages", "digest")
-    return {name: fields[name] for name in names}
-
-
-def _segments(rows: npt.NDArray[np.int64]) -> list[Segment]:
-    return list(map(_segment, rows[:, _OF_STATE].tolist()))
-
-
-#: Columns of a segment that a state has: the document follows from the position.
-_OF_STATE = [kernel.SOURCE, kernel.POSITION, kernel.OFFSET, kernel.LENGTH]
-#: As `Segment._make`, at a third of its time: a state has some hundred, and is taken after every step.
-_segment: Callable[[list[int]], Segment] = partial(tuple.__new__, Segment)
-
-
-def _source_cursor(row: Sequence[int], order: SourceOrder) -> SourceCursor:
-    position = row[kernel.NEXT]
-    return SourceCursor(  # by position, which takes half the time
-        position,
-        order.epoch_of(position),
-        row[kernel.DRAWN_DOCUMENTS],
-        row[kernel.DRAWN_TOKENS],
-        position - row[kernel.DRAWN_PIECES],
-        row[kernel.DRAWN_IN_STAGE],
-        bool(row[kernel.IS_EXHAUSTED]),
-        row[kernel.LEFT_OUT_DOCUMENTS],
-        row[kernel.LEFT_OUT_TOKENS],
-        order.eras,
-    )
 
 
 def arrays_of(

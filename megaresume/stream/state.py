@@ -147,11 +147,11 @@ class StreamState:
     #: by source name.
     sources: Mapping[str, SourceCursor]
     #: open bins, in the order in which they were opened.
-    bins: tuple[Bin, ...]
+    bins: Sequence[Bin]
     #: segments that wait to be placed: what is left of a document that is being cut, or was carried over into a stage.
-    pending: tuple[Segment, ...]
+    pending: Sequence[Segment]
     #: what packing ``split`` has cut off and keeps for a later sample, the oldest first.
-    tails: tuple[Segment, ...] = ()
+    tails: Sequence[Segment] = ()
     #: ranges of the stream with one blend and one packing, those that have begun.
     stages: tuple[StageRecord, ...]
     #: (first sample, global batch size in samples), ascending: maps steps to samples.

@@ -19,9 +19,9 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import xxhash
 
@@ -103,6 +103,38 @@ class Eras:
         return self.eras[self._number(position)].piece
 
 
+class LazyTuple(Sequence[T]):
+    """A tuple that is made of its text when somebody looks into it: most states are only written.
+
+    Args:
+        text: compact JSON of a list.
+        make: takes an item of it.
+    """
+
+    def __init__(self, text: str, make: Callable[[Any], T]) -> None:
+        self.text, self._make = text, make
+
+    @cached_property
+    def _items(self) -> tuple[T, ...]:
+        return tuple(map(self._make, json.loads(self.text)))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
+        return self._items[at]
+
+    def __eq__(self, other: object) -> bool:
+        return self._items == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
 #: A field as it is written, and with sorted keys.
 Text = tuple[str, str]
 
@@ -169,7 +201,7 @@ def _short_fields(state: Any, order: tuple[str, ...]) -> dict[str, Text]:
         "samples": _same(str(state.samples)),
         "documents": _same(str(state.documents)),
         "tokens": _same(str(state.tokens)),
-        "pending": _same(_segments(state.pending)),
+        "pending": _same(_tuples(state.pending)),
         "batches": _same(_list(f"[{first},{size}]" for first, size in state.batches)),
         "skips": _once(_plain, state.skips),
         "overrides": _same(_name(tuple(state.overrides))),
@@ -186,8 +218,8 @@ def _long_fields(state: Any) -> dict[str, Text]:
             _object((name, text[0]) for name, text in sources.items()),
             _object((name, text[1]) for name, text in sorted(sources.items())),
         ),
-        "bins": _same(_list(f"[{b.opened_at},{_segments(b.segments)}]" for b in state.bins)),
-        "tails": _same(_segments(state.tails)),
+        "bins": _same(_tuples(state.bins)),
+        "tails": _same(_tuples(state.tails)),
         "stages": _once(_stages, state.stages),
     }
 
@@ -239,15 +271,13 @@ def _list(items: Iterable[str]) -> str:
     return "[" + ",".join(items) + "]"
 
 
-def _segments(segments: Sequence[tuple[int, ...]]) -> str:
-    return "[" + ",".join(map(_segment, segments)) + "]"
+def _tuples(tuples: Sequence[Any]) -> str:
+    """Of segments or bins."""
+    return tuples.text if isinstance(tuples, LazyTuple) else _as_written(tuples)
 
 
-@lru_cache(maxsize=1 << 11)
-def _segment(segment: tuple[int, ...]) -> str:
-    """One waits for many steps."""
-    source, position, offset, length = segment
-    return f"[{source},{position},{offset},{length}]"
+def _plain_tuples(tuples: Sequence[Any]) -> Sequence[Any]:
+    return json.loads(tuples.text) if isinstance(tuples, LazyTuple) else tuples
 
 
 def _source(cursor: Any) -> Text:
@@ -308,8 +338,8 @@ def _packed(state: Any, head: Mapping[str, Any], order: tuple[str, ...], short: 
     beginning = _once(_beginning, head, state.config, order, state.fingerprints)
     long = {
         "sources": _sources_in_columns(state.sources.values()),
-        "bins": _as_written([[b.opened_at, *_by_column(b.segments)] for b in state.bins]),
-        "tails": _as_written(_by_column(state.tails) if state.tails else []),
+        "bins": _as_written([[opened_at, *_by_column(segments)] for opened_at, segments in _plain_tuples(state.bins)]),
+        "tails": _as_written(_by_column(_plain_tuples(state.tails))),
         "stages": _once(_packed_stages, state.stages, state.config),
     }
     fields = FIELDS[FIELDS.index("fingerprints") + 1 :]
@@ -397,6 +427,8 @@ def _differences(columns: Mapping[str, Any], sign: int) -> dict[str, Any]:
 
 def _by_column(segments: Sequence[Sequence[int]]) -> list[list[int]]:
     """By column, positions as differences: documents of one source that follow each other are drawn one by one."""
+    if not segments:
+        return []
     source, position, offset, length = (list(column) for column in zip(*segments, strict=True))
     return [source, [position[0], *(b - a for a, b in pairwise(position))], offset, length]
 

@@ -360,6 +360,6 @@ class Stream:
         }
 
     def fields_at(self, sample: int) -> dict[str, Any]:
-        """The fields of the state before ``sample`` that say where the stream is (see `cursor.Fields`)."""
+        """The fields of the state before ``sample`` that say where the stream is (see `Fields`)."""
         with self._lock:
             return self._blocks.fields_at(sample)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megaresume.stream import cursor
 from megaresume.stream.errors import StateError
+from megaresume.stream.fields import comparable
 from megaresume.stream.left_out import MAX_FAULTS, FaultRecord, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.state_text import checksum
@@ -42,8 +42,8 @@ def test_no_part_of_what_is_compared(stream_of: Callable[..., Stream]) -> None:
     assert plain.digest == faulty.digest and plain.faults != faulty.faults
     names = list(StreamState.__slots__)
     fields = [{n: getattr(s, n) for n in names} for s in (plain, faulty)]
-    assert cursor.comparable(fields[0]) == cursor.comparable(fields[1])
-    assert "faults" not in cursor.comparable(fields[0])
+    assert comparable(fields[0]) == comparable(fields[1])
+    assert "faults" not in comparable(fields[0])
 
 
 def test_the_newest_are_kept() -> None:

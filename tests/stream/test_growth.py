@@ -21,8 +21,8 @@ from megaresume.data.split import IndexedSource
 from megaresume.runs.trace.replan import Recorded, replay
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.cursor import comparable
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
+from megaresume.stream.fields import comparable
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume

@@ -33,7 +33,6 @@ from megaresume.stream import cursor
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import reconcile
 from megaresume.stream.config import StreamConfig, resolved
-from megaresume.stream.cursor import comparable
 from megaresume.stream.errors import (
     CheckpointError,
     ConfigError,
@@ -42,6 +41,7 @@ from megaresume.stream.errors import (
     StreamExhausted,
     UsageError,
 )
+from megaresume.stream.fields import comparable
 from megaresume.stream.order import Orders
 from megaresume.stream.planner import Plan, Planner, orders_of
 from megaresume.stream.skips import trained
@@ -349,7 +349,7 @@ def replay(
                 stream.plan(stop - 1, stop)
                 progress(stop - done)
                 done = stop
-            position = cursor.comparable(stream.fields_at(point.sample))
+            position = comparable(stream.fields_at(point.sample))
         except MegaresumeError as error:
             yield Replayed(recorded=point, digest=None, error=error)
             return

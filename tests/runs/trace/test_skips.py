@@ -95,7 +95,7 @@ def test_a_state_of_a_branch_without_the_skip_is_not_used(skipping: ToyRun) -> N
 def test_verify(skipping: ToyRun) -> None:
     from megaresume.runs.trace.replan import Recorded, replay
     from megaresume.stream.config import StreamConfig
-    from megaresume.stream.cursor import comparable
+    from megaresume.stream.fields import comparable
     from megaresume.stream.left_out import NO_SKIPS
     from megaresume.stream.stream import Stream
 

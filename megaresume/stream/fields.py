@@ -1,0 +1,175 @@
+"""`Fields`: the fields of a `StreamState` that say where the stream is, of a planner's arrays.
+
+They are asked for after every step. What a step did not change is not made again, and the segments that wait, some
+hundred of which about half change in a step, are not made at all: their text is written at once by a compiled loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream import kernel
+from megaresume.stream.compiled import compiled
+from megaresume.stream.feed import pending_segments, tail_segments
+from megaresume.stream.kernel import LENGTH, OFFSET, POSITION, SOURCE, Arrays, Int64Array
+from megaresume.stream.order import SourceOrder
+from megaresume.stream.stages import Course
+from megaresume.stream.state import Bin, Segment, SourceCursor
+from megaresume.stream.state_text import LazyTuple
+
+#: Sources from which on it is quicker to look which ones have changed.
+MANY = 32
+
+
+class Fields:
+    """The fields of one state after the other. For one thread at a time.
+
+    Args:
+        course: the stages of the stream.
+    """
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        #: rows, orders and cursors of the last time.
+        self._last: tuple[Int64Array, Sequence[SourceOrder], list[SourceCursor]] = np.zeros((0, 0), np.int64), (), []
+
+    def of(self, arrays: Arrays) -> dict[str, Any]:
+        """Those of a planner, whose arrays are read and not kept."""
+        scalars = arrays.scalars.tolist()
+        stage = scalars[kernel.STAGE]
+        names = (source.name for source in self._course.config(stage).sources)
+        cursors = self._cursors(arrays.sources, self._course.orders[stage])
+        return {
+            "samples": scalars[kernel.SAMPLES] - scalars[kernel.LEFT_OUT],
+            "documents": scalars[kernel.DOCUMENTS],
+            "tokens": scalars[kernel.TOKENS],
+            "sources": dict(zip(names, cursors, strict=True)),
+            "bins": _bins(arrays),
+            "pending": _segments(pending_segments(arrays)),
+            "tails": _segments(tail_segments(arrays)),
+            "stages": self._course.records(stage),
+            "digest": f"{int(arrays.digest[0]):016x}",
+        }
+
+    def _cursors(self, rows: Int64Array, orders: Sequence[SourceOrder]) -> list[SourceCursor]:
+        """Of many sources a step changes few: the others are the same objects as in the last state."""
+        before, of_orders, cursors = self._last
+        if len(rows) < MANY or orders is not of_orders or rows.shape != before.shape:
+            cursors = list(map(_source_cursor, rows.tolist(), orders))
+        else:
+            cursors, changed = cursors.copy(), np.flatnonzero((rows != before).any(axis=1))
+            for i, row in zip(changed.tolist(), rows[changed].tolist(), strict=True):
+                cursors[i] = _source_cursor(row, orders[i])
+        self._last = rows.copy(), orders, cursors
+        return cursors
+
+
+def comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Fields`, or those fields of a state: to compare the two."""
+    names = ("samples", "documents", "tokens", "sources", "bins", "pending", "tails", "stages", "digest")
+    return {name: fields[name] for name in names}
+
+
+def _source_cursor(row: Sequence[int], order: SourceOrder) -> SourceCursor:
+    position = row[kernel.NEXT]
+    return SourceCursor(  # by position, which takes half the time
+        position,
+        order.epoch_of(position),
+        row[kernel.DRAWN_DOCUMENTS],
+        row[kernel.DRAWN_TOKENS],
+        position - row[kernel.DRAWN_PIECES],
+        row[kernel.DRAWN_IN_STAGE],
+        bool(row[kernel.IS_EXHAUSTED]),
+        row[kernel.LEFT_OUT_DOCUMENTS],
+        row[kernel.LEFT_OUT_TOKENS],
+        order.eras,
+    )
+
+
+def _bins(arrays: Arrays) -> Sequence[Bin]:
+    num_open, num_waiting = arrays.scalars[[kernel.NUM_OPEN, kernel.NUM_WAITING]].tolist()
+    if not num_open:
+        return ()
+    text = np.empty(num_open * BIN_TEXT + num_waiting * SEGMENT_TEXT + 2, np.uint8)
+    size = _write_bins(text, arrays.opened[:num_open], arrays.head, arrays.segments, arrays.link)
+    return LazyTuple(_decode(text, size), _bin)
+
+
+def _segments(rows: Int64Array) -> Sequence[Segment]:
+    if not len(rows):
+        return ()
+    text = np.empty(len(rows) * SEGMENT_TEXT + 2, np.uint8)
+    return LazyTuple(_decode(text, _write_segments(text, rows)), Segment._make)
+
+
+def _bin(item: tuple[int, list[list[int]]]) -> Bin:
+    opened_at, segments = item
+    return Bin(opened_at, tuple(map(Segment._make, segments)))
+
+
+def _decode(text: npt.NDArray[np.uint8], size: int) -> str:
+    return text[:size].tobytes().decode("ascii")
+
+
+#: Characters of a number, at most; of a segment, and of a bin without its segments.
+NUMBER_TEXT = 19
+SEGMENT_TEXT, BIN_TEXT = 4 * NUMBER_TEXT + 6, NUMBER_TEXT + 6
+_OPEN, _CLOSE, _COMMA = map(ord, "[],")
+_ZERO, _TEN = np.uint64(ord("0")), np.uint64(10)
+
+
+@compiled
+def _write_bins(text, opened, head, segments, link):  # type: ignore[no-untyped-def]
+    """Write ``[[opened,[segment,...]],...]``; how many characters it is. There is at least one."""
+    text[0] = _OPEN
+    at = 1
+    for b in range(opened.size):
+        text[at] = _OPEN
+        at = _write_number(text, at + 1, opened[b])
+        text[at], text[at + 1] = _COMMA, _OPEN
+        at += 2
+        k = head[b]
+        while k >= 0:
+            at = _write_segment(text, at, segments, k)
+            k = link[k]
+        text[at - 1], text[at], text[at + 1] = _CLOSE, _CLOSE, _COMMA
+        at += 2
+    text[at - 1] = _CLOSE
+    return at
+
+
+@compiled
+def _write_segments(text, rows):  # type: ignore[no-untyped-def]
+    """Write ``[segment,...]``; how many characters it is. There is at least one."""
+    text[0] = _OPEN
+    at = 1
+    for k in range(rows.shape[0]):
+        at = _write_segment(text, at, rows, k)
+    text[at - 1] = _CLOSE
+    return at
+
+
+@compiled
+def _write_segment(text, at, rows, k):  # type: ignore[no-untyped-def]
+    """Write ``[source,position,offset,length],`` from ``at`` on; where it ends. The document follows from those."""
+    text[at] = _OPEN
+    for column in (SOURCE, POSITION, OFFSET, LENGTH):
+        at = _write_number(text, at + 1, rows[k, column])
+        text[at] = _COMMA
+    text[at], text[at + 1] = _CLOSE, _COMMA
+    return at + 2
+
+
+@compiled
+def _write_number(text, at, number):  # type: ignore[no-untyped-def]
+    """Write a number that is not negative; where it ends."""
+    rest, end, power = np.uint64(number), at + 1, _TEN
+    while rest >= power:
+        end, power = end + 1, power * _TEN
+    for k in range(end - 1, at - 1, -1):
+        text[np.uint64(k)], rest = _ZERO + rest % _TEN, rest // _TEN  # without signs: a third of the time
+    return end
