@@ -123,7 +123,7 @@ def uncollected() -> Iterator[None]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
-    from megaresume.checkpoint.ranks import show_refusals
+    from megaresume.checkpoint.ending import show_refusals
 
     show_refusals()
     try:

@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from megaresume.checkpoint.ranks import end, run_program, say
+from megaresume.checkpoint.ending import end, run_program, say
 from megaresume.hosts import hugging_face_launch as hugging_face
 from megaresume.hosts.megatron import hooks as megatron
 from megaresume.hosts.megatron.project import find_project, package_name

@@ -1,18 +1,8 @@
-"""One rank decides and all ranks know; one rank fails and all ranks fail; and how they end then.
+"""One rank decides and all ranks know; one rank fails and all ranks fail. How they end then: `ending`.
 
 A rank that raises alone leaves the others waiting in the next collective, for minutes or forever. So what can fail
 for a reason of its own (a file, a corpus, a disk) runs inside one of these, and everybody raises the same error.
 All of them are collectives of the default process group; without one, or without torch, there is a single rank.
-
-Where megaresume refuses something, a training process ends with a message without a traceback, once a job. The
-launcher catches the error itself; in a user's script an exception hook stands in its place, from the first use of a
-name of `megaresume` on. Exit status 1 on both. Errors of others keep their tracebacks, and so does one of the user's
-code that made us refuse.
-
-    all ranks found it together            rank 0 says it, while the others wait
-    each for itself, in a process group    the first to sign the group's store
-    before there is one                    rank 0; the others wait for their launcher to end them, and then say it too,
-                                           unless it was said on their node in the same step of srun, which ends nobody
 """
 
 from __future__ import annotations
@@ -21,23 +11,13 @@ import atexit
 import collections
 import contextlib
 import ctypes
-import functools
-import hashlib
-import io
 import itertools
 import json
-import os
 import pickle
 import sys
-import sysconfig
-import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import xxhash
@@ -495,191 +475,3 @@ def _around_difference(one: str, other: str, shown: int = 80) -> tuple[str, str]
     at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     start, stop = max(at - shown // 2, 0), at + shown
     return f"... {one[start:stop]} ...", f"... {other[start:stop]} ..."
-
-
-#: Seconds that a rank waits for the others, where all of them should have found the same error.
-END_PATIENCE = 30.0
-#: seconds that rank 0 is ahead of the others; that a rank stays once it was said, so that they learn it.
-_AHEAD, _STAY = 1.0, 2.0
-#: variables that tell a process which rank it is.
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-@functools.cache
-def show_refusals() -> None:
-    """From now on an uncaught error of megaresume ends the process as under the launcher. The second call does nothing.
-
-    Every other exception goes to the ``sys.excepthook`` that was there at the first call.
-    """
-    sys.excepthook = _hook(sys.excepthook)
-
-
-def _hook(before: _Hook) -> _Hook:
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, MegaresumeError):
-            end(error)  # it returns where Python may end by itself, with exit status 1
-        else:
-            before(kind, error, trace)
-
-    return show
-
-
-def end(error: MegaresumeError) -> int:
-    """Say once what is wrong, and end this rank so that its launcher ends the others.
-
-    Returns:
-        the exit status, if there is no process group; if there is one, the process ends here.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        say(error)
-        return 1
-    try:
-        together = getattr(error, "known_to_all_ranks", False)
-        _with_others(error, _say_together if together else functools.partial(_say_if_first, error))
-    finally:
-        # A rank that waits for the others at its exit keeps the launcher from ending them.
-        os._exit(1)
-
-
-def _with_others(error: MegaresumeError, speak: Callable[[Callable[[], None]], None]) -> None:
-    """Let one rank of the group say it. This one does if the others do not answer.
-
-    A rank that was killed, or whose script caught the error, never comes: the group would wait for its own timeout.
-    """
-    said = threading.Event()
-
-    def say_it() -> None:
-        said.set()
-        rank = sys.modules["torch.distributed"].get_rank()
-        _print(error, "" if rank == 0 else f"rank {rank}: ")
-
-    def give_up() -> None:
-        try:
-            if not said.is_set():
-                say(error)
-        finally:
-            os._exit(1)
-
-    timer = threading.Timer(END_PATIENCE, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        speak(say_it)
-    except Exception:  # noqa: BLE001  the group is broken, and what matters is the error that we came with
-        if not said.is_set():
-            say(error)
-
-
-def _say_together(say_it: Callable[[], None]) -> None:
-    """All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0."""
-
-    on_rank_0(say_it)
-
-
-def _say_if_first(error: MegaresumeError, say_it: Callable[[], None]) -> None:
-    """Other ranks may have found the same by themselves."""
-
-    if not is_rank_0():
-        time.sleep(_AHEAD)
-    if shared_store().add(f"megaresume/refused/{_key(error)}", 1) == 1:
-        say_it()
-    time.sleep(_STAY)
-
-
-def _key(error: MegaresumeError) -> str:
-    return hashlib.sha256(str(error).encode()).hexdigest()[:16]
-
-
-def say(error: MegaresumeError) -> None:
-    """The first rank says it; one that is alone with its error says it a little later.
-
-    Where all have found the same, their launcher has ended the others by then.
-    """
-    rank = next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
-    is_first_of_node = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-    if rank != 0:
-        time.sleep(2 if is_first_of_node else 4)
-    if (mark := _mark(error)) is not None:
-        with contextlib.suppress(OSError):  # a full disk must not cost us the message
-            try:
-                mark.touch(exist_ok=False)
-            except FileExistsError:
-                return
-    _print(error, "" if rank == 0 else f"rank {rank}: ")
-
-
-def _mark(error: MegaresumeError) -> Path | None:
-    """A file that is there when a task of this step of srun has said it on this node; None: srun has not started this.
-
-    Steps have numbers that are never used again, so none is left by another one.
-    """
-    env = os.environ
-    with contextlib.suppress(OSError):
-        if Path(f"/proc/{os.getppid()}/comm").read_text().startswith("slurmstepd"):
-            step = ".".join(env.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-            return Path(tempfile.gettempdir(), f"megaresume-refused-{os.getuid()}-{step}-{_key(error)}")
-    return None
-
-
-def _print(error: MegaresumeError, who: str = "") -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stdout must not cost us the message
-        sys.stdout.flush()
-    # torch's hook calls the one before it with a buffer for stderr, and we do not come back to it.
-    stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
-    print(f"{_user_traceback(error)}megaresume: error: {who}{error}", file=stream, flush=True)
-
-
-def _user_traceback(error: MegaresumeError) -> str:
-    """The traceback of the user's code whose exception is the cause; "" if the cause is not in user code."""
-    cause = error.__cause__
-    while isinstance(cause, MegaresumeError):
-        cause = cause.__cause__
-    if cause is None:
-        return ""
-    frames = traceback.extract_tb(cause.__traceback__)
-    own = [number for number, frame in enumerate(frames, 1) if frame.filename.startswith(_OURS)]
-    below = frames[max(own, default=0) :]
-    if not any(_is_user_code(frame.filename) for frame in below):
-        return ""
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(below)]
-    return "".join([*lines, *traceback.format_exception_only(cause)])
-
-
-_OURS = str(Path(__file__).parents[2]) + os.sep
-#: of Python itself, and of what is installed.
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def _is_user_code(file: str) -> bool:
-    return not file.startswith(("<", _OURS, *_INSTALLED))
-
-
-def run_program(main: Callable[[], int]) -> None:
-    """Run a program and end the process with its status, as Python does, but for taking the interpreter apart.
-
-    Threads of gloo's drop the tensors of the last collectives of a script, and need Python for that: if it is ending by
-    then, torch aborts the process, after a run that went well (pytorch#190489). An exception that the program leaves to
-    Python ends as ever.
-    """
-    try:
-        status: object = main()
-    except SystemExit as end:
-        status = end.code
-    if not _has_gloo():
-        sys.exit(status)  # type: ignore[arg-type]
-    if status is not None and not isinstance(status, int):
-        print(status, file=sys.stderr)  # as Python does
-        status = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that Python waits for
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit((status or 0) & 0xFF)
-
-
-def _has_gloo() -> bool:
-    tasks = Path("/proc/self/task").glob("*/comm")
-    return any(task.read_text().startswith("pt_gloo_runloop") for task in tasks)

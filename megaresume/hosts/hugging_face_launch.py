@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megaresume.checkpoint.ending import show_refusals
 from megaresume.checkpoint.flags import PREFIX, take_settings
-from megaresume.checkpoint.ranks import show_refusals
 from megaresume.checkpoint.settings import GROUPS, Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import importing

@@ -18,7 +18,8 @@ import time
 
 import torch.distributed as dist
 
-from megaresume.checkpoint.ranks import FailedElsewhereError, Failure, Meeting, shared_store, show_refusals
+from megaresume.checkpoint.ending import show_refusals
+from megaresume.checkpoint.ranks import FailedElsewhereError, Failure, Meeting, shared_store
 
 
 def do(word: str, meeting: Meeting) -> None:

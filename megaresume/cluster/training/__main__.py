@@ -10,7 +10,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from megaresume.checkpoint.ranks import on_rank_0, run_program
+from megaresume.checkpoint.ending import run_program
+from megaresume.checkpoint.ranks import on_rank_0
 from megaresume.checkpoint.settings import DataOptions
 from megaresume.cluster.training.launch import (
     Arguments,

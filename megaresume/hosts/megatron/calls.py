@@ -345,7 +345,7 @@ def at_exit() -> None:
         os._exit(1)  # whatever a program made of the error that it was given
     if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
         return
-    from megaresume.checkpoint.ranks import say
+    from megaresume.checkpoint.ending import say
 
     error = _passed_by(current)
     if error is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megaresume.checkpoint.ranks import show_refusals
+from megaresume.checkpoint.ending import show_refusals
 from megaresume.hosts import importing
 from megaresume.hosts.importing import when_imported, wrap
 from megaresume.hosts.megatron import calls

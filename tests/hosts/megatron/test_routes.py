@@ -163,10 +163,10 @@ GROUP = (
     + """
 import os, time
 import torch.distributed as dist
-from megaresume.checkpoint import ranks
+from megaresume.checkpoint import ending
 from megaresume.checkpoint.ranks import on_all_ranks
 
-ranks.END_PATIENCE = float(os.environ.get("PATIENCE", ranks.END_PATIENCE))
+ending.END_PATIENCE = float(os.environ.get("PATIENCE", ending.END_PATIENCE))
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 dist.barrier()
