@@ -282,7 +282,7 @@ def arrays_of(
     _check_sources(state, config, orders)
     scalars = arrays.scalars
     scalars[kernel.SAMPLES] = state.reached
-    scalars[kernel.LEFT_OUT] = state.reached - state.samples
+    scalars[kernel.LEFT_OUT_SAMPLES] = state.reached - state.samples
     scalars[kernel.DOCUMENTS] = state.documents
     scalars[kernel.TOKENS] = state.tokens
     scalars[kernel.STAGE_UNITS] = arrays.sources[:, kernel.DRAWN_IN_STAGE].sum()

@@ -41,8 +41,7 @@ Bins = Annotated[int, Within(1, MAX_OPEN_BINS)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """The properties of a packing mode that other files depend on. `kernel.MODES` numbers the modes for the compiled
-    loop, which packs."""
+    """The properties of a packing mode that other files depend on. `kernel.MODE_NUMBERS` is for the loop that packs."""
 
     #: documents are concatenated, and cut at the end of a sample.
     cuts: bool = False

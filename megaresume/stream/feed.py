@@ -264,7 +264,7 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
     # What waits together has a bin of its own.
     group = min(2 * config.seq_length // packing.num_bins, config.seq_length) if traits.groups else 0
     return kernel.Config(
-        mode=kernel.MODES[packing.mode],
+        mode=kernel.MODE_NUMBERS[packing.mode],
         seq_length=config.seq_length,
         open_bins=packing.num_bins,
         max_age=(1 << 62) if traits.bins is None else packing.max_age,

@@ -47,7 +47,7 @@ UInt64Array = npt.NDArray[np.uint64]
 # Packing modes.
 BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3
 #: by name; data_yaml.MODES says what else each of them does.
-MODES = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
+MODE_NUMBERS = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
 
 # What `advance` returns: it is done, or its caller must do something and call again.
 DONE, REFILL, GROW_BINS, GROW_OUT = 0, 1, 2, 3
@@ -57,11 +57,13 @@ SAMPLES, DOCUMENTS, TOKENS, STAGE_UNITS, NUM_OPEN = 0, 1, 2, 3, 4
 REFILL_SOURCE, OUT_SAMPLES, OUT_SEGMENTS = 5, 6, 7
 PENDING = 8  # and the four after it: a segment; its length is 0 when nothing is pending
 STAGE, NEXT_CARRIED = 13, 14
-LEFT_OUT = 15  # of SAMPLES: closed, and left out of the stream
+LEFT_OUT_SAMPLES = 15  # of SAMPLES: closed, and left out of the stream
 NUM_WAITING, FREE = 16, 17  # segments in open bins; the first free row of `Arrays.segments`, or -1
 FIRST_TAIL, NUM_TAILS = 18, 19
 NUM_FILLERS = 20
 NUM_SCALARS = 21
+#: Of these, what is left out of the stream does not change.
+COUNTS_OF_TRAINED = (DOCUMENTS, TOKENS)
 
 # Columns of a segment.
 SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
@@ -155,7 +157,7 @@ class Arrays(NamedTuple):
 
 def trained_samples(arrays: Arrays) -> int:
     """The number of the next sample, counted without those that were left out."""
-    return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT])
+    return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT_SAMPLES])
 
 
 def set_shares(sources: Int64Array) -> None:

@@ -380,8 +380,8 @@ class Planner:
             np.add.at(self._arrays.sources[:, kernel.LEFT_OUT_DOCUMENTS], source, plan.table[:, kernel.OFFSET] == 0)
             self.on_left_out(replace(plan, first=at))
         scalars = self._arrays.scalars
-        scalars[kernel.LEFT_OUT] += stop - first
-        for counter in (kernel.DOCUMENTS, kernel.TOKENS):
+        scalars[kernel.LEFT_OUT_SAMPLES] += stop - first
+        for counter in kernel.COUNTS_OF_TRAINED:
             scalars[counter] = before.scalars[counter]
         self._arrays.digest[:] = before.digest
         return True

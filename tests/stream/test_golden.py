@@ -125,6 +125,7 @@ def test_order(stream_of: StreamOf, name: str, request: pytest.FixtureRequest) -
     if request.config.getoption("--regenerate"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(_lines(found))
+    assert path.exists(), f"a new case: --regenerate -k '{name}' writes its file"
     assert found == json.loads(path.read_text()), "the order of samples changed: read the docstring of this file"
 
 

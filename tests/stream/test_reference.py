@@ -58,8 +58,8 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
 def test_every_mode_is_compared() -> None:
     """`kernel.advance` packs a mode that it does not know as another one, without a word."""
     assert list(get_args(data_yaml.PackingMode)) == list(data_yaml.MODES)
-    assert sorted(kernel.MODES) == sorted(SETTINGS) == sorted(data_yaml.MODES)
-    assert sorted(kernel.MODES.values()) == list(range(len(kernel.MODES)))
+    assert sorted(kernel.MODE_NUMBERS) == sorted(SETTINGS) == sorted(data_yaml.MODES)
+    assert sorted(kernel.MODE_NUMBERS.values()) == list(range(len(kernel.MODE_NUMBERS)))
 
 
 @settings(max_examples=100)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import BLOCK
+from megaresume.stream.data_yaml import MODES
 from megaresume.stream.planner import Planner
 from megaresume.stream.stages import Course
 from megaresume.stream.state import StreamState
@@ -42,6 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
     "by documents": {"packing": "best_fit", "blend": {"unit": "documents"}, "sources": TWO},
     "repeat": {"packing": "split", "sources": TWO | {"b": {"max_epochs": 1, "on_exhausted": "repeat"}}},
 }
+
+
+def test_every_mode_has_a_case() -> None:
+    packings = [StreamConfig.from_dict({"seq_length": 64} | case).packing.mode for case in CASES.values()]
+    assert sorted(set(packings)) == sorted(MODES)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
