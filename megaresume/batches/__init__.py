@@ -19,7 +19,8 @@ Items of any map-style dataset, collated, `DataLoader`:
 
     data_loader.py  in place of torch's DataLoader: epochs, states
     item_options.py what it is given, as sources and the data config of a stream; lengths of items
-    items.py        items as documents of a stream, their places in each batch, and read by these
+    items.py        items as documents of a stream, and read by their places in a batch; item_hash.py: what they hold
+    item_places.py  their places in each batch, up to the end of an epoch
 
 A token's label is the next token of its document, also where the document continues in another sample; the last token
 of a document has none. So labels never cross a document.

@@ -25,7 +25,8 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches import item_options
-from megaresume.batches.items import Collated, ItemEpochs, Places, flatten, reader, token_count
+from megaresume.batches.item_places import ItemEpochs, Places
+from megaresume.batches.items import Collated, flatten, reader, token_count
 from megaresume.batches.loader import RankLoader, available, data_parallel
 from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule

@@ -1,8 +1,7 @@
 """Items of any map-style dataset: as the documents of a stream, and read by their places in a batch.
 
-`ItemSource`: one item is one document. `Places`: planned samples -> the places of the items of each batch of this rank.
-`ItemReader`: the places of the items of a batch -> these items; `Collated`: a look at what becomes of them. A place is
-a number, if there is one dataset; else a list
+`ItemSource`: one item is one document. `ItemReader`: the places of the items of a batch (`item_places`) -> these items;
+`Collated`: a look at what becomes of them. A place is a number, if there is one dataset; else a list
 
     [dataset, item]                                         several datasets
     [dataset, item, epoch, offset, length, tokens, key]     packed, or with keyed randomness
@@ -10,9 +9,6 @@ a number, if there is one dataset; else a list
 With keyed randomness, the generators of Python, NumPy and torch (of the CPU) are seeded before each ``dataset[item]``
 by (key, epoch, item), the key by the seed and the dataset, and are as they were after the batch: what an item draws
 then depends on nothing else.
-
-`ItemEpochs`: where an epoch of a stream ends, in samples. Of one dataset: with the sample before which its last item
-was drawn; the last epoch of all, with the stream. Of a blend: after as many samples as all datasets together make.
 
 `flatten` makes one row without padding, with the keys that transformers takes for packed attention:
 
@@ -28,10 +24,8 @@ import contextlib
 import copy
 import logging
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +35,10 @@ import torch
 import torch.utils.data
 import xxhash
 
-from megaresume.batches.loader import RankLoader, available
+from megaresume.batches.item_hash import item_hash
 from megaresume.data.source import contents_hash, sized_fingerprint
 from megaresume.stream.errors import CorpusError, StateError, UsageError
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planner import Plan
 from megaresume.stream.state import Fingerprint
-from megaresume.stream.stream import Stream
 
 Int64Array = npt.NDArray[np.int64]
 Measure = Callable[[Any], int]
@@ -214,77 +205,6 @@ def seed_generators(key: str) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed >> 1)
-
-
-def item_hash(item: Any) -> int:
-    """xxh3_64 of what an item holds: tensors, arrays, numbers, text, pictures, in mappings, lists and objects.
-
-    The same in every process. Of an object of which nothing is known only the type counts.
-    """
-    try:
-        return xxhash.xxh3_64_intdigest(_plain(item).encode())
-    except _NotPlain:
-        pass
-    hasher = xxhash.xxh3_64()
-    _hash_into(hasher, item)
-    return hasher.intdigest()
-
-
-class _NotPlain(Exception):
-    """It holds something else than text, numbers, lists and mappings by text."""
-
-
-def _plain(value: Any) -> str:
-    """What `_hash_into` hashes, at once: of conversations and other rows in half the time."""
-    kind = type(value)
-    if kind is str:
-        return f"str {value!r}:"
-    if kind is dict:
-        parts = [f"mapping {len(value)}:"]
-        for key in sorted(value, key=str):
-            if type(key) is not str:
-                raise _NotPlain
-            parts += (f"str {key!r}:", _plain(value[key]))
-        return "".join(parts)
-    if kind is list:
-        return f"list {len(value)}:" + "".join([_plain(one) for one in value])
-    if kind is int or kind is float or kind is bool or value is None:
-        return f"{kind.__name__} {value!r}:"
-    raise _NotPlain
-
-
-def _hash_into(hasher: Any, value: Any) -> None:
-    if isinstance(value, Mapping):
-        hasher.update(f"mapping {len(value)}:".encode())
-        for key in sorted(value, key=str):
-            _hash_into(hasher, str(key))
-            _hash_into(hasher, value[key])
-    elif isinstance(value, list | tuple):
-        hasher.update(f"list {len(value)}:".encode())
-        for one in value:
-            _hash_into(hasher, one)
-    elif isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        hasher.update(f"tensor {value.dtype} {tuple(value.shape)}:".encode())
-        hasher.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        hasher.update(f"array {value.dtype} {value.shape}:".encode())
-        hasher.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, np.ndarray | np.generic):
-        _hash_into(hasher, value.tolist())
-    elif isinstance(value, bytes | bytearray):
-        hasher.update(f"bytes {len(value)}:".encode())
-        hasher.update(bytes(value))
-    elif isinstance(value, str | int | float | complex | bool | None):
-        hasher.update(f"{type(value).__name__} {value!r}:".encode())
-    elif isinstance(value, Enum):  # a member holds its class, and that its members
-        hasher.update(f"{type(value).__qualname__} {value.name}:".encode())
-    elif callable(getattr(value, "tobytes", None)):  # a picture of Pillow
-        hasher.update(f"picture {getattr(value, 'mode', '')} {getattr(value, 'size', '')}:".encode())
-        hasher.update(value.tobytes())
-    else:
-        hasher.update(f"{type(value).__qualname__}:".encode())
-        _hash_into(hasher, getattr(value, "__dict__", {}))
 
 
 def token_count(item: Any) -> int:
@@ -466,186 +386,6 @@ def _array(tokens: Any) -> npt.NDArray[np.int64]:
 
 def _row(values: npt.NDArray[np.int64]) -> torch.Tensor:
     return torch.from_numpy(values)[None]
-
-
-#: samples planned at a time.
-BLOCK = 4096
-#: samples looked at in one go for the end of an epoch.
-STRIDE = 4096
-
-
-class ItemEpochs:
-    """The epochs of a stream.
-
-    Args:
-        stream: of items.
-        size: samples that one epoch of all datasets makes; if they are packed, about so many.
-        item_by_item: an item is a sample.
-    """
-
-    def __init__(self, stream: Stream, size: int, *, item_by_item: bool) -> None:
-        self.stream, self.size = stream, size
-        self._item_by_item = item_by_item
-        self._has_end = any(
-            source.max_epochs is not None and source.on_exhausted != "repeat" for source in stream.config.sources
-        )
-        #: a sample, and where its epoch ends, as it was planned last.
-        self._planned = 0, 0
-        #: samples that are known to be of one epoch, and that epoch: a Trainer asks after every step.
-        self._known, self._known_epoch = range(0), 0
-
-    def forget(self) -> None:
-        """The stream was restored: what was planned is of another one."""
-        self._planned, self._known = (0, 0), range(0)
-
-    def of(self, sample: int) -> int:
-        """The epoch of a sample, from 0."""
-        if sample not in self._known:
-            epoch = self._epoch_of(sample)
-            end = None if self._has_end and len(self.stream.config.sources) > 1 else self.known_end(sample)
-            self._known, self._known_epoch = range(sample, sample + 1 if end is None else end), epoch
-        return self._known_epoch
-
-    def _epoch_of(self, sample: int) -> int:
-        fields = self.stream.fields_at(sample)
-        if len(fields["sources"]) > 1:
-            return sample // self.size
-        (cursor,), (source,) = fields["sources"].values(), self.stream.config.sources
-        if source.max_epochs is None or source.on_exhausted == "repeat":
-            return int(cursor.epoch)
-        waits = fields["bins"] or fields["pending"] or fields["tails"]
-        return int(min(cursor.epoch, source.max_epochs - 1) if waits else cursor.epoch)
-
-    def known_end(self, first: int) -> int | None:
-        """The first sample after ``first`` that is of a later epoch, if that takes no planning."""
-        cursors = list(self.stream.fields_at(first)["sources"].values())
-        if len(cursors) > 1:
-            return (first // self.size + 1) * self.size
-        return first + int(cursors[0].left) if self._item_by_item and not self.stream.skips else None
-
-    def end(self, first: int, stop: int) -> int | None:
-        """The same, if it is not after ``stop``; else None."""
-        epoch = self.of(first)
-        if self.of(stop) == epoch:
-            return None
-        low, high = first, stop  # low is of the epoch, high is of a later one
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.of(middle) == epoch:
-                low = middle
-            else:
-                high = middle
-        return high
-
-    def end_from(self, first: int) -> int:
-        """The same, however far it is; the end of the stream, if that comes before."""
-        if (known := self.known_end(first)) is not None:
-            return known
-        if not self._planned[0] <= first < self._planned[1]:
-            self._planned = first, next(self._plan_ends(first))
-        return self._planned[1]
-
-    def ends(self, first: int) -> Iterator[int]:
-        """Where the epoch of a sample ends, and each epoch after it; with the end of the stream the last one."""
-        known = None if self._has_end else self.known_end(first)
-        if known is None:
-            yield from self._plan_ends(first)
-            return
-        while True:
-            yield known
-            known += self.size
-
-    def _plan_ends(self, first: int) -> Iterator[int]:
-        stream = copy.copy(self.stream)  # which a loop that reads from it does not notice
-        stream.restore(self.stream.state_at(first))
-        ahead, begin = ItemEpochs(stream, self.size, item_by_item=self._item_by_item), first
-        while True:
-            there = available(stream, first, STRIDE)
-            end = ahead.end(first, first + there)
-            if end is not None:
-                yield end
-                begin = first = end
-            elif there == STRIDE:
-                first += there
-            else:
-                if first + there > begin or begin == stream.start:
-                    yield first + there
-                return
-
-
-class Places:
-    """The places of the items of each batch of one rank.
-
-    Args:
-        loader: of this rank.
-        epochs: of its stream.
-        sources: by today's names, in the order in which places count them.
-        whole_rows: a place says epoch, offset, lengths and key as well.
-    """
-
-    def __init__(
-        self, loader: RankLoader, epochs: ItemEpochs, sources: dict[str, ItemSource], *, whole_rows: bool
-    ) -> None:
-        self._loader, self._epochs = loader, epochs
-        self._names, self._sources = list(sources), list(sources.values())
-        self._whole_rows = whole_rows
-
-    def to_epoch_end(self, start: int, step_start: int, ahead: deque[tuple[int, int]]) -> Iterator[list[Any]]:
-        """The places of each batch, to the step that reaches the end of the epoch.
-
-        Args:
-            start: the next sample.
-            step_start: the first one of its step. What lies between them was handed out before.
-            ahead: is appended where each batch ends, in samples, and how many items it has.
-        """
-        loader, known = self._loader, self._epochs.known_end(step_start)
-        ends = [loader.stop] if loader.stop is not None else []
-        if known is not None:
-            ends.append(step_start + _whole(known - step_start, loader.schedule.size_at(step_start)))
-        for samples, step in loader.runs_of_steps(step_start, end=min(ends, default=None), most=BLOCK):
-            end = self._epochs.end(samples.start, samples.stop) if known is None else None
-            reaches = end is not None and _whole(end - samples.start, step) <= len(samples)
-            if end is not None and reaches:
-                samples = samples[: _whole(end - samples.start, step)]
-            plan = loader.stream.plan(samples.start, samples.stop)
-            places, starts, first = self.of(plan, loader.stream), plan.starts.tolist(), plan.first
-            for stop, mine in loader.deal(samples, step):
-                if stop <= start:
-                    continue
-                if type(mine) is range:
-                    batch = places[starts[mine.start - first] : starts[mine.stop - first]]
-                else:
-                    batch = [place for k in mine for place in places[starts[k - first] : starts[k - first + 1]]]
-                ahead.append((stop, len(batch)))
-                yield batch
-            if reaches:
-                return
-
-    def of(self, plan: Plan, stream: Stream) -> list[Any]:
-        """Of all segments of a plan of a stream."""
-        table = plan.table
-        items = table[:, DOCUMENT]
-        if not self._whole_rows and len(self._names) == 1:
-            return list(items.tolist())
-        # A source that the run had before, and has no more, has no dataset.
-        sources = stream.config.sources
-        labels = [source.label for source in sources]
-        datasets = np.array([self._names.index(label) if label in self._names else -1 for label in labels])
-        columns = [datasets[table[:, SOURCE]], items]
-        if self._whole_rows:
-            tokens = np.empty_like(items)
-            for k, source in enumerate(self._sources):
-                mine = columns[0] == k
-                tokens[mine] = source.lengths(items[mine])
-            seed = stream.config.seed
-            keys = np.array([xxhash.xxh3_64_intdigest(f"{seed} {s.name}".encode()) >> 1 for s in sources])
-            columns += [plan.epochs(), table[:, OFFSET], table[:, LENGTH], tokens, keys[table[:, SOURCE]]]
-        return list(np.stack(columns, axis=1).tolist())
-
-
-def _whole(samples: int, step: int) -> int:
-    """Samples of the fewest whole steps that hold so many."""
-    return -(-samples // step) * step
 
 
 class Collated:

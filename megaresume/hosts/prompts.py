@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.batches.items import item_hash
+from megaresume.batches.item_hash import item_hash
 from megaresume.batches.loader import process_rank
 from megaresume.checkpoint.prompt_ledger import PromptLedger
 from megaresume.hosts.prompt_order import PromptOrder, loader_of

@@ -24,7 +24,7 @@ import torch
 import torch.utils.data
 
 import megaresume
-from megaresume.batches.items import item_hash
+from megaresume.batches.item_hash import item_hash
 from megaresume.batches.loader import RankLoader
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 
