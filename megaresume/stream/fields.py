@@ -44,7 +44,7 @@ class Fields:
         names = (source.name for source in self._course.config(stage).sources)
         cursors = self._cursors(arrays.sources, self._course.orders[stage])
         return {
-            "samples": scalars[kernel.SAMPLES] - scalars[kernel.LEFT_OUT],
+            "samples": scalars[kernel.SAMPLES] - scalars[kernel.LEFT_OUT_SAMPLES],
             "documents": scalars[kernel.DOCUMENTS],
             "tokens": scalars[kernel.TOKENS],
             "sources": dict(zip(names, cursors, strict=True)),
