@@ -3,12 +3,12 @@
 The core of both loaders, `RankLoader`, knows which samples a rank is given next, and who reads them:
 
     open.py         a data.yaml -> Stream; and the validation sets in it, which stay put
-    loader.py       `RankLoader`: steps, this rank's share, who reads; `StreamLoader`: packed samples as tensors;
-                    `StreamDataset`: the stream as a map-style torch dataset
+    rank_loader.py  `RankLoader`: steps, this rank's share, who reads
     workers.py      who reads ahead: worker processes, whose batches come in one piece of shared memory; a thread
 
-Samples of a stream as tensors, `StreamLoader`:
+Samples of a stream as tensors:
 
+    loader.py       `StreamLoader`; `StreamDataset`: the stream as a map-style torch dataset
     ahead.py        records of shards, and tokens that are not in memory, read or asked for before they are needed
     assemble.py     planned samples -> a batch; preference pairs kept apart
     masked.py       documents of which no loss is taken

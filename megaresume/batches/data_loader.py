@@ -27,7 +27,7 @@ import xxhash
 from megaresume.batches import item_options
 from megaresume.batches.item_places import ItemEpochs, Places
 from megaresume.batches.items import Collated, flatten, reader, token_count
-from megaresume.batches.loader import RankLoader, available, data_parallel
+from megaresume.batches.rank_loader import RankLoader, available, data_parallel
 from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig, resolved

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from megaresume.batches.items import ItemSource
-from megaresume.batches.loader import RankLoader, available
+from megaresume.batches.rank_loader import RankLoader, available
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream

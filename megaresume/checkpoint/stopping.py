@@ -6,7 +6,7 @@
 
 A handler only notes that its signal came: nothing is saved, printed or freed in the middle of a step, and a second
 signal changes nothing about a save that has begun. Worker processes of our loaders outlive the signal
-(`megaresume.batches.loader`), because Slurm sends it to them too.
+(`megaresume.batches.workers`), because Slurm sends it to them too.
 
 Do the clocks of the nodes agree? Asked once at the start (`check_clocks`): the end of a job is a time of day.
 

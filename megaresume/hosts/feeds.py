@@ -23,7 +23,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.batches.loader import StreamLoader, available
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.rank_loader import available
 from megaresume.checkpoint.host import Data, change_lines
 from megaresume.checkpoint.ranks import gather, known_to_all, on_all_ranks, same_on_all_ranks, world_size
 from megaresume.checkpoint.search import Choice

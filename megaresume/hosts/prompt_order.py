@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.batches.loader import available
+from megaresume.batches.rank_loader import available
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream

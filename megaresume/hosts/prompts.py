@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_hash import item_hash
-from megaresume.batches.loader import process_rank
+from megaresume.batches.rank_loader import process_rank
 from megaresume.checkpoint.prompt_ledger import PromptLedger
 from megaresume.hosts.prompt_order import PromptOrder, loader_of
 from megaresume.hosts.tickets import Tickets, reached_of

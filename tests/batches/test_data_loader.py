@@ -25,7 +25,7 @@ import torch.utils.data
 
 import megaresume
 from megaresume.batches.item_hash import item_hash
-from megaresume.batches.loader import RankLoader
+from megaresume.batches.rank_loader import RankLoader
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 
 ITEMS = 37
