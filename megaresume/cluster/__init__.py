@@ -1,7 +1,7 @@
 """A training job from outside: started, stopped or killed, brought back, and compared.
 
-scenario.py  what a launch and its launcher are; start, stop, resume on another layout, compare with an undisturbed run:
-             the demo and the smoke test
+launches.py  what a launch of a training, and its launcher, are
+scenario.py  start, stop, resume on another layout, compare with an undisturbed run: the demo and the smoke test
 smoke/       `megaresume smoke`: that on one's own cluster, with every kind of stop
 demo/        `megaresume demo`: that on this machine, with a report
 training/    the small trainer of both, a program of its own

@@ -21,9 +21,10 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.records import ledger_path
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, Extra
+from megaresume.cluster.launches import Kind, Launch
 from megaresume.cluster.local import LocalPrograms, ask
 from megaresume.cluster.records import RunComparison, RunRecords, compare_runs, read_records
-from megaresume.cluster.scenario import Attempt, Found, Kind, Launch, Say, Scenario, Stop, own_directory
+from megaresume.cluster.scenario import Attempt, Found, Say, Scenario, Stop, own_directory
 from megaresume.command_line import need_packages
 from megaresume.render import COLOURS, html_table, page, svg
 from megaresume.stream.errors import UsageError

@@ -5,6 +5,7 @@
     slurm.py            jobs of a Slurm cluster, and can the cluster run the test?
     slurm_job.py        one attempt of a job, and the ways to stop it
     report.py           what was found, as a table, JSON, HTML
+    interrupted.py      Ctrl-C and the like: what was started is ended first
 
 Neither torch nor DeepSpeed is imported here: the training is another program.
 """

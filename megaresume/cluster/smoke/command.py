@@ -11,20 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaresume.cluster.launches import Kind, Launch, Launcher
 from megaresume.cluster.local import LocalLauncher, ask
 from megaresume.cluster.records import RunRecords, compare_runs, read_any, with_losses
-from megaresume.cluster.scenario import (
-    Attempt,
-    GaveUp,
-    Kind,
-    Launch,
-    Launcher,
-    Say,
-    Scenario,
-    StopResult,
-    cleaned_up,
-    own_directory,
-)
+from megaresume.cluster.scenario import Attempt, GaveUp, Say, Scenario, StopResult, own_directory
+from megaresume.cluster.smoke.interrupted import cleaned_up
 from megaresume.cluster.smoke.plan import LaunchLayout, SmokeOptions, SmokePlan, make_plan, model_flags, prepare_data
 from megaresume.cluster.smoke.report import Result, summary, table, write_report
 from megaresume.cluster.smoke.slurm import SlurmLauncher

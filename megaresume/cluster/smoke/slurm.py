@@ -27,6 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from megaresume.cluster.launches import Kind, Launch, RunningLaunch
 from megaresume.cluster.launching.slurm_commands import (
     Partition,
     ask,
@@ -38,7 +39,6 @@ from megaresume.cluster.launching.slurm_commands import (
     usable,
     version,
 )
-from megaresume.cluster.scenario import Kind, Launch, RunningLaunch
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt, end, undo
 from megaresume.shipped import launch_script
 from megaresume.stream.errors import SetupError, UsageError

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from megaresume.cluster.launches import Kind, Launch
 from megaresume.cluster.launching.slurm_commands import find_job
-from megaresume.cluster.scenario import Kind, Launch
 from megaresume.cluster.smoke import slurm
 from megaresume.cluster.smoke.slurm import SlurmLauncher
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt

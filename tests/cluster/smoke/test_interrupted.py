@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.cluster.local import MARK
-from megaresume.cluster.scenario import cleaned_up
+from megaresume.cluster.smoke.interrupted import cleaned_up
 from tests.cluster.smoke.conftest import ROOT
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
