@@ -45,6 +45,7 @@ Files, in the order of a save and of a load:
     host.py             `Host` and `Data`: the interfaces of a trainer, and of its data, to a session
     settings.py         all settings, each declared once; flags.py: the flags that are made of them
     ranks.py            one rank decides, all ranks know; one fails, all ranks fail; ending.py: how a process ends then
+    roots.py            the directories of a process: named alike, locked, with their copies
     lock.py             one job at a time, in a directory that all ranks see; claim.py: which job
     commit.py           a save, from the marker to the pointers: the checkpoint is complete
     durability.py       from complete to durable, in a thread of each machine

@@ -349,7 +349,7 @@ class Save:
         session.committed = step.iteration, step.state, step.topology
         if self.pending.marker.latest:
             session.host.committed(self.save_dir)
-        if (copies := session.copies_of(self.save_dir)) is not None:
+        if (copies := session.roots.copies_of(self.save_dir)) is not None:
             copies.submit(self.envelope.iteration, self.tag)
         session.is_saved(self._began)
         return True

@@ -19,7 +19,6 @@ Every method is called on all ranks; if it fails on one rank, all of them raise.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -61,7 +60,7 @@ from megaresume.checkpoint.host import (
     without_state,
 )
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.lock import claim_directory, release, take
+from megaresume.checkpoint.lock import release, take
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.meter.clocks import Clocks
 from megaresume.checkpoint.position import Positions
@@ -79,6 +78,7 @@ from megaresume.checkpoint.ranks import (
 from megaresume.checkpoint.records import ledger_path, manifest_path, same_place, step_path
 from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, has_older, make_room
+from megaresume.checkpoint.roots import Roots
 from megaresume.checkpoint.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
@@ -88,8 +88,6 @@ from megaresume.stream.errors import UsageError
 if TYPE_CHECKING:
     from megaresume.checkpoint.meter.looker import Watched
     from megaresume.checkpoint.meter.meter import Meter
-    from megaresume.checkpoint.parts import Parts
-    from megaresume.checkpoint.staged import Staged
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +149,7 @@ class Session:
         self.host, self.data = host, data
         #: optimizer steps made, at any time and in any thread.
         self.step_now: Callable[[], int] = host.iteration
-        self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
+        self.roots = Roots(save_dir, stage_to, retention)
         self.retention, self.max_starts, self.checksums = retention, max_starts, checksums
         self.random, self._on_stop, self._retries = random, on_stop, retries or Retries()
         #: the samples of this rank that were handed out last; None if nobody knows.
@@ -175,20 +173,13 @@ class Session:
         self.committed: tuple[int, DataState, Topology] | None = None
         #: how long the last save took; None if none was made. On rank 0.
         self.save_seconds: float | None = None
-        #: the working directory, which relative paths start from.
-        self._home = _working_directory()
-        self._stage_to = stage_to
-        self._copies: Staged | None = None
-        self._parts: Parts | None = None
         self._data_every = data_every
         #: on rank 0, once training has begun.
         self._positions: Positions | None = None
         #: optimizer steps and samples at which this process began; None if it has not.
         self._first: tuple[int, int] | None = None
         self._begun = False
-        #: directories whose lock this run holds; that it may save to; whose ledger knows of this start.
-        self._claimed: set[Path] = set()
-        self._own: set[Path] = set()
+        #: directories whose ledger knows of this start.
         self._recorded: set[Path] = set()
 
     # Start
@@ -217,70 +208,7 @@ class Session:
         if self.replay is not None and is_rank_0():
             print(self.replay.line(), flush=True)
         self.durability.machines  # noqa: B018  collective at the first call
-        if self.save_dir is None:
-            return
-        if self._stage_to is not None:
-            # Imported here: a run without copies starts without them, and without object stores.
-            from megaresume.checkpoint.parts import Parts
-            from megaresume.checkpoint.staged import Staged
-
-            self._copies = copies = Staged(os.fspath(self.save_dir), self._stage_to, self.retention)
-            self._claimed.add(self.save_dir.resolve())
-            if are_many := copies.nodes.are_many:
-                self._parts = Parts(copies)
-                self.durability.separate(copies.nodes)
-            self._on_nodes(self.save_dir, functools.partial(restore_older, self.save_dir, holds_parts=are_many))
-        else:
-            self._claim(self.save_dir)
-
-    def _claim(self, root: Path) -> None:
-        if root.resolve() not in self._claimed:
-            claim_directory(root)
-            self._claimed.add(root.resolve())
-            on_rank_0(functools.partial(restore_older, root))
-
-    def _root(self, directory: str | os.PathLike[str]) -> Path:
-        """The checkpoint root of a directory that the program named for a save or a load.
-
-        Raises:
-            UsageError: it is relative, and the working directory is another one than when the run began.
-        """
-        if not os.path.isabs(directory) and (now := _working_directory()) != self._home:
-            before = os.path.abspath(os.path.join(self._home, directory))
-            raise UsageError(
-                "a relative directory of checkpoints, after the working directory was changed",
-                found=f"{os.fspath(directory)!r} in {now}, which is {os.path.abspath(directory)}",
-                expected=f"{before}, as when the run began",
-                cause="os.chdir; the run would be split over two directories",
-                action=f"save and load by the absolute path: {before!r}",
-            )
-        return Path(os.path.abspath(directory))
-
-    def _save_root(self, directory: str | os.PathLike[str]) -> Path:
-        """As `_root`, for a save. Also raises a UsageError if it is not the ``save_dir`` that was given beforehand."""
-        root = self._root(directory)
-        if self.save_dir is not None and root.resolve() != self.save_dir.resolve():
-            raise UsageError(
-                "a checkpoint is saved to another directory than the run's",
-                found=str(root),
-                expected=str(self.save_dir),
-                cause="save_dir, or the trainer's own setting, was changed after the run was attached",
-                action=f"save to {str(self.save_dir)!r}; for copies elsewhere: stage_to",
-            )
-        return root
-
-    def _on_nodes(self, root: Path, function: Callable[[], T]) -> T:
-        """As `on_rank_0`, for what is done to a directory: see `Parts.on_nodes`."""
-        parts = self._parts_of(root)
-        return on_rank_0(function) if parts is None else parts.on_nodes(function)
-
-    def _parts_of(self, root: Path) -> Parts | None:
-        """What each node does with its own directory; None if all ranks see the same one."""
-        return self._parts if self.copies_of(root) is not None else None
-
-    def copies_of(self, root: Path) -> Staged | None:
-        """Where a directory is copied to; None if it is not copied."""
-        return self._copies if self._copies is not None and self._copies.holds(root) else None
+        self.roots.start(self.durability)
 
     # Load
 
@@ -326,7 +254,7 @@ class Session:
         if not weights_only:
             self.accept(found.choice or choice, beside, found)
             self.resume()
-            self.mark_as_own(load_dir)
+            self.roots.mark_as_own(load_dir)
         return found.result
 
     def choose(
@@ -352,8 +280,8 @@ class Session:
         replay = self.replay
         if replay is not None:
             load_dir, pick = replay.source, lambda _, damaged: choose(replay.source, tag=replay.tag, damaged=damaged)
-        root = on_all_ranks(lambda: self._root(load_dir))
-        copies, parts = self.copies_of(root), self._parts_of(root)
+        root = on_all_ranks(lambda: self.roots.named(load_dir))
+        copies, parts = self.roots.copies_of(root), self.roots.parts_of(root)
         roots = [root] if copies is None else [root, copies.shared]
 
         def newest(shared: Path | None, damaged: Mapping[Path, str]) -> Choice | None:
@@ -362,7 +290,7 @@ class Session:
             return choose_of_two(root, shared, damaged=damaged)
 
         def decide(beat: Callable[[], None] = lambda: None) -> tuple[Choice | ForeignCheckpoint | None, int]:
-            if root.resolve() in self._claimed:
+            if self.roots.holds_lock_of(root):
                 restore_older(root)
             elif has_older(root) and replay is None:
                 restore_if_unlocked(root)
@@ -392,7 +320,7 @@ class Session:
                 break
             passed[choice.tag_dir] = words
         if choice is None:
-            self.mark_as_own(root)
+            self.roots.mark_as_own(root)
             if is_rank_0():
                 print(f"megaresume: nothing is loaded: no checkpoint in {root}", flush=True)
         elif is_rank_0():
@@ -407,10 +335,6 @@ class Session:
         return lambda _shared, damaged: choose(
             tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged
         )
-
-    def mark_as_own(self, load_dir: str | os.PathLike[str]) -> None:
-        """Note that the run resumes from this directory, so that it may save there."""
-        self._own.add(Path(load_dir).resolve())
 
     def accept(self, choice: Choice, beside: StepFile | None, read: Reading) -> None:
         """Take what was read as what the run resumes from.
@@ -459,7 +383,7 @@ class Session:
         self._recorded.clear()
         if self.meter is not None and self._begun:
             self.meter.begin(self._watched())
-        self.mark_as_own(choice.load_dir)
+        self.roots.mark_as_own(choice.load_dir)
         self.resumed = Resume(
             step=self.settled_step,
             samples=resumed_at.samples,
@@ -492,7 +416,7 @@ class Session:
         on_rank_0(lambda: self._record_loaded(beside, replaces))
 
     def _record_loaded(self, beside: Sequence[FileEntry], replaces: bool) -> None:
-        loaded, root = self.loaded, self.save_dir
+        loaded, root = self.loaded, self.roots.save_dir
         assert loaded is not None
         envelope, tag = loaded.envelope, loaded.choice.tag
         if root is None or not same_place(loaded.choice.load_dir, root) or not (root / tag).is_dir():
@@ -552,7 +476,7 @@ class Session:
                 cause=self.host.forgotten,
                 action=self.host.load.format(directory=replay.run),
             )
-        if (root := self.save_dir) is not None:
+        if (root := self.roots.save_dir) is not None:
             self._record_start(root, trains=trains)
             if trains:
                 most = self.max_starts
@@ -567,10 +491,10 @@ class Session:
 
     def _note_positions(self, every: int) -> None:
         """On rank 0."""
-        root = self.save_dir
+        root = self.roots.save_dir
         if root is None or (run := run_of(root)) is None:
             return
-        stream, copies = getattr(self.data, "stream", None), self.copies_of(root)
+        stream, copies = getattr(self.data, "stream", None), self.roots.copies_of(root)
         self._positions = Positions(
             root,
             every,
@@ -593,7 +517,7 @@ class Session:
         from megaresume.checkpoint.meter.looker import Watched
 
         # After a load in the middle of a program nothing was started.
-        age, root = 0.0 if self._begun else process_age(), self.save_dir
+        age, root = 0.0 if self._begun else process_age(), self.roots.save_dir
         return Watched(
             stream=getattr(self.data, "stream", None),
             samples=self.host.samples,
@@ -613,13 +537,13 @@ class Session:
         return self._first
 
     def _record_start(self, root: Path, *, trains: bool = True) -> None:
-        place, copies, data = root.resolve(), self.copies_of(root), self.data
+        place, copies, data = root.resolve(), self.roots.copies_of(root), self.data
         if place in self._recorded:
             return
         assert data is not None
         iteration, samples = self._began()
-        places = [] if place in self._own else [place] if copies is None else [place, copies.shared]
-        topology, parts = self.host.topology(), self._parts_of(root)
+        places = [] if self.roots.is_own(root) else [place] if copies is None else [place, copies.shared]
+        topology, parts = self.host.topology(), self.roots.parts_of(root)
 
         def record() -> tuple[int, frozenset[str], list[tuple[int, str, str]]]:
             before = read_ledger(ledger_path(root)).entries
@@ -664,7 +588,7 @@ class Session:
             left = on_all_ranks(record_on_node)
         for old_iteration, tag, save_id in left:  # of a process that was killed meanwhile
             self.durability.submit(root, iteration=old_iteration, tag=tag, save_id=save_id)
-        self._own.add(place)
+        self.roots.mark_as_own(root)
         self._recorded.add(place)
 
     # Save
@@ -766,7 +690,7 @@ class Session:
         **pointers: bool,
     ) -> tuple[Any, Envelope | None]:
         """Save. Returns what ``write`` returned and the saved state; None, None if it failed and the run continues."""
-        root = on_all_ranks(lambda: self._save_root(save_dir))
+        root = on_all_ranks(lambda: self.roots.named_for_save(save_dir))
         # Before anything else could draw.
         random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
         state = envelope or self.snapshot()
@@ -793,7 +717,7 @@ class Session:
             save_id=save.save_id,
             expected=expected,
             # Where copies are made, the old ones go after they are copied.
-            retention=self.retention if self.copies_of(root) is None else KEEP_ALL,
+            retention=self.retention if self.roots.copies_of(root) is None else KEEP_ALL,
         )
         self.settled_step = state.iteration
         return result, state
@@ -809,16 +733,17 @@ class Session:
         """
         step = save.pending.step
         root = save.save_dir
-        return self._with_retries(lambda: self._on_nodes(root, save.commit), root, step.iteration, step.tag) is not None
+        done = self._with_retries(lambda: self.roots.on_nodes(root, save.commit), root, step.iteration, step.tag)
+        return done is not None
 
     def _with_retries(self, attempt: Callable[[], T], root: Path, iteration: int, tag: str) -> T | None:
-        stopper, holds_parts = self.stopper, self._parts_of(root) is not None
+        stopper, holds_parts = self.stopper, self.roots.parts_of(root) is not None
         return self._retries.run(
             attempt,
             tag=tag,
             is_last=stopper is not None and stopper.stopping,
             seconds_left=lambda: None if stopper is None else stopper.seconds_left(),
-            give_up=lambda: self._on_nodes(root, lambda: give_up(root, iteration, tag, holds_parts=holds_parts)),
+            give_up=lambda: self.roots.on_nodes(root, lambda: give_up(root, iteration, tag, holds_parts=holds_parts)),
         )
 
     def _write(
@@ -833,7 +758,7 @@ class Session:
         """Write all files of a save once. Returns the save, the files of each rank, and what ``write`` returned."""
         began, data = time.monotonic(), self.data
         assert data is not None
-        self._claim(root)
+        self.roots.claim(root)
         self._record_start(root)
 
         def prepare() -> None:
@@ -851,9 +776,9 @@ class Session:
             return (*files, self.random.write(random, root, state.iteration, tag))
 
         topology, _ = self.host.topology(), self.durability.machines
-        parts = self._parts_of(root)
+        parts = self.roots.parts_of(root)
         nodes = None if parts is None else parts.nodes
-        self._on_nodes(root, prepare)
+        self.roots.on_nodes(root, prepare)
         pending = on_rank_0(announce)
         if parts is not None:
             pending = parts.join(pending, root, boots=self.durability.machines.boots)
@@ -910,7 +835,7 @@ class Session:
             Stopped: a replay has made its last step.
         """
         self._end_replay()
-        root, data = self.save_dir, self.data
+        root, data = self.roots.save_dir, self.data
         if root is None:
             return
         assert data is not None
@@ -922,22 +847,21 @@ class Session:
     def finish_at_exit(self) -> None:
         """The same with the checkpoint that was committed or loaded last. On rank 0, as the program ends and no ranks
         meet any more; lets other jobs write. Raises CheckpointError."""
-        if self.save_dir is not None and self.committed is not None:
-            _record_end(self.save_dir, *self.committed)
-            release(self.save_dir)
+        if self.roots.save_dir is not None and self.committed is not None:
+            _record_end(self.roots.save_dir, *self.committed)
+            release(self.roots.save_dir)
 
     def take_over(self, root: Path) -> None:
         """From now on this process group saves to a directory that another one of the same run has saved to: its
         start there is at the step of now. Before the save."""
         self._first = self.host.iteration(), self.host.samples()
         self._recorded.clear()
-        self.mark_as_own(root)
+        self.roots.mark_as_own(root)
 
     def hand_over(self, root: Path) -> None:
         """Another process group of the same run is to save there: wait until what was saved is durable, and let it."""
         self.durability.close(is_saving=False)
-        self._claimed.discard(root.resolve())
-        release(root)
+        self.roots.let_go(root)
 
     def close(self) -> None:
         """Wait until what was saved is durable and copied, stop listening, and let other jobs write. On any rank; a
@@ -954,11 +878,7 @@ class Session:
             self.stopper.uninstall()
         is_saving = self.host.is_saving()
         self.durability.close(left, is_saving=is_saving)
-        if self._copies is not None:
-            self._copies.close(left)
-        if not is_saving:
-            for directory in self._claimed:
-                release(directory)
+        self.roots.close(left, is_saving=is_saving)
 
 
 def _begin_save(root: Path, envelope: Envelope, tag: str, topology: Topology | None, **more: Any) -> PendingCheckpoint:
@@ -982,11 +902,3 @@ def _record_end(root: Path, iteration: int, state: DataState, topology: Topology
     """Record the end of the run in the ledger. On rank 0."""
     take(root)
     record_end(root, iteration=iteration, state=state, topology=topology)
-
-
-def _working_directory() -> str:
-    """Where relative paths begin; "" if that directory no longer exists."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""

@@ -231,7 +231,7 @@ class TorchftHost(TrainerHost):
         self.steps.feed.restore(envelope.state, None)  # type: ignore[arg-type]
         self.steps.loaded(envelope.iteration, envelope.samples)
         self._has_no_state = False
-        self.session.mark_as_own(self._root)
+        self.session.roots.mark_as_own(self._root)
 
     # A step
 

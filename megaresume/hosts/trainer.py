@@ -220,7 +220,7 @@ class TrainerHost(Host):
     @property
     def save_dir(self) -> Path:
         """The directory where the run saves: `settings` makes sure that it is known."""
-        save_dir = self.session.save_dir
+        save_dir = self.session.roots.save_dir
         assert save_dir is not None
         return save_dir
 

@@ -202,7 +202,7 @@ def _load(host: MegatronHost, read: Callable[[], Any]) -> tuple[Any, Any]:
         host.choice = host.beside = host.loaded_args = None
         choice, host.beside = checks.before_load(host, damaged)
         host.choice, host.is_loading, load = choice, True, host.args.load
-        if choice is not None and host.session.copies_of(Path(load)) is not None:
+        if choice is not None and host.session.roots.copies_of(Path(load)) is not None:
             host.args.load = str(choice.load_dir)  # perhaps the directory of the copies
         try:
             if choice is None:
@@ -317,7 +317,7 @@ def after_data_is_built(host: MegatronHost) -> None:
         session.resume(position=position, words=_random_state(args, host.loaded_args))
         _record_loaded(host)
     elif iteration:
-        session.mark_as_own(args.load)
+        session.roots.mark_as_own(args.load)
         if is_rank_0():
             print(
                 f"megaresume: the checkpoint of iteration {iteration} has no data state: it was trained without "

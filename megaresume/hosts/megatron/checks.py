@@ -176,7 +176,7 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
     args, load = current.args, str(getattr(current.args, "load", None) or "")
     if current.project.kind != "megatron-lm" or not can_be_written(load):
         return None, None
-    root, save = Path(os.path.abspath(load)), current.session.save_dir
+    root, save = Path(os.path.abspath(load)), current.session.roots.save_dir
 
     def pick(copies: Path | None, damaged: Mapping[Path, str]) -> Choice | ForeignCheckpoint | None:
         if copies is not None and (copy := newer_copy(args, root, copies, damaged)) is not None:
@@ -187,8 +187,8 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
         return found
 
     choice, beside = current.session.choose(root, pick, damaged)
-    if choice is not None and current.session.copies_of(root) is not None:
-        current.session.mark_as_own(root)  # also if it lies among the copies
+    if choice is not None and current.session.roots.copies_of(root) is not None:
+        current.session.roots.mark_as_own(root)  # also if it lies among the copies
     if choice is not None and (choice.rejected or choice.notes or choice.load_dir != root):  # another one than is named
         args.ckpt_step = choice.iteration
         if is_rank_0():

@@ -454,8 +454,8 @@ def _load(
     if found is None:
         return None, None  # a directory without any checkpoint: as DeepSpeed, without its warning on every rank
     beside, loaded, path, client_state = found
-    if host.session.copies_of(Path(os.path.abspath(root))) is not None:
-        host.session.mark_as_own(root)  # also if what was loaded lies among the copies
+    if host.session.roots.copies_of(Path(os.path.abspath(root))) is not None:
+        host.session.roots.mark_as_own(root)  # also if what was loaded lies among the copies
     if not load_module_only and not getattr(host.args, "reset_iteration", False):
         host.choice, host.beside = loaded, beside
         # bigscience does not check the arguments in a universal checkpoint, so nobody else would see them.

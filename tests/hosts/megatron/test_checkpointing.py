@@ -276,7 +276,7 @@ def test_save(loading: Loading, stream: Stream) -> None:
     assert save_with(loading, 1) is None  # before the data is built
     assert records(loading) == []
     current.order = Fixed(stream)
-    current.session.mark_as_own(loading.root)
+    current.session.roots.mark_as_own(loading.root)
     current.built = True
     loading.args.consumed_train_samples = 80
     text = save_with(loading, 10)

@@ -185,12 +185,12 @@ def catch_the_error(t: Tried) -> None:
 def test_stopped(tried: Tried, habit: Callable[[Tried], None], words: str) -> None:
     with pytest.raises(StateError, match=words):
         habit(tried)
-    before = None if (choice := choose(tried.loop.session.save_dir or "")) is None else choice.tag
+    before = None if (choice := choose(tried.loop.session.roots.save_dir or "")) is None else choice.tag
     with pytest.raises(StateError):  # and nothing goes on
         tried.train_one()
     with pytest.raises(StateError):
         tried.loop.save()
-    after = choose(tried.loop.session.save_dir or "")
+    after = choose(tried.loop.session.roots.save_dir or "")
     assert (None if after is None else after.tag) == before
 
 
