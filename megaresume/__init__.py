@@ -8,7 +8,7 @@
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
     megaresume.Balance(...)                    their samples dealt so that all ranks have as much to do
-    megaresume.DataLoader(dataset, ...)        any map-style dataset in such an order, in the place of torch's
+    megaresume.DataLoader(dataset, ...)        any map-style dataset in such an order, instead of torch's
     megaresume.Prompts(dataset, rollouts=8)    the prompts of reinforcement learning, each trained exactly once
 
 Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from

@@ -98,8 +98,8 @@ def adapter_of(loader: Any) -> Adapter:
         expected="Energon's get_savable_loader(...), torchdata's StatefulDataLoader(...), or any iterable with "
         "state_dict and load_state_dict",
         cause="a plain torch DataLoader forgets its position" if hasattr(loader, "batch_sampler") else None,
-        action="use torchdata.stateful_dataloader.StatefulDataLoader in the place of torch.utils.data.DataLoader, "
-        "megatron.energon.get_savable_loader in the place of get_loader; for a map-style dataset, "
+        action="use torchdata.stateful_dataloader.StatefulDataLoader instead of torch.utils.data.DataLoader, "
+        "megatron.energon.get_savable_loader instead of get_loader; for a map-style dataset, "
         "megaresume.DataLoader(dataset, batch_size=...); or megaresume.attach with a data.yaml",
     )
 

@@ -1,4 +1,4 @@
-"""The prompts of VeRL's reinforcement learning, in the place of torchdata's ``StatefulDataLoader``.
+"""The prompts of VeRL's reinforcement learning, instead of torchdata's ``StatefulDataLoader``.
 
     uid_of              the name of a prompt in VeRL, which draws one at random: its ordinal and ticket
     `SavedPrompts`      what VeRL saves as ``data.pt``, and ``prompts.json`` beside it

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Builds OUTPUT.bin and OUTPUT.idx, which Megatron opens, and OUTPUT.megaresume.json, which remembers the tokenizer.
-With --index-only OUTPUT.places stands in the place of the .bin: the inputs stay what is read.
+With --index-only OUTPUT.places stands instead of the .bin: the inputs stay what is read.
 Of tar shards it builds OUTPUT.shards.idx: where each record lies, and how many tokens it takes.
 If it is killed, the same command continues where it stopped. The result does not depend on --workers or --part.
 """
@@ -270,7 +270,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
     chat.add_argument(
         "--chat-template",
         metavar="FILE",
-        help=f"a jinja2 template in the place of the tokenizer's own, or one of {', '.join(STYLES)}",
+        help=f"a jinja2 template instead of the tokenizer's own, or one of {', '.join(STYLES)}",
     )
     chat.add_argument("--chat-date", metavar="YYYY-MM-DD", help="what a template that writes today's date takes for it")
     chat.add_argument(

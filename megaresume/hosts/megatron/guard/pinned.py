@@ -326,7 +326,7 @@ def refuse_spans(request: Request) -> None:
         raise ConfigError(
             "Megatron's own datasets would train every token of conversations",
             found=f"{spans_path(Path(spans[0]))}, which says which tokens are trained",
-            expected="corpora without spans, or the stream in the place of Megatron's datasets",
+            expected="corpora without spans, or the stream instead of Megatron's datasets",
             action="pass --megaresume-data data.yaml with these corpora; or, if every token is meant to be trained, "
             "leave the .spans file out",
         )
