@@ -89,21 +89,35 @@ def check_names(cls: type[Any], unnamed: Sequence[Any], given: Mapping[str, Any]
     call, known = cls.__name__, [field.name for field in dataclasses.fields(cls)]
     for name, value in given.items():
         if name not in known:
-            close = nearest(name, known)
-            raise UsageError.unknown(
-                f"setting of {call}",
-                name,
-                known,
-                found=f"{call}({name}={value!r:.80})",
-                action="docs/settings.md says what each setting does" if close is None else f"write {close}",
-            )
+            raise unknown_name(f"{call}(", name, value, known, "docs/settings.md says what each setting does")
     if unnamed:
+        hints, (value, *_) = typing.get_type_hints(cls), unnamed
+        name = next((one for one in known if hints[one] is not Any and _fits(value, hints[one])), known[0])
         raise UsageError(
             f"{call} takes its settings by name",
-            found=f"{call}({unnamed[0]!r:.80})",
+            found=f"{call}({value!r:.80})",
             expected=f"one of {', '.join(known)}",
-            action=f"write {call}({known[0]}={unnamed[0]!r:.80})",
+            action=f"write {call}({name}={value!r:.80})",
         )
+
+
+def unknown_name(call: str, name: str, value: Any, known: Sequence[str], otherwise: str) -> UsageError:
+    """The refusal of an argument that a call does not have.
+
+    Args:
+        call: its beginning: "Checkpoints(".
+        name, value: of the argument.
+        known: the arguments that it has.
+        otherwise: what to do if no name is similar.
+    """
+    close = nearest(name, known)
+    return UsageError.unknown(
+        f"argument of {call.partition('(')[0]}",
+        name,
+        known,
+        found=f"{call}{name}={value!r:.80})",
+        action=otherwise if close is None else f"write {close}",
+    )
 
 
 def check_types(cls: type[Any], given: Mapping[str, Any], *, as_flags: bool = False) -> None:

@@ -25,7 +25,7 @@ Place = tuple[int, int, str, Any]
 #: ordinals planned at a time, and how many such blocks are kept, for prompts that are issued again.
 BLOCK, BLOCKS = 4096, 32
 #: options of `DataLoader` that have a meaning here.
-_OF_ORDER = ("seed", "shuffle", "max_epochs", "append", "on_change", "blend", "stages", "skip", "keyed")
+OF_ORDER = ("seed", "shuffle", "max_epochs", "append", "on_change", "blend", "stages", "skip", "keyed")
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ def loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
     if not isinstance(data, DataLoader):
         if "seq_length" in order:
             raise _packed("seq_length=")
-        if wrong := [name for name in order if name not in _OF_ORDER]:
+        if wrong := [name for name in order if name not in OF_ORDER]:
             raise _of_batches(wrong, "leave them out")
         return DataLoader(data, 1, dp_rank=0, dp_size=1, **order).made_by("megaresume.Prompts")
     if order:
@@ -168,7 +168,7 @@ def _of_batches(wrong: Sequence[str], action: str) -> UsageError:
     return UsageError(
         "Prompts makes no batches",
         found=", ".join(f"{name}=" for name in wrong),
-        expected=f"options of the order: {', '.join(_OF_ORDER)}",
+        expected=f"options of the order: {', '.join(OF_ORDER)}",
         action=f"{action}: issue(n) gives as many prompts as are asked for, to one process for all",
     )
 

@@ -19,6 +19,7 @@ weights under the same numbers: they are to load those of the checkpoint before 
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,9 @@ from typing import Any, NamedTuple
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_hash import item_hash
 from megaresume.batches.rank_loader import process_rank
+from megaresume.checkpoint.flags import unknown_name
 from megaresume.checkpoint.prompt_ledger import PromptLedger
-from megaresume.hosts.prompt_order import PromptOrder, loader_of
+from megaresume.hosts.prompt_order import OF_ORDER, PromptOrder, loader_of
 from megaresume.hosts.tickets import Tickets, reached_of
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.in_flight import Flight, InFlight, OnStale, PromptOrRollout, as_number
@@ -111,6 +113,7 @@ class Prompts:
         )
         #: whether the process's rank decides who may issue: a loader whose ranks were given says it by itself.
         self._by_process = not isinstance(data, DataLoader) or data.ranks.is_default
+        _check_names(order)
         self._order = PromptOrder(loader_of(data, order))
         self._check_rank()
         self._ledger = None if ledger is None else PromptLedger(ledger)
@@ -385,6 +388,14 @@ class Prompts:
     def version(self) -> int:
         """Of the weights, as `advance` said."""
         return self._flights.weights_version
+
+
+def _check_names(order: Mapping[str, Any]) -> None:
+    """Raise a UsageError for an option that neither `Prompts` nor `DataLoader` has."""
+    own = [one.name for one in inspect.signature(Prompts).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    for name, value in order.items():
+        if name not in inspect.signature(DataLoader).parameters:
+            raise unknown_name("Prompts(dataset, ", name, value, [*own, *OF_ORDER], "docs/rl.md shows the options")
 
 
 def _read(body: Mapping[str, Any], flights: InFlight) -> tuple[list[StreamState], str | None, dict[str, int] | None]:

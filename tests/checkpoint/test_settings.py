@@ -44,18 +44,26 @@ def test_the_nearest_word() -> None:
 
 
 def test_unknown_settings() -> None:
-    with pytest.raises(UsageError, match="unknown setting of Checkpoints") as caught:
+    with pytest.raises(UsageError, match="unknown argument of Checkpoints") as caught:
         Checkpoints(keep_lats=3)  # type: ignore[call-arg]
     assert (caught.value.found, caught.value.action) == ("Checkpoints(keep_lats=3)", "write keep_last")
     assert caught.value.cause == "did you mean 'keep_last'?"
-    with pytest.raises(UsageError, match=r"unknown setting of Loader(.|\n)*num_workers(.|\n)*docs/settings\.md"):
+    with pytest.raises(UsageError, match=r"unknown argument of Loader(.|\n)*num_workers(.|\n)*docs/settings\.md"):
         Loader(zzz=3)  # type: ignore[call-arg]
 
 
-def test_settings_without_names() -> None:
+@pytest.mark.parametrize(
+    ("group", "value", "action"),
+    [
+        (Checkpoints, "run", "write Checkpoints(save_dir='run')"),
+        (StopConditions, 60, "write StopConditions(after_minutes=60)"),
+        (Loader, 4, "write Loader(num_workers=4)"),
+    ],
+)
+def test_settings_without_names(group: Any, value: Any, action: str) -> None:
     with pytest.raises(UsageError, match="takes its settings by name") as caught:
-        Checkpoints("run")  # type: ignore[misc]
-    assert caught.value.action == "write Checkpoints(save_dir='run')"
+        group(value)
+    assert caught.value.action == action
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])

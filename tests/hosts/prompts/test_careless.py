@@ -167,6 +167,13 @@ def test_a_ledger_in_a_store_is_refused_at_once(ledger: Any) -> None:
         made(ledger=ledger)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("max_epoch", "max_epochs"), ("rolouts", "rollouts")])
+def test_unknown_options_are_refused_with_what_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match="unknown argument of Prompts") as caught:
+        made(**{name: 1})
+    assert (caught.value.cause, caught.value.action) == (f"did you mean '{meant}'?", f"write {meant}")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -175,7 +182,6 @@ def test_a_ledger_in_a_store_is_refused_at_once(ledger: Any) -> None:
         ("collate_fn", list),
         ("batch_size", 4),
         ("dp_rank", 0),
-        ("max_epoch", 1),
     ],
 )
 def test_options_of_batches_are_refused_by_name(name: str, value: Any) -> None:
