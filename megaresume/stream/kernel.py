@@ -39,7 +39,16 @@ import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
 from megaresume.stream.permutation import GOLDEN, mix
-from megaresume.stream.selection import choose, play, prefetch, select, select_of_few, tournaments
+from megaresume.stream.selection import (
+    choose,
+    is_due,
+    play,
+    prefetch,
+    release_first,
+    select_of_few,
+    tournaments,
+    winner,
+)
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -322,7 +331,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
     # By place in the order of names.
     release, deadline = sources[:, RELEASE][by_name] >> 1, (sources[:, DUE][by_name] + 1) >> 1
     many = by_name.size > FEW
-    both = tournaments(release, deadline, scalars[STAGE_UNITS])
+    rows, scale = tournaments(release, deadline, scalars[STAGE_UNITS])
     # Scalars live in registers while the loop runs.
     samples, documents, tokens = scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS]
     carried, next_carried = a.carried, scalars[NEXT_CARRIED]
@@ -367,9 +376,15 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
             first_tail = (first_tail + 1) % tails.shape[0]
             num_tails -= 1
         else:
+            place = -1
             if many:
-                place = select(both, release, deadline, stage_units)
-            else:
+                while is_due(rows, scale, stage_units):
+                    j = by_name[np.uint64(release_first(rows, scale, deadline))]
+                    # Some draws from now they are needed: from a far cache, where they are since the draw before.
+                    for further in range(2):
+                        prefetch(ahead, (j, sources[j, HEAD] + further))  # type: ignore[call-arg]
+                place = winner(rows, scale, stage_units)
+            if place < 0:
                 place = select_of_few(release, deadline, stage_units)
             if place >= 0:
                 i = np.uint64(by_name[np.uint64(place)])
@@ -406,8 +421,8 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 released, due = released >> 1, (due + 1) >> 1
                 release[np.uint64(place)], deadline[np.uint64(place)] = released, due
                 if many:
-                    play(both, place, released, due, stage_units)
-                    # The pieces of this source after the next one.
+                    play(rows, scale, place, released, due, stage_units)
+                    # The pieces of this source after the next one, from memory.
                     prefetch(ahead, (np.int64(i), np.int64(at) + 2))  # type: ignore[call-arg]
             elif num_tails > 0 or num_fillers > 0:
                 ending = True

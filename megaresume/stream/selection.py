@@ -49,11 +49,10 @@ NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
 WAITING, READY = 0, 1
 
 
-class Tournaments(NamedTuple):
-    """Both of them, of n sources."""
+class Scale(NamedTuple):
+    """How the rows of the tournaments of n sources are read. Of numbers alone: what is handed over with arrays in it is
+    counted as a reference to each, at every draw."""
 
-    #: int64[2, rows]: by `WAITING` and `READY`; NEVER where nobody is.
-    rows: Int64Array
     #: the row of place 0, a power of four.
     leaves: int
     #: of a place in a row.
@@ -82,32 +81,35 @@ def tournaments(release, deadline, now):  # type: ignore[no-untyped-def]
     Args:
         release, deadline: int64[n], by place; what is not drawn has a release far beyond all others.
         now: units drawn.
+
+    Returns:
+        int64[2, rows], of `WAITING` and `READY`, NEVER where nobody is; and their `Scale`.
     """
     leaves, bits = 4, 2
     while leaves < release.size:
         leaves *= 4
         bits += 2
     rows = np.full((2, 2 * leaves), NEVER, np.int64)
-    both = Tournaments(rows, leaves, bits, now, 1 << (61 - bits))
+    scale = Scale(leaves, bits, now, 1 << (61 - bits))
     for place in range(release.size):
         time, which = (deadline[place], READY) if release[place] <= now else (release[place], WAITING)
-        rows[which, leaves + place] = _number(both, place, time)
+        rows[which, leaves + place] = _number(scale, place, time)
     for which in (WAITING, READY):
         for k in range(2 * leaves - 1, 3, -1):
             rows[which, k >> 2] = min(rows[which, k >> 2], rows[which, k])
-    return both
+    return rows, scale
 
 
 @compiled(forceinline=True)
-def _number(both, place, time):  # type: ignore[no-untyped-def]
+def _number(scale, place, time):  # type: ignore[no-untyped-def]
     """A time and whose it is; what is far from now is cut."""
-    return (max(-both.far, min(time - both.since, both.far)) << both.bits) + place
+    return (max(-scale.far, min(time - scale.since, scale.far)) << scale.bits) + place
 
 
 @compiled(forceinline=True)
-def _play(both, which, place, number):  # type: ignore[no-untyped-def]
+def _play(rows, scale, which, place, number):  # type: ignore[no-untyped-def]
     """Play the matches of one source again."""
-    rows, k = both.rows, np.uint64(both.leaves + place)
+    k = np.uint64(scale.leaves + place)
     while True:
         rows[which, k] = number
         if k == 1:
@@ -118,24 +120,35 @@ def _play(both, which, place, number):  # type: ignore[no-untyped-def]
 
 
 @compiled(forceinline=True)
-def play(both, place, release, deadline, now):  # type: ignore[no-untyped-def]
+def play(rows, scale, place, release, deadline, now):  # type: ignore[no-untyped-def]
     """Play the matches of one source again, with its next release and deadline."""
     is_released = release <= now
-    _play(both, WAITING, place, NEVER if is_released else _number(both, place, release))
-    _play(both, READY, place, _number(both, place, deadline) if is_released else NEVER)
+    _play(rows, scale, WAITING, place, NEVER if is_released else _number(scale, place, release))
+    _play(rows, scale, READY, place, _number(scale, place, deadline) if is_released else NEVER)
 
 
 @compiled(forceinline=True)
-def select(both, release, deadline, now):  # type: ignore[no-untyped-def]
-    """The same as `select_of_few`; sources that are due are released first."""
-    since_then = now - both.since
-    while both.rows[WAITING, 1] >> both.bits <= since_then < both.far:
-        place = both.rows[WAITING, 1] & ((1 << both.bits) - 1)
-        play(both, place, release[place], deadline[place], now)
-    first = both.rows[READY, 1]
-    if -both.far < first >> both.bits < both.far and since_then < both.far:
-        return first & ((1 << both.bits) - 1)
-    return select_of_few(release, deadline, now)  # of times that were cut no row knows which is earlier
+def is_due(rows, scale, now):  # type: ignore[no-untyped-def]
+    """Whether the release of a source that waits has come."""
+    return rows[WAITING, 1] >> scale.bits <= now - scale.since < scale.far
+
+
+@compiled(forceinline=True)
+def release_first(rows, scale, deadline):  # type: ignore[no-untyped-def]
+    """Release the first of those that wait; its place."""
+    place = rows[WAITING, 1] & ((1 << scale.bits) - 1)
+    _play(rows, scale, WAITING, place, NEVER)
+    _play(rows, scale, READY, place, _number(scale, place, deadline[place]))
+    return place
+
+
+@compiled(forceinline=True)
+def winner(rows, scale, now):  # type: ignore[no-untyped-def]
+    """The same as `select_of_few`, once all that are due are released; -1 also if no row knows it: of times that were
+    cut it is not known which is earlier."""
+    first = rows[READY, 1]
+    is_known = -scale.far < first >> scale.bits < scale.far and now - scale.since < scale.far
+    return first & ((1 << scale.bits) - 1) if is_known else -1
 
 
 @intrinsic

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaresume.stream.selection import NEVER, play, select, tournaments
+from megaresume.stream.selection import NEVER, is_due, play, release_first, select_of_few, tournaments, winner
 
 #: few different times, so that many are equal; and some too far off for a row to tell them apart.
 TIMES = st.one_of(st.integers(0, 12), st.sampled_from([1 << 60, (1 << 60) + 1, 1 << 61, int(NEVER) >> 1]))
@@ -15,16 +15,21 @@ TIMES = st.one_of(st.integers(0, 12), st.sampled_from([1 << 60, (1 << 60) + 1, 1
 
 @numba.njit
 def places_of(release, deadline, draws, now):  # type: ignore[no-untyped-def]
-    """The place that is drawn at each time; its source then has the next release and deadline of ``draws``."""
-    both, places = tournaments(release, deadline, now), []
+    """The place that is drawn at each time, its source then has the next release and deadline of ``draws``; and how
+    often the rows knew it."""
+    (rows, scale), places, known = tournaments(release, deadline, now), [], 0
     for row in range(draws.shape[0]):
         now += draws[row, 0]
-        place = select(both, release, deadline, now)
+        while is_due(rows, scale, now):
+            release_first(rows, scale, deadline)
+        place = winner(rows, scale, now)
+        known += place >= 0
+        place = place if place >= 0 else select_of_few(release, deadline, now)
         places.append(place)
         if place >= 0:
             release[place], deadline[place] = draws[row, 1], draws[row, 2]
-            play(both, place, release[place], deadline[place], now)
-    return places
+            play(rows, scale, place, release[place], deadline[place], now)
+    return places, known
 
 
 @given(
@@ -36,7 +41,7 @@ def test_the_winner_is_the_first_of_those_released_with_the_earliest_deadline(
     sources: list[tuple[int, int]], begin: int, draws: list[tuple[int, int, int]]
 ) -> None:
     release, deadline = (np.array(column, np.int64) for column in zip(*sources, strict=True))
-    places = places_of(release.copy(), deadline.copy(), np.array(draws, np.int64), begin)
+    places, known = places_of(release.copy(), deadline.copy(), np.array(draws, np.int64), begin)
     now = begin
     for place, (units, *times) in zip(places, draws, strict=True):
         now += units
@@ -44,3 +49,5 @@ def test_the_winner_is_the_first_of_those_released_with_the_earliest_deadline(
         assert place == (min(released)[1] if released else -1)
         if place >= 0:
             release[place], deadline[place] = times
+    if max(begin, *(max(row) for row in (*sources, *draws))) < 1 << 50:
+        assert known == sum(place >= 0 for place in places)
