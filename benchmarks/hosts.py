@@ -229,7 +229,7 @@ def lightning(is_ours: bool, directory: Path, clock: Clock, steps: int) -> None:
 
 
 def deepspeed(is_ours: bool, directory: Path, clock: Clock, steps: int) -> None:
-    """DeepSpeed's engine; alone with the loader that `deepspeed.initialize` makes."""
+    """DeepSpeed's engine; alone with torch's loader, as the one that DeepSpeed makes reads in processes of its own."""
     import deepspeed as ds
 
     with socket.socket() as found:
@@ -238,12 +238,11 @@ def deepspeed(is_ours: bool, directory: Path, clock: Clock, steps: int) -> None:
         os.environ.update(rank, MASTER_PORT=str(found.getsockname()[1]))
     model = Net(clock)
     config = {"train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, _, batches, _ = ds.initialize(
-        model=model, model_parameters=model.parameters(), config=config, training_data=None if is_ours else Rows()
-    )
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    batches = loader_of(is_ours)
     if is_ours:
         where = megaresume.Checkpoints(save_dir=directory)
-        batches = megaresume.attach(engine, loader_of(True), checkpoints=where)
+        batches = megaresume.attach(engine, batches, checkpoints=where)
         engine.load_checkpoint(str(directory))
     for step, batch in enumerate(batches, start=1):
         loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})["loss"]

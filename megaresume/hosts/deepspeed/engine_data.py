@@ -109,13 +109,8 @@ class EngineData(Batches):
     def _not_restored(self) -> StateError:
         """The engine is at a step of which the data knows nothing."""
 
-    def _note_step(self, batches: Sequence[MicroBatch], *, seen: bool) -> None:
-        """A step was made.
-
-        Args:
-            batches: that it has trained, in the order of the model's forwards, or as they were handed out.
-            seen: whether the model's forwards were recognised.
-        """
+    def _note_step(self, batches: Sequence[MicroBatch]) -> None:
+        """A step was made, of these as they were handed out. The witness still knows its forwards."""
 
     def _count_from(self, step: int, samples: int, *, reads: bool = True) -> None:
         """So many steps have trained so many samples. ``reads``: whether this rank is given batches at all."""
@@ -220,13 +215,12 @@ class EngineData(Batches):
             raise self._not_restored()
         steps, count = int(self.engine.global_steps), self._count
         if steps == count.step + 1:
-            seen = self._witness.seen([taken.batch for taken in count.out]) if count.out else None
             done = count.stepped()
-            self._witness.clear()
             if self.meter is not None:
                 self.meter.steps.norm(self.engine.get_global_grad_norm())
                 self.meter.steps.stepped(count.step, count.samples)
-            self._note_step(done if seen is None else seen, seen=seen is not None)
+            self._note_step(done)
+            self._witness.clear()
         count.compare(steps)
 
     @property
@@ -389,7 +383,7 @@ def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
 
 def tokens_of(batch: Any) -> torch.Tensor | None:
     """The tensor by which a batch of any kind is recognised: the first of its largest ones of integers on the CPU."""
-    found = [t for t in _tensors(batch) if _is_integer(t) and t.device.type == "cpu" and t.numel()]
+    found = [t for t in _tensors(batch) if _is_integer(t) and t.is_cpu and t.numel()]
     return max(found, key=torch.Tensor.numel, default=None)
 
 

@@ -244,10 +244,11 @@ class TrainingData(EngineData):
             action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
         )
 
-    def _note_step(self, batches: Sequence[MicroBatch], *, seen: bool) -> None:
-        """Write down what the step trained."""
+    def _note_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Write down what the step trained: in the order of the model's forwards, if they were recognised."""
         if self._log is None or not batches:
             return
+        seen = self._witness.seen(batches)  # waits for the device
         if not self._log_begun:
             self._log_begun = True
             self._log.start(
@@ -260,10 +261,10 @@ class TrainingData(EngineData):
                 pad_id=self.loader.pad_id,
                 digest=self.stream.digest_at(self._base_sample),
             )
-        for batch in batches:
+        for batch in batches if seen is None else seen:
             if batch.noted is not None:
                 self._log.add_noted(batch.noted)
-        self._log.end_step(self._count.step, seen=seen)
+        self._log.end_step(self._count.step, seen=seen is not None)
 
     def _read_from(self, sample: int) -> Iterator[Batch]:
         schedule, loading = self._schedule, self.loader
@@ -372,10 +373,10 @@ class AttachedLoader(LoaderStates, EngineData):
         if self.reader is None and self._ready:  # a rank that reads no batches has none that could tell of a step
             while self._count.step < int(self.engine.global_steps):
                 self._open_step()
-                self._note_step(self._count.stepped(), seen=False)
+                self._note_step(self._count.stepped())
         super()._check_clock()
 
-    def _note_step(self, batches: Sequence[MicroBatch], *, seen: bool) -> None:
+    def _note_step(self, batches: Sequence[MicroBatch]) -> None:
         self.batches_trained += self._per_step
 
     def _open_step(self) -> None:
