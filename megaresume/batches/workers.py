@@ -221,7 +221,7 @@ def _can_be_packed(part: Any) -> bool:
     return (
         type(part) is torch.Tensor
         and part.layout is torch.strided
-        and part.device.type == "cpu"
+        and part.is_cpu
         and not part.requires_grad
         and not part.is_quantized
         # Otherwise it lies where the training process can read it.

@@ -180,6 +180,8 @@ class Stream:
         config, course, here, base, accepted, names = self._open(state)
         with self._lock:
             self._blocks = Blocks(course, here, base, config)
+            #: it was planned so far once: a loop asks before every step.
+            self._reaches = 0
             self.config, self.sources, self._course, self.accepted = config, here, course, accepted
             #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
             self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
@@ -310,9 +312,12 @@ class Stream:
 
     def check_reaches(self, stop: int) -> None:
         """Raise StreamExhausted if the stream ends before ``stop``."""
+        if stop <= self._reaches:
+            return
         with self._lock:
             if stop > self._blocks.front:
                 self._blocks.reach(stop - 1)
+            self._reaches = self._blocks.front
 
     def digest_at(self, sample: int) -> str:
         """Rolling digest of all samples before ``sample``: 16 hex digits."""

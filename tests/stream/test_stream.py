@@ -14,6 +14,7 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import BLOCK, FIRST_BLOCK, KEPT_BLOCKS
 from megaresume.stream.errors import MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.planner import Plan, Planner
+from megaresume.stream.skips import SkipConfig
 from megaresume.stream.stages import Course
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_same_samples
@@ -145,6 +146,18 @@ def test_an_end(stream_of: StreamOf) -> None:
     with pytest.raises(StreamExhausted):
         ended.plan(n, n + 1)
     assert stream_of(ENDING, LENGTHS).digest_at(n) == ended.digest_at(n) == last.digest
+
+
+def test_an_end_that_a_skip_brings_nearer(stream_of: StreamOf) -> None:
+    """How far the stream reaches is remembered, and asked again."""
+    data = {"seq_length": 8, "packing": "none", "sources": {"a": {"max_epochs": 1}}}
+    stream = stream_of(data, {"a": [8] * 20})
+    stream.check_reaches(20)
+    stream.skip(SkipConfig(samples=((2, 5),)))
+    stream.check_reaches(17)
+    for stop in (18, 20):
+        with pytest.raises(StreamExhausted, match="the stream has ended"):
+            stream.check_reaches(stop)
 
 
 def test_an_empty_range(stream_of: StreamOf) -> None:

@@ -55,7 +55,7 @@ class Copy:
         #: the tensor on the CPU; its values are those of the device once `is_here`.
         self.here = tensor
         self._event: Any = None
-        if tensor.device.type == "cuda":
+        if tensor.is_cuda:
             import torch
 
             here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -79,7 +79,7 @@ class Copy:
 def _number(value: Any) -> float | Copy:
     """A number, or a tensor of one on any device. Raises TypeError, ValueError or RuntimeError for anything else."""
     value = value.detach() if hasattr(value, "detach") else value
-    if getattr(getattr(value, "device", None), "type", "cpu") != "cuda":
+    if not getattr(value, "is_cuda", False):
         return float(value)
     return Copy(value.reshape(()))
 
