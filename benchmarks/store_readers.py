@@ -311,7 +311,7 @@ WAYS: dict[str, tuple[Callable[[ReadPlan, Path], None] | None, Callable[[ReadPla
     "webdataset": (write_tars, webdataset),
     "torch Dataset": (None, torch_dataset),
 }
-_OURS = "megaresume.batches.loader megaresume.batches.open tenacity tokenizers"
+_OURS = "megaresume.batches.loader megaresume.batches.open tokenizers"
 #: what each imports: not counted.
 IMPORTS = {
     "ours": f"{_OURS} s3fs obstore",

@@ -20,13 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from megaresume.data.shard_files import Place, RecordError, ShardFiles, Span
+from megaresume.data.shard_files import Place, RecordError, ShardFiles, Span, is_small
 from megaresume.stream.errors import MegaresumeError
 
 log = logging.getLogger(__name__)
 
-#: bytes that nobody wants, between two places that are read by one request.
+#: bytes that nobody wants, between two places that are read by one request: of small records.
 GAP = 64 << 10
+#: the same of others, a part of it: what lies between them is another record, which would be read for nothing.
+BETWEEN_LARGE = 1 / 8
 #: bytes of a request of several places.
 LONGEST = 1 << 20
 #: requests that will be made next and no longer change, for each that is made at a time.
@@ -270,7 +272,7 @@ def joined(places: Sequence[Place]) -> list[list[Place]]:
         if (
             last is not None
             and (last[-1].files, last[-1].path) == (place.files, place.path)
-            and place.offset - last[-1].stop <= GAP
+            and place.offset - last[-1].stop <= GAP * (1 if is_small(place) else BETWEEN_LARGE)
             and place.stop - last[0].offset <= LONGEST
         ):
             last.append(place)

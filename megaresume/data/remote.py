@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import xxhash
 
@@ -38,10 +38,6 @@ from megaresume.data.s3_ranges import S3Ranges
 from megaresume.data.store_counts import store_counts
 from megaresume.files import leftover_name, write_all
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, require
-
-if TYPE_CHECKING:
-    import tenacity
-
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -265,21 +261,20 @@ class RemoteStore:
         options["config_kwargs"] = {**options["config_kwargs"], "retries": {"total_max_attempts": 1}}
         return fsspec.filesystem("s3", skip_instance_cache=True, **options)
 
-    def _warn(self, url: str, what: str, state: tenacity.RetryCallState) -> None:
+    def _warn(self, url: str, what: str, error: Exception, attempt: int) -> None:
         """Say that an attempt failed; of many, a few."""
         self._failed += 1
         store_counts.add("retries")
         if (now := time.monotonic()) < self._quiet_until:
             return
         self._quiet_until = now + QUIET
-        error = state.outcome and state.outcome.exception()
         log.warning(
             "megaresume: %s could not be %s, and is tried again: %s: %s (attempt %d of %d; failures so far: %d)",
             url,
             what,
             type(error).__name__,
             error,
-            state.attempt_number,
+            attempt,
             ATTEMPTS,
             self._failed,
         )
@@ -303,20 +298,18 @@ class RemoteStore:
             CorpusError: no such file.
             SetupError: the store does not answer, or refuses.
         """
-        for library in ("fsspec", "tenacity"):  # here, so that a missing one is named before anything is tried
-            require(library, f"it reads {url}", INSTALL)
-        import tenacity
-
-        doubled = tenacity.wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT)
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(ATTEMPTS),
-            wait=lambda state: doubled(state) * _JITTER.uniform(0.75, 1.25),
-            retry=tenacity.retry_if_exception(lambda error: not _is_final(error)),
-            before_sleep=lambda state: self._warn(url, what, state),
-            reraise=True,
-        )
+        if sys.modules.get("fsspec") is None:  # asked at each request, `require` would take as long as all else here
+            require("fsspec", f"it reads {url}", INSTALL)
         try:
-            return retrying(call)
+            for attempt in range(1, ATTEMPTS):
+                try:
+                    return call()
+                except Exception as error:
+                    if _is_final(error):
+                        raise
+                    self._warn(url, what, error, attempt)
+                time.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT) * _JITTER.uniform(0.75, 1.25))
+            return call()
         except MegaresumeError:
             raise
         except ImportError as error:

@@ -107,7 +107,9 @@ class S3Ranges:
         bucket, _, path = url.removeprefix("s3://").partition("/")
         try:
             data = memoryview(obstore.get_range(self._store(bucket), path, start=offset, length=nbytes))
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of obstore is no Exception
             self._failed, self._rests_until = self._failed + 1, time.monotonic() + REST
             # Not what obstore calls it: that an object is missing, say, s3fs may see otherwise.
             raise OSError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error

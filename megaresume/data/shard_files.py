@@ -151,7 +151,7 @@ class ShardFiles:
         """What to read for places of one file: all from the first to the last one, or to the ends of their regions."""
         start, stop = min(place.offset for place in places), max(place.stop for place in places)
         kept = self.cache is not None and self.cache.has_room and self._key(places[0]) is not None
-        if kept and any(map(_is_small, places)):
+        if kept and any(map(is_small, places)):
             start, stop = start // REGION * REGION, min(-(-stop // REGION) * REGION, places[0].size)
         return start, stop
 
@@ -174,7 +174,7 @@ class ShardFiles:
         found: dict[Place, bytes] = {}
         regions: dict[int, memoryview | None] = {}
         for place in places:
-            if _is_small(place):
+            if is_small(place):
                 first, last = place.offset // REGION, (place.stop - 1) // REGION
                 for number in range(first, last + 1):
                     if number not in regions:
@@ -204,9 +204,9 @@ class ShardFiles:
         if self.cache is None or self._key(places[0]) is None:
             return
         for place in places:
-            if not _is_small(place):
+            if not is_small(place):
                 self.cache.put(cast(str, self._key(place)), span.view(place))
-        if any(map(_is_small, places)):
+        if any(map(is_small, places)):
             for number in range(span.start // REGION, -(-span.stop // REGION)):
                 region = _region(number, places[0])
                 whole = span.start <= region.offset and region.stop <= span.stop
@@ -351,7 +351,7 @@ class Span(NamedTuple):
         return self.data if place.whole else self.data[place.offset - self.start : place.stop - self.start]
 
 
-def _is_small(place: Place) -> bool:
+def is_small(place: Place) -> bool:
     """Whether the cache keeps the regions around it: of tiny records it would have more files than data."""
     return not place.whole and place.nbytes <= SMALL
 

@@ -69,6 +69,17 @@ def test_what_fails_is_read_by_s3fs(far, by_s3fs, fault, caplog):
     assert by_s3fs == [1] and "s3://data/object could not be read at byte 1, and is tried again" in caplog.text
 
 
+def test_what_panics_is_read_by_s3fs(far, by_s3fs, monkeypatch):
+    class Panic(BaseException):
+        """As Rust's."""
+
+    def get_range(*args, **options):
+        raise Panic
+
+    monkeypatch.setattr("obstore.get_range", get_range)
+    assert read(RemoteStore("s3"), 7) and by_s3fs == [7]
+
+
 def test_an_error_is_the_one_of_s3fs(far):
     store = RemoteStore("s3")
     with pytest.raises(CorpusError, match="s3://data/none is missing"):

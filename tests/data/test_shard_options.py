@@ -132,10 +132,10 @@ def test_many_shards_in_one_index(tmp_path):
 def test_a_missing_library_is_named(pairs, tmp_path, monkeypatch):
     import sys
 
-    for name in ("braceexpand", "tenacity"):
+    for name in ("braceexpand", "fsspec"):
         monkeypatch.setitem(sys.modules, name, None)
     assert opened(pairs, path="shards/*.tar").record(3).key == "data/000003"
     with pytest.raises(SetupError, match="'braceexpand' is missing"):
         opened(pairs, path="shards/pairs-{000000..000002}.tar")
-    with pytest.raises(SetupError, match="'tenacity' is missing"):
+    with pytest.raises(SetupError, match="'fsspec' is missing"):
         opened(pairs, path="s3://bucket/*.tar")

@@ -29,7 +29,6 @@ from typing import Any
 import boto3
 import numba  # noqa: F401
 import s3fs  # noqa: F401
-import tenacity  # noqa: F401
 import torch
 import torch._dynamo  # before the forks, as numba
 import torch.distributed as dist

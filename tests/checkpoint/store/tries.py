@@ -39,7 +39,6 @@ from typing import Any
 import boto3  # noqa: F401  before the forks
 import fsspec
 import s3fs  # noqa: F401
-import tenacity  # noqa: F401
 
 from megaresume.checkpoint import lease, staging, store, workers  # noqa: F401
 from megaresume.checkpoint.choose import choose, choose_of_two, record_start
