@@ -110,7 +110,7 @@ LATE = 1 << 61
 #: Samples that are hashed at the same time.
 LANES = 16
 #: Sources up to which looking at all is quicker than a tournament.
-FEW = 8
+FEW = 6
 
 _GOLDEN = np.uint64(GOLDEN)
 _S32 = np.uint64(32)

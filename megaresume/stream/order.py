@@ -143,9 +143,7 @@ class SourceOrder(Eras):
         Returns:
             int64[n] twice: the document, and the tokens of it that come before the piece.
         """
-        k = self._number(int(positions[0]))
-        documents, parts = self._pieces(k, positions)
-        return documents, parts * self.eras[k].piece
+        return self._pieces(self._number(int(positions[0])), positions)
 
     def documents_at(self, positions: Int64Array) -> Int64Array:
         """The documents at any positions: int64[n] to int64[n]."""
@@ -157,7 +155,7 @@ class SourceOrder(Eras):
         return documents
 
     def _pieces(self, k: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Documents, and which of their pieces: int64[n] twice."""
+        """The same of era k."""
         if self.group is None:
             return self._ungrouped(k, positions)
         left, moved = np.sort(positions), np.empty_like(positions)
@@ -193,28 +191,28 @@ class SourceOrder(Eras):
             indices = positions - (era.first + turn * era.pieces)
             return self._resolve(era, self._items(indices, era, era.epoch + turn))
         slots = self._items(positions - era.first, era, era.epoch)
-        documents, parts = np.empty_like(slots), np.empty_like(slots)
+        documents, offsets = np.empty_like(slots), np.empty_like(slots)
         old = slots < era.rest
         if old.any():
-            documents[old], parts[old] = self._pieces(k - 1, era.first + slots[old])
+            documents[old], offsets[old] = self._pieces(k - 1, era.first + slots[old])
         if not old.all():
             known = self.eras[k - 1].documents
             new = slots[~old] - era.rest
             later = self.lists.num_pieces(known, era.piece) - known  # those of the documents that were there
             numbers = np.where(new < era.documents - known, new + known, new + known + later)
-            documents[~old], parts[~old] = self._resolve(era, numbers)
-        return documents, parts
+            documents[~old], offsets[~old] = self._resolve(era, numbers)
+        return documents, offsets
 
     def _items(self, indices: Int64Array, era: Era, epoch: int) -> Int64Array:
         return items_at(indices, era.pieces, self.seed, self.name, epoch, self.shuffle, _part(era))
 
     def _resolve(self, era: Era, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The documents of pieces by their numbers, and which of their pieces."""
+        """The documents of pieces by their numbers, and the tokens that come before each."""
         if not era.piece:
             return numbers, np.zeros_like(numbers)
-        parts, long = np.zeros_like(numbers), self.lists.of(era.piece)
-        resolve(numbers, parts, era.documents, long.ids, long.ends, long.guide, STRIDE)
-        return numbers, parts
+        offsets, long = np.empty_like(numbers), self.lists.of(era.piece)
+        resolve(numbers, offsets, era.documents, era.piece, long.ids, long.ends, long.guide, STRIDE)
+        return numbers, offsets
 
     def positions_of(self, document: int, epoch: int) -> list[int]:
         """The positions of all pieces of a document in an epoch, in the order of the document."""
@@ -262,17 +260,18 @@ class SourceOrder(Eras):
 
 
 @compiled
-def resolve(numbers, parts, num_documents, ids, ends, guide, stride):  # type: ignore[no-untyped-def]
-    """The documents of pieces by their numbers, and which of their pieces each is.
+def resolve(numbers, offsets, num_documents, piece, ids, ends, guide, stride):  # type: ignore[no-untyped-def]
+    """The documents of pieces by their numbers, and the tokens of them that come before each.
 
     Args:
         numbers: int64[n], become the documents; later pieces are numbered from ``num_documents`` on.
-        parts: int64[n] of zeros, written.
+        offsets: int64[n], written.
         num_documents: of the source.
+        piece: tokens of the longest piece.
         ids, ends, guide: of `LongDocuments`, and ``stride`` of its guide.
     """
     for j in range(numbers.size):
-        later = numbers[j] - num_documents
+        offsets[j], later = 0, numbers[j] - num_documents
         if later < 0:
             continue
         g = np.searchsorted(guide, later, side="right")
@@ -280,7 +279,7 @@ def resolve(numbers, parts, num_documents, ids, ends, guide, stride):  # type: i
         at = first + np.searchsorted(ends[first:stop], later, side="right")
         if at == ends.size:
             raise IndexError("a piece beyond the last one")
-        numbers[j], parts[j] = ids[at], later + 1 - (ends[at - 1] if at > 0 else 0)
+        numbers[j], offsets[j] = ids[at], piece * (later + 1 - (ends[at - 1] if at > 0 else 0))
 
 
 def _part(era: Era) -> str:

@@ -461,10 +461,10 @@ class Planner:
         """Look further ahead in all sources that are nearly used up, so that the loop is left for few of them alone."""
         sources = self._arrays.sources
         heads, stops = sources[:, kernel.HEAD], sources[:, kernel.NUM_AHEAD]
-        nearly = (heads < stops) & ((stops - heads) * TOP_UP < stops)
-        for i in np.flatnonzero(nearly).tolist():
-            ahead, left = self._ahead[i], int(stops[i] - heads[i])
-            ahead[:left] = ahead[heads[i] : stops[i]]
+        nearly = np.flatnonzero((heads < stops) & ((stops - heads) * TOP_UP < stops))
+        for i, head, stop in zip(nearly.tolist(), heads[nearly].tolist(), stops[nearly].tolist(), strict=True):
+            ahead, left = self._ahead[i], stop - head
+            ahead[:left] = ahead[head:stop]
             heads[i], stops[i] = 0, left + self._fill(i, int(ahead[left - 1, 0]) + 1, ahead[left:])
             self._set_dues(i)
 

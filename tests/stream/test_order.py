@@ -105,14 +105,16 @@ def test_long_documents_are_found_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     lengths = [random.Random(k).randint(0, 50) for k in range(3000)]
     found = find_long(LengthList(lengths), 10)
     assert found.ids.tolist() == [d for d, n in enumerate(lengths) if n > 10]
-    later = [(d, part) for d, n in enumerate(lengths) for part in range(1, -(-n // 10))]
-    documents, parts = 3000 + np.arange(len(later)), np.zeros(len(later), np.int64)
-    resolve(documents, parts, 3000, found.ids, found.ends, found.guide, STRIDE)
-    assert list(zip(documents.tolist(), parts.tolist(), strict=True)) == later
+    later = [(d, offset) for d, n in enumerate(lengths) for offset in range(10, n, 10)]
+    # After them the first pieces of three documents, which are what they are.
+    documents = np.concatenate([3000 + np.arange(len(later)), [0, 7, 2999]])
+    offsets = np.full(len(documents), -1)
+    resolve(documents, offsets, 3000, 10, found.ids, found.ends, found.guide, STRIDE)
+    assert list(zip(documents.tolist(), offsets.tolist(), strict=True)) == [*later, (0, 0), (7, 0), (2999, 0)]
     assert [found.later(n) for n in (0, 40, 3000)] == [sum(d < n for d, _ in later) for n in (0, 40, 3000)]
     assert [len(found.of(d)) for d in range(3000)] == [max(-(-n // 10) - 1, 0) for n in lengths]
     with pytest.raises(IndexError):
-        resolve(np.array([3000 + len(later)]), parts, 3000, found.ids, found.ends, found.guide, STRIDE)
+        resolve(np.array([3000 + len(later)]), offsets, 3000, 10, found.ids, found.ends, found.guide, STRIDE)
     part, alone = found.between(13, 2077), find_long(LengthList(lengths[13:2077]), 10)
     assert part.ids.tolist() == alone.ids.tolist() and part.ends.tolist() == alone.ends.tolist()
 
