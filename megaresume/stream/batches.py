@@ -6,7 +6,7 @@ rank r of D, micro-step k of size m takes ``c + k*(D*m) + r*m .. + m`` of them, 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from operator import index
@@ -99,7 +99,7 @@ class BatchSchedule:
         return size, -(-(self.segments[index + 1][0] - sample) // size)
 
     def _index(self, sample: int) -> int:
-        return bisect_right(self.segments, sample, key=lambda segment: segment[0]) - 1
+        return bisect_left(self.segments, (sample + 1,)) - 1
 
     def after(self, sample: int, num_steps: int) -> int:
         """The sample at which the step begins that comes ``num_steps`` after the one at ``sample``."""

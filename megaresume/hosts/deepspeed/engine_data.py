@@ -377,7 +377,7 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 
 def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
     """The weighted sum of all tokens modulo 2^64: int64[], on their device. Places count, the shape does not."""
-    flat = tokens.detach().reshape(-1).to(torch.int64)
+    flat = tokens.reshape(-1).to(torch.int64)
     return (flat * _weights(flat.numel(), flat.device)).sum()
 
 
