@@ -345,8 +345,8 @@ def _train_batch(
 ) -> Any:
     decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
     slot.data.before_train_batch()
-    with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
-        result = train(slot.data if data_iter is None else data_iter, *args, **more)
+    train = functools.partial(train, slot.data if data_iter is None else data_iter, *args, **more)
+    result = slot.data.broken_by_errors_of("engine.train_batch()", train, weights=True)
     if slot.data.meter is not None:
         slot.data.meter.steps.loss(result)
     slot.data.after_train_batch()
@@ -355,8 +355,7 @@ def _train_batch(
 
 def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
     slot.data.before_step()
-    with slot.data.broken_by_errors_of("engine.step()", weights=True):
-        result = step(*args, **more)
+    result = slot.data.broken_by_errors_of("engine.step()", functools.partial(step, *args, **more), weights=True)
     slot.data.after_step()
     return result
 
@@ -371,8 +370,7 @@ def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: 
 def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
     if slot.data.meter is not None:
         slot.data.meter.steps.loss(args[0] if args else more.get("loss"))
-    with slot.data.broken_by_errors_of("engine.backward()"):
-        return backward(*args, **more)
+    return slot.data.broken_by_errors_of("engine.backward()", functools.partial(backward, *args, **more))
 
 
 def _session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Session:

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -272,16 +271,16 @@ class EngineData(Batches):
         """After ``engine.step()``."""
         self._check_clock()
 
-    @contextmanager
-    def broken_by_errors_of(self, call: str, *, weights: bool = False) -> Iterator[None]:
-        """If this call of the engine fails, train nothing more until a load: a part of it is in the gradients.
+    def broken_by_errors_of(self, call: str, function: Callable[[], Any], *, weights: bool = False) -> Any:
+        """Call the engine. If that fails, train nothing more until a load: a part of it is in the gradients.
 
         Args:
             call: in words.
+            function: the call.
             weights: a part of it may be in the weights as well, and nothing more is saved.
         """
         try:
-            yield
+            return function()
         except MegaresumeError:  # ours come before weights change
             raise
         except BaseException as error:
@@ -478,12 +477,11 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for inner in value for tensor in _tensors(inner)]
