@@ -192,6 +192,7 @@ class ReadAhead:
         if self._guess is not None:
             self._follow(self._guess, samples, self._ahead)
         self._plan(self._ahead)
+        self._ahead.attend()
         if self._planned and self._planned[0][0] != tuple(samples):
             self.close()
         if not self._planned:

@@ -102,8 +102,7 @@ class Ahead:
             if remote:
                 self._queue(remote)
             self._readers |= {place.files for place in remote}
-            for files in self._readers:
-                files.ahead = self
+            self.attend()
             if self._waiting and not self._threads and not self._start():
                 self._read |= dict.fromkeys(chain(*self._waiting))
                 self._waiting.clear()
@@ -112,6 +111,11 @@ class Ahead:
         for place in new:
             if not place.held:
                 place.files.will_need(place.path, place.offset, place.nbytes)
+
+    def attend(self) -> None:
+        """Be asked by its files: another loader of the same ones, of a validation perhaps, may have been since."""
+        for files in self._readers:
+            files.ahead = self
 
     def take(self, place: Place) -> bytes | None:
         """The bytes of a place, as soon as they are here; None: to be read by the caller."""

@@ -420,14 +420,15 @@ class DiskCache:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Keep bytes under a key, if there is room."""
-        if time.monotonic() < self._write_again:
+        nbytes = _allocated(_CHECKSUM + len(data))
+        if time.monotonic() < self._write_again or nbytes > self.limit:
             return
         digest = xxhash.xxh3_128_digest(key.encode())
         path = self._path(digest)
         directory, name = os.path.split(path)
         temporary = os.path.join(directory, leftover_name(name))
         try:
-            if not self._has_room(_allocated(_CHECKSUM + len(data))):
+            if not self._has_room(nbytes):
                 self._full_until = time.monotonic() + LOOK_AGAIN
                 return
             descriptor = _made(temporary, os.O_WRONLY | os.O_EXCL)
@@ -458,8 +459,6 @@ class DiskCache:
 
     def _has_room(self, nbytes: int) -> bool:
         """Count them as used, before they are: a kill leaves too much counted, never too little."""
-        if nbytes > self.limit:
-            return False
         with self._used() as used:
             if used.nbytes + nbytes <= self.limit:
                 used.nbytes += nbytes

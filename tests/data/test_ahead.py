@@ -67,6 +67,19 @@ def check_once(requests) -> None:
     assert len({(r.method, r.name, r.start) for r in requests}) == len(requests)
 
 
+def test_a_validation_over_the_same_shards_between_two_batches(shards):
+    with serve(shards) as far:
+        train = loader(shards, far.url, prefetch=0, stop=12)
+        validation = StreamLoader(
+            train.stream, train.schedule, micro_batch_size=2, dp_rank=0, dp_size=1, start=12, stop=16, prefetch=0
+        )
+        reading = iter(train)
+        next(reading)
+        assert len(list(validation)) == 2
+        assert len(list(reading)) == 5
+    check_once(far.reads)
+
+
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"read_ahead": 0}, {"requests": 1}])
 def test_batches_are_those_of_local_shards_and_nothing_is_asked_twice(shards, options):
     with serve(shards) as far:

@@ -213,6 +213,14 @@ def test_it_takes_no_more_than_it_may_and_keeps_what_is_in_use(cache):
     assert taken(cache) <= limit // 2
 
 
+def test_a_record_larger_than_the_bound_keeps_out_no_other(cache):
+    used = DiskCache(cache, 10 * BLOCK)
+    used.put("large", b"x" * 10 * BLOCK)
+    assert used.has_room and not kept(cache)
+    used.put("small", b"x")
+    assert used.get("small", 1) == b"x"
+
+
 def test_a_count_that_cannot_be_is_made_again(cache):
     limit = 20 * BLOCK
     kept_all = DiskCache(cache, limit, began=0.0)
