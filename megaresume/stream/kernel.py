@@ -190,22 +190,21 @@ def set_dues(source: Int64Array, pieces: Int64Array) -> None:
         pieces: int64[n, AHEAD_WIDTH], its next ones, changed.
     """
     # Python's integers: the product may leave 64 bits.
-    drawn, weight, share, share_rest = source[[DRAWN_IN_STAGE, WEIGHT, SHARE, SHARE_REST]].tolist()
+    fields = source.tolist()
+    drawn, weight, share, share_rest = (fields[k] for k in (DRAWN_IN_STAGE, WEIGHT, SHARE, SHARE_REST))
     release, rest = divmod(drawn * (share * weight + share_rest), weight)
-    release, rest = (release, rest) if release < LATE else (LATE, 0)
-    source[RELEASE] = 2 * release + (rest > 0)
-    _set_dues(source, pieces, release, rest)
-    source[DUE] = pieces[0, RELEASES]
+    _set_dues(source, pieces, *((release, rest) if release < LATE else (LATE, 0)))
 
 
 @compiled
 def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
-    """The same of all pieces but the first, from its release on.
+    """The same, from the release of the first piece on: a quotient, and the rest of that division by the weight.
 
     ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
     The latter is estimated by `SHARE_FRACTION`, which loses less than one, and then corrected by its exact remainder,
     which lies between 0 and 3 w; the products wrap around, but the remainder, their difference, is 63 bits long.
     """
+    source[RELEASE] = 2 * release + (1 if rest else 0)
     weight, share = source[WEIGHT], source[SHARE]
     share_rest, fraction = np.uint64(source[SHARE_REST]), source[SHARE_FRACTION]
     for k in range(pieces.shape[0]):
@@ -219,6 +218,7 @@ def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
         if release >= LATE:
             release, rest = np.int64(LATE), np.int64(0)
         pieces[k, RELEASES] = 2 * release + (1 if rest else 0)
+    source[DUE] = pieces[0, RELEASES]
 
 
 @compiled

@@ -35,7 +35,9 @@ def places_of(release, deadline, draws, now):  # type: ignore[no-untyped-def]
 @given(
     sources=st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=70),
     begin=st.sampled_from([0, 5, 1 << 59]),
-    draws=st.lists(st.tuples(st.sampled_from([0, 1, 2, 1 << 59]), TIMES, TIMES), min_size=1, max_size=60),
+    # Near the units drawn by then, so that many are released just now.
+    draws=st.lists(st.tuples(st.sampled_from([0, 1, 2, 1 << 59]), TIMES, TIMES), min_size=1, max_size=60)
+    | st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 60)), min_size=30, max_size=60),
 )
 def test_the_winner_is_the_first_of_those_released_with_the_earliest_deadline(
     sources: list[tuple[int, int]], begin: int, draws: list[tuple[int, int, int]]
