@@ -45,6 +45,8 @@ class BatchSchedule:
                 action="BatchSchedule.constant(SIZE) for one size (Megatron: check --global-batch-size and "
                 "--rampup-batch-size)",
             )
+        # Of JSON, pairs are lists: no tuple compares with them.
+        object.__setattr__(self, "segments", tuple(zip(firsts, sizes, strict=True)))
 
     @classmethod
     def constant(cls, global_batch_size: int) -> BatchSchedule:

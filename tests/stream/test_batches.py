@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +95,15 @@ def test_bad_ramp(ramp: tuple[int, int, int, int]) -> None:
 def test_bad_segments(segments: Any) -> None:
     with pytest.raises(UsageError, match=r"bad schedule of batch sizes(.|\n)*BatchSchedule\.constant\(SIZE\)"):
         BatchSchedule(segments)
+
+
+@pytest.mark.parametrize("segments", [[[0, 8], [16, 16]], np.array([[0, 8], [16, 16]]), iter([(0, 8), (16, 16)])])
+def test_pairs_of_any_kind(segments: Any) -> None:
+    """Those that JSON or YAML give are lists."""
+    schedule = BatchSchedule(segments)
+    assert schedule == BatchSchedule(((0, 8), (16, 16)))
+    assert [schedule.size_at(sample) for sample in (0, 15, 16, 17)] == [8, 8, 16, 16]
+    assert schedule.until(17) == ((0, 8), (16, 16)) and type(schedule.segments[0][0]) is int
 
 
 schedules = st.builds(
