@@ -124,6 +124,7 @@ class Config(NamedTuple):
     mode: int
     seq_length: int
     open_bins: int
+    #: never reached in a mode that has no bins, see `feed.kernel_config`.
     max_age: int
     align: int
     #: some sources fill what the whole documents of the others leave free.
@@ -435,19 +436,23 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
         if length > 0 and close < 0:
             # Where does the pending segment go?
             # (A whole sample of one document passes the open bins by, through the one spare slot.)
-            b = -1
-            fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
-            if fits_a_bin and not knapsack:
-                b = _best_fit(room, length)
-            elif config.mode == SPLIT and length < config.seq_length:
-                b = num_open - 1
-            elif fits_a_bin and num_open > 0:
-                used = config.seq_length - room[num_open - 1] + -(-length // config.align) * config.align
-                b = num_open - 1 if used <= config.group else -1
-            enough = num_open == config.open_bins or (not knapsack and num_waiting >= OPEN_SEGMENTS)
-            if b < 0 and fits_a_bin and enough:
-                gather = knapsack
-                close = -1 if knapsack else _best_fit(room, 1)  # the fullest
+            b, is_full = -1, False
+            if length < config.seq_length:
+                if config.mode == BEST_FIT:
+                    b = _best_fit(room, length)
+                    is_full = num_open == config.open_bins or num_waiting >= OPEN_SEGMENTS
+                elif config.mode == SPLIT:
+                    b = num_open - 1
+                elif knapsack:
+                    if num_open > 0:
+                        used = config.seq_length - room[num_open - 1] + -(-length // config.align) * config.align
+                        b = num_open - 1 if used <= config.group else -1
+                    is_full = num_open == config.open_bins
+            if b < 0 and is_full:
+                if knapsack:
+                    gather = True
+                else:
+                    close = _best_fit(room, 1)  # the fullest
             else:
                 if free < 0:
                     status = GROW_BINS
