@@ -49,7 +49,7 @@ def open_stream(
         split: Megatron's ``--split``, for sources without their own.
         part: train, valid or test.
         base_dir: directory that paths in a mapping or list are relative to; that of the file for a data.yaml.
-        objects: sources that are Python objects, by name.
+        objects: sources that are Python objects, by the name of today.
         state: where to continue; None: from sample 0.
         on_change: what a restore does if the config is not the one that the state was made with: ``refuse``, or
             ``stage``: begin a new stage there.
@@ -60,7 +60,7 @@ def open_stream(
     named = DataConfig.of(data, base_dir)
     directory = named.directory
     config = named.stream_config(part, split=split, seq_length=seq_length, seed=seed)
-    specs = {source.name: source.options for source in config.sources}
+    specs = {source.label: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=directory, split=split, part=part, objects=objects)
     origin = None if objects or part != "train" else _origin(config, directory, split)
     return Stream(config, list(opened.values()), state=state, origin=origin, on_change=on_change)
@@ -178,7 +178,7 @@ def open_part(
         config = replace(config, seed=said.seed, seq_length=said.seq_length, packing=said.packing, blend=said.blend)
     # Validation has no end: epochs are counted for the training.
     config = replace(config, sources=tuple(replace(s, max_epochs=None, on_exhausted="drop") for s in config.sources))
-    specs = {source.name: source.options for source in config.sources}
+    specs = {source.label: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=named.directory, split=split, part=part, objects=objects)
     return Stream(config, list(opened.values()))
 
@@ -199,7 +199,7 @@ def _open_set(
     for source in config.sources:
         parted = "split" in source.options or source.options.get("kind") == "energon"
         part = one.part or ("valid" if parted else "train")
-        sources += open_sources({source.name: source.options}, base_dir=named.directory, part=part).values()
+        sources += open_sources({source.label: source.options}, base_dir=named.directory, part=part).values()
     return Stream(config, sources)
 
 

@@ -39,6 +39,9 @@ from megaresume.stream.errors import CheckpointError
 
 FORMAT, VERSION = "megaresume.owner", 1
 
+#: the PID namespace outside of all containers: PROC_PID_INIT_INO of Linux's proc_ns.h.
+OUTSIDE = "pid:[4026531836]"
+
 #: what ``squeue`` calls a job whose processes may still run. Every other word, and none, says that they do not.
 _MAY_RUN = frozenset(
     {"RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
@@ -99,8 +102,12 @@ class Owner:
 
     @property
     def how_to_end(self) -> str:
-        """The command that ends the owner."""
-        return f"scancel {self.job}" if self.job is not None else f"kill {self.pid} on {self.host}"
+        """The command that ends the owner. A process of a container has another number outside."""
+        if self.job is not None:
+            return f"scancel {self.job}"
+        is_seen = (self.boot, self.namespace) == (boot_id() or None, _namespace())
+        where = "" if is_seen or self.namespace in (None, OUTSIDE) else "in its container "
+        return f"kill {self.pid} {where}on {self.host}"
 
 
 def this_process(*, token: str, run: str | None = None) -> Owner:

@@ -96,6 +96,23 @@ def test_any_ranks_and_micro_batches(open_it, expected, dp, micro, prefetch):
     assert steps[0]["samples"].tolist() == list(range(8))
 
 
+def test_an_object_goes_by_the_name_of_today(config, notes):
+    def state_and_batch(config, **objects):
+        stream = open_stream(config, objects=objects, state=state)
+        batch = next(iter(StreamLoader(stream, BatchSchedule.constant(4), micro_batch_size=4)))
+        return stream.state_at(40), batch
+
+    state = open_stream(config, objects={"notes": notes}).state_at(40)
+    _, expected = state_and_batch(config, notes=notes)
+    sources = {name: entry for name, entry in config["sources"].items() if name != "notes"}
+    for entry in ({"weight": 0.1, "was": "notes"}, {"weight": 0.1}):  # ``was`` may be removed later
+        renamed = config | {"sources": sources | {"memos": entry}}
+        state, batch = state_and_batch(renamed, memos=notes)
+        assert_same([batch], [expected])
+    with pytest.raises(ConfigError, match="source 'notes', which the data config does not have"):
+        open_stream(renamed, objects={"notes": notes})
+
+
 @pytest.mark.parametrize("fields", [(), ("labels",), ("loss_mask", "position_ids")])
 def test_fields_that_nobody_needs_are_left_out(config, notes, fields):
     def batches(**options):

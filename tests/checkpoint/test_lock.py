@@ -16,7 +16,7 @@ import pytest
 
 from megaresume.checkpoint import lock
 from megaresume.checkpoint.candidates import read_pointers, write_latest
-from megaresume.checkpoint.claim import claim, gone, newest, place, read_alive, read_owner, this_process
+from megaresume.checkpoint.claim import OUTSIDE, claim, gone, newest, place, read_alive, read_owner, this_process
 from megaresume.checkpoint.lock import holder_of, release, take
 from megaresume.checkpoint.records import seal
 from megaresume.stream.errors import CheckpointError
@@ -384,6 +384,15 @@ def test_it_costs_no_time(tmp_path: Path) -> None:
     assert first < 0.5 and each < 0.005, (first, each)
     with pytest.raises(CheckpointError, match="cannot write"):
         take("/proc/nothing")
+
+
+def test_how_to_end_a_process_that_has_another_number_here() -> None:
+    """``kill 1`` of a container would end another process outside."""
+    me = dataclasses.replace(this_process(token=""), job=None)
+    assert me.how_to_end == f"kill {me.pid} on {me.host}"
+    assert dataclasses.replace(me, namespace="pid:[5]").how_to_end == f"kill {me.pid} in its container on {me.host}"
+    assert dataclasses.replace(me, boot="another", namespace=OUTSIDE).how_to_end == f"kill {me.pid} on {me.host}"
+    assert dataclasses.replace(me, job="17", namespace="pid:[5]").how_to_end == "scancel 17"
 
 
 def test_inspect_and_doctor_say_who_it_is(tmp_path: Path) -> None:
