@@ -230,6 +230,25 @@ def left_over_at_the_end(run: Run, accumulation: int) -> None:
 
 
 @loop
+def log_fails(run: Run, accumulation: int) -> None:
+    """The line of a step cannot be written; the step was made, and what is looked at after it is handed out again."""
+    run.data = megaresume.attach(run.engine, toy.DATA, log_samples=toy.ROOT / f"log_fails{accumulation}")
+    for _ in steps(run, 1):
+        run.train(next(run.data))
+    log = run.data._log
+    write, log._write = log._write, no_space
+    with contextlib.suppress(OSError):
+        usual(run, accumulation)
+    log._write = write
+    assert run.engine.global_steps == 2
+    look_first(run, accumulation)
+
+
+def no_space(*_: Any) -> None:
+    raise OSError("no space left on device")
+
+
+@loop
 def load_again(run: Run, accumulation: int) -> None:
     """Back to a checkpoint, in the middle of a run: the data goes back too."""
     save = str(toy.ROOT / f"again{accumulation}")

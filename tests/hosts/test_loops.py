@@ -38,6 +38,7 @@ GOOD = [
     "step_once",
     "retry",
     "left_over_at_the_end",
+    "log_fails",
     "load_again",
 ]
 TAKEN = "a micro-batch was taken and not trained"

@@ -215,11 +215,13 @@ class EngineData(Batches):
         steps, count = int(self.engine.global_steps), self._count
         if steps == count.step + 1:
             done = count.stepped()
-            if self.meter is not None:
-                self.meter.steps.norm(self.engine.get_global_grad_norm())
-                self.meter.steps.stepped(count.step, count.samples)
-            self._note_step(done)
-            self._witness.clear()
+            try:
+                if self.meter is not None:
+                    self.meter.steps.norm(self.engine.get_global_grad_norm())
+                    self.meter.steps.stepped(count.step, count.samples)
+                self._note_step(done)
+            finally:  # the step is over, even if its line cannot be written
+                self._witness.clear()
         count.compare(steps)
 
     @property
