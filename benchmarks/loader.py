@@ -14,7 +14,8 @@ from benchmarks.corpora import SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, median, ratio, wall
-from megaresume.batches.loader import StreamLoader, whole
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.workers import whole
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.stream import Stream
 

@@ -20,6 +20,7 @@ Items of any map-style dataset, collated, `DataLoader`:
     data_loader.py  in place of torch's DataLoader: epochs, states
     item_options.py what it is given, as sources and the data config of a stream; lengths of items
     items.py        items as documents of a stream, and read by their places in a batch; item_hash.py: what they hold
+    item_batches.py micro-batches of them, read and collated, and the random numbers that are drawn there
     item_places.py  their places in each batch, up to the end of an epoch
 
 A token's label is the next token of its document, also where the document continues in another sample; the last token

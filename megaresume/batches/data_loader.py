@@ -25,6 +25,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches import item_options
+from megaresume.batches.item_batches import Asked, ItemBatches
 from megaresume.batches.item_places import ItemEpochs, Places
 from megaresume.batches.items import Collated, flatten, reader, token_count
 from megaresume.batches.rank_loader import RankLoader, available, data_parallel
@@ -73,7 +74,8 @@ class DataLoader(RankLoader):
         stages: changes to come, as in a data.yaml: ``[{"from_samples": 10_000, "weights": {"web": 1, "code": 3}}]``.
         skip: what to leave out: ``["80:88"]``, or ``{"samples": [...], "documents": {"data": [17]}}`` (items).
         keyed: seed the generators of Python, NumPy and torch before each item by (seed, dataset, epoch, item), so that
-            a dataset that draws random numbers draws the same on any layout and after a resume.
+            a dataset that draws random numbers draws the same on any layout and after a resume; and before each call of
+            ``collate_fn`` by (seed, first sample). In workers without it: see `item_batches`.
         balance: deal the samples of each step so that all ranks have as much to do; None: as the picture shows. Needs
             ``seq_length``. Over micro-batches of an accumulation, a state can then be taken between steps alone.
         group_by_length: batches of items of similar lengths, which need little padding: within windows of 50 steps,
@@ -177,10 +179,15 @@ class DataLoader(RankLoader):
         self._places = Places(self, self._epochs, sources, whole_rows=packed or keyed)
         self._collated = Collated(row_by_item=not packed)
         measures = {name: one if callable(one) else token_count for name, one in of_each.items()}
-        self._workers = Workers(
+        self._batches = ItemBatches(
             reader({name: one for name, (one, _) in named.items()}, measures if packed else None, keyed=keyed),
-            self._asked,
             collate_fn or (flatten if packed else torch.utils.data.default_collate),
+            seed=self._config.seed,
+            keyed=keyed,
+        )
+        self._workers = Workers(
+            self._batches,
+            self._asked,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
@@ -214,7 +221,7 @@ class DataLoader(RankLoader):
     @property
     def collates(self) -> bool:
         """Whether a ``collate_fn`` was given."""
-        return self._workers.torch.collate_fn not in (flatten, torch.utils.data.default_collate)
+        return self._batches.collate_fn not in (flatten, torch.utils.data.default_collate)
 
     @property
     def is_packed(self) -> bool:
@@ -250,9 +257,7 @@ class DataLoader(RankLoader):
 
     def read(self, places: list[Any]) -> list[Any]:
         """The items of some places."""
-        dataset: Any = self._workers.torch.dataset
-        many = getattr(dataset, "__getitems__", None)
-        return list(many(places)) if many else [dataset[place] for place in places]
+        return self._batches.read(places)
 
     @property
     def batch_size(self) -> int:
@@ -448,8 +453,8 @@ class DataLoader(RankLoader):
                 self._resumed_epoch,
             )
 
-    def _asked(self) -> Iterator[list[Any]]:
-        """The places of each batch of a ``for``."""
+    def _asked(self) -> Iterator[Asked]:
+        """What is asked for each batch of a ``for``."""
         step_start = self._position
         if self.balance is not None:
             step_start -= (self._position - self.stream.start) % self.step_samples
@@ -464,10 +469,8 @@ class DataLoader(RankLoader):
             yield from self._workers
             return
         # What torch does without workers, but for its marks for a profiler, which take 5 us a batch.
-        dataset, collate_fn = self._workers.torch.dataset, self._workers.torch.collate_fn
-        many = getattr(dataset, "__getitems__", None)
-        for places in self._asked():
-            yield collate_fn(many(places) if many else [dataset[place] for place in places])
+        for asked in self._asked():
+            yield self._batches.__getitems__(asked)
 
     def _say_left_over(self, left: int, step: int) -> None:
         # Where the run says beforehand with which sample it ends, it has said this as well.

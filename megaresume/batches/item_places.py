@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megaresume.batches.item_batches import Asked
 from megaresume.batches.items import ItemSource
 from megaresume.batches.rank_loader import RankLoader, available
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
@@ -142,8 +143,8 @@ class Places:
         self._names, self._sources = list(sources), list(sources.values())
         self._whole_rows = whole_rows
 
-    def to_epoch_end(self, start: int, step_start: int, ahead: deque[tuple[int, int]]) -> Iterator[list[Any]]:
-        """The places of each batch, to the step that reaches the end of the epoch.
+    def to_epoch_end(self, start: int, step_start: int, ahead: deque[tuple[int, int]]) -> Iterator[Asked]:
+        """What is asked for each batch, to the step that reaches the end of the epoch.
 
         Args:
             start: the next sample.
@@ -169,7 +170,7 @@ class Places:
                 else:
                     batch = [place for k in mine for place in places[starts[k - first] : starts[k - first + 1]]]
                 ahead.append((stop, len(batch)))
-                yield batch
+                yield Asked(mine[0], batch)
             if reaches:
                 return
 

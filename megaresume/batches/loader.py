@@ -176,7 +176,6 @@ class StreamLoader(RankLoader):
         workers = Workers(
             _InWorkers(self),
             self.indices,
-            whole,
             num_workers=self.num_workers,
             prefetch_factor=max(self.prefetch, 1),
             copies_to_pinned=self.pin_memory,
@@ -217,11 +216,6 @@ os.register_at_fork(
     after_in_parent=global_compiler_lock.release,
     after_in_child=global_compiler_lock.release,
 )
-
-
-def whole(batch: Any) -> Any:
-    """Collation for a `torch.utils.data.DataLoader` over a `StreamDataset`, which fetches whole micro-batches."""
-    return batch
 
 
 class StreamDataset(torch.utils.data.Dataset[Batch]):

@@ -249,13 +249,17 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+def whole(batch: Any) -> Any:
+    """Collation for a `torch.utils.data.DataLoader` over a dataset that fetches whole micro-batches."""
+    return batch
+
+
 class Workers:
     """torch's ``DataLoader``, with batches of worker processes in shared memory: see `Outbox`.
 
     Args:
-        dataset: reads what is asked for, in the workers.
-        requests: gives what to ask for, batch by batch.
-        collate_fn: makes the batch, in the workers.
+        dataset: its ``__getitems__`` gives a whole batch, in the workers.
+        requests: gives what to ask it for, batch by batch.
         num_workers: processes; 0: whoever takes the batch reads it, and torch may put it into page-locked memory.
         prefetch_factor: batches that a worker may be ahead; None: 2.
         copies_to_pinned: batches are copied out of shared memory into page-locked memory, if there is a GPU.
@@ -267,7 +271,6 @@ class Workers:
         self,
         dataset: Any,
         requests: Callable[[], Iterator[Any]],
-        collate_fn: Callable[[Any], Any],
         *,
         num_workers: int,
         prefetch_factor: int | None = None,
@@ -280,10 +283,11 @@ class Workers:
         self.generator = torch.Generator()
         self._requests = _Requests(requests)
         self._worker_init_fn = worker_init_fn
+        collate_fn: Callable[[Any], Any] = whole
         if num_workers:
             # What torch itself puts into page-locked memory is no longer a room.
             ahead = None if options.get("pin_memory") else prefetch_factor or 2
-            collate_fn = Outbox(collate_fn, ahead=ahead)
+            collate_fn = Outbox(whole, ahead=ahead)
         self.torch = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=self._requests,

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 from torch.utils.data import DataLoader
 
-from megaresume.batches.loader import StreamDataset, whole
+from megaresume.batches.loader import StreamDataset
 from megaresume.batches.open import open_stream
+from megaresume.batches.workers import whole
 from megaresume.data import read_ahead, remote
 from megaresume.data.prepare.shards import prepare_shards
 from tests.data.far import serve

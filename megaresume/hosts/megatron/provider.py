@@ -21,8 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.utils.data
 
-from megaresume.batches.loader import whole
-from megaresume.batches.workers import outlive_signals
+from megaresume.batches.workers import outlive_signals, whole
 from megaresume.data.split import PARTS, Part
 from megaresume.hosts.megatron.project import Project, data_parallel, parallel_state
 from megaresume.hosts.megatron.samples import IDENTITY_VARIABLE, Item, RankDeal, SampleDataset, SampleForm
