@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 #: what follows ``--`` on the command line is a command of the user's.
 LAUNCHES = True
+#: what was compared of the data.
+NUMBERS = "samples are compared by their numbers: not what they held, nor what was drawn for them (masks, augmentation)"
 #: what was asked for, in the directory of the replay.
 ASKED = "replay.json"
 
@@ -385,7 +387,7 @@ class Comparison(Answer):
     program_status: int
     #: largest relative difference that is allowed.
     tolerance: float
-    #: documents whose loss was not taken: then losses differ, and the data does not.
+    #: documents whose loss was not taken: then losses differ, and the samples do not.
     skipped: Sequence[str]
     steps: Sequence[StepAgain]
 
@@ -407,15 +409,15 @@ class Comparison(Answer):
 
     @told
     def compared(self) -> Mapping[str, int]:
-        """Steps of which the run has recorded the data, the loss, the gradient norm."""
+        """Steps of which the run has recorded the samples, the loss, the gradient norm."""
         return {
-            "data": sum(one.same_data is not None for one in self.steps),
+            "samples": sum(one.same_samples is not None for one in self.steps),
             "losses": sum(one.loss_difference is not None for one in self.steps),
             "norms": sum(one.norm_difference is not None for one in self.steps),
         }
 
     def _same(self, one: StepAgain) -> bool:
-        if one.same_data is False:
+        if one.same_samples is False:
             return False
         if self.skipped or one.bitwise is not False:
             return True
@@ -427,10 +429,10 @@ def _text(c: Comparison) -> str:
     begin = "from the beginning" if c.tag is None else f"from {c.tag}"
     steps = f"step {c.first}" if c.first == c.last else f"steps {c.first} to {c.last}"
     lines = [f"replay of {c.dir}, {steps}, {begin}; records: {c.out}", ""]
-    table = [["step", "data", "loss", "recorded", "difference", "gradient norm", "recorded", "difference"]]
+    table = [["step", "samples", "loss", "recorded", "difference", "gradient norm", "recorded", "difference"]]
     for one in c.steps:
-        data = "not recorded" if one.same_data is None else "same" if one.same_data else "DIFFERENT"
-        row = [str(one.step), data]
+        samples = "not recorded" if one.same_samples is None else "same" if one.same_samples else "DIFFERENT"
+        row = [str(one.step), samples]
         for number, recorded, difference in (
             (one.loss, one.recorded_loss, one.loss_difference),
             (one.norm, one.recorded_norm, one.norm_difference),
@@ -445,6 +447,8 @@ def _text(c: Comparison) -> str:
         lines.append(f"the command ended with status {c.program_status}; {missing} steps were not trained again")
     if not c.compared["losses"] and not c.compared["norms"]:
         lines.append("the run recorded neither losses nor gradient norms: metrics= makes it (docs/metrics.md)")
+    if c.compared["samples"]:
+        lines.append(NUMBERS)
     lines.append(_verdict(c))
     return "\n".join(lines)
 
@@ -462,5 +466,5 @@ def _verdict(c: Comparison) -> str:
     what = [name if number == len(c.steps) else f"{name} of {number}" for name, number in c.compared.items() if number]
     how = "identical" if c.tolerance == 0 else f"within {c.tolerance:g}"
     if c.skipped:
-        return f"{steps}: data of {c.compared['data']} identical"
+        return f"{steps}: samples of {c.compared['samples']} identical"
     return f"{steps}: " + (f"{', '.join(what)} {how}" if what else "nothing to compare")

@@ -1,4 +1,4 @@
-"""What a replay did, step by step, beside what its run recorded: the data by its digest, losses, gradient norms.
+"""What a replay did, step by step, beside what its run recorded: the samples by their digest, losses, gradient norms.
 
     of both    meter/rank_*.jsonl   each process: loss and norm of a step, losses of the segments; digests
     of the run ledger.jsonl         digests of its checkpoints; otherwise its stream is planned again
@@ -52,8 +52,8 @@ class StepAgain:
     bitwise: bool | None
 
     @told
-    def same_data(self) -> bool | None:
-        """Whether it has trained the same samples."""
+    def same_samples(self) -> bool | None:
+        """Whether it has trained the same samples, by their numbers."""
         return None if None in (self.digest, self.recorded_digest) else self.digest == self.recorded_digest
 
     @told

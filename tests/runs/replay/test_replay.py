@@ -88,7 +88,7 @@ def check(run: Path, answer: dict[str, Any]) -> None:
     assert answer["tag"] and answer["holds"] and answer["first_difference"] is None
     assert [step["step"] for step in answer["steps"]] == [*range(4, STEPS)]
     for step in answer["steps"]:
-        assert step["same_data"] is True and step["bitwise"] is True
+        assert step["same_samples"] is True and step["bitwise"] is True
         assert step["loss"] == step["recorded_loss"] > 0
     recorded = {e.iteration: e.digest for e in read_ledger(ledger_path(run)).entries if e.kind == "checkpoint"}
     for step in answer["steps"]:
@@ -152,10 +152,12 @@ def test_a_bad_device_is_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("FAULT", "8")
     answer = replay(run, "--steps", "7:11", launch=launch(run), status=1)
     assert answer["first_difference"] == 8
-    assert [(step["same_data"], step["bitwise"]) for step in answer["steps"]] == [(True, True)] + [(True, False)] * 3
+    assert [(step["same_samples"], step["bitwise"]) for step in answer["steps"]] == [(True, True)] + [(True, False)] * 3
     assert 0 < answer["steps"][1]["loss_difference"] < 1e-5
     again = megaresume("replay", run, "--steps", "7:11", "--out", answer["out"], "--tolerance", "1e-3")
     assert again.returncode == 0 and "within 0.001" in again.stdout, again.stdout + again.stderr
+    assert "samples are compared by their numbers: not what they held" in again.stdout
+    assert "4 steps: samples, losses within" in again.stdout and "data" not in again.stdout
 
 
 @release("three processes that train", "`::test_a_bad_device_is_found`")
@@ -176,7 +178,7 @@ def test_other_ranks(run: Path) -> None:
     one = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     words = [sys.executable, *one, *launch(run)[1:]]
     answer = replay(run, "--steps", "7:9", "--on", "1x2", "--tolerance", "1e-2", launch=words)
-    assert [step["same_data"] for step in answer["steps"]] == [True, True]
+    assert [step["same_samples"] for step in answer["steps"]] == [True, True]
     assert [step["bitwise"] for step in answer["steps"]] == [False, False]  # dropout draws other numbers
     out = Path(answer["out"])
     assert {path.name for path in (out / "megaresume/meter").glob("rank_*")} == {"rank_00000.jsonl", "rank_00001.jsonl"}
@@ -188,7 +190,7 @@ def test_without_the_loss_of_a_document(run: Path) -> None:
     flag = f"{name}:{document}"
     answer = replay(run, "--step", "8", "--skip-documents", flag, launch=launch(run))
     [step] = answer["steps"]
-    assert step["same_data"] is True and step["bitwise"] is False and answer["skipped"] == [flag]
+    assert step["same_samples"] is True and step["bitwise"] is False and answer["skipped"] == [flag]
     again = megaresume("replay", run, "--step", "8", "--out", answer["out"], "--json")
     assert again.returncode == 0 and json.loads(again.stdout)["skipped"] == [flag]
     first = rows[0]["sample"]
