@@ -211,7 +211,7 @@ class Ahead:
         """Fetch what the cache lacks; if a request fails, for good, its places are done without bytes."""
         files, missing = places[0].files, places
         try:
-            self._check(places[0])
+            begun = self._check(places)
             here = files.kept(places)
             self._done(here)
             missing = [place for place in places if place not in here]
@@ -225,7 +225,10 @@ class Ahead:
             with self._changed:
                 self._under_way.append(reading)
             try:
-                span = files.read_span(request[0], reading.start, reading.stop)
+                if begun is not None and begun.start <= reading.start and reading.stop <= begun.stop:
+                    span = begun
+                else:
+                    span = files.read_span(request[0], reading.start, reading.stop)
             except BaseException as error:  # noqa: BLE001  a panic of obstore is no Exception
                 self._failed(error)
             with self._changed:
@@ -250,17 +253,18 @@ class Ahead:
             self._read |= {place: data for place, data in read.items() if place in self._users}
             self._changed.notify_all()
 
-    def _check(self, place: Place) -> None:
-        """Ask for the size of a shard, but not in two threads at once."""
+    def _check(self, places: Sequence[Place]) -> Span | None:
+        """Check the shard of a request, but not in two threads at once; the bytes of it, if the check has read them."""
+        place = places[0]
         if place.whole:
-            return
+            return None
         shard = (place.files, place.path)
         with self._changed:
             while shard in self._checking:
                 self._changed.wait()
             self._checking.add(shard)
         try:
-            place.files.check(place.path, place.size)
+            return place.files.check_by_reading(place, *place.files.around(places))
         finally:
             with self._changed:
                 self._checking.discard(shard)

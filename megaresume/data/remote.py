@@ -212,6 +212,19 @@ class RemoteStore:
 
         return self.tried(url, f"read at byte {offset}", fetch)
 
+    def view_with_identity(self, url: str, offset: int, nbytes: int) -> tuple[int, str, memoryview] | None:
+        """Bytes and ETag of the whole file, and what `view` gives, by one request, tried once.
+
+        None: it failed, or cannot be done here; `info` and `view` say why, or try again.
+        """
+        try:
+            ranges = self._ranges_of(self.opened())
+            found = None if ranges is None else ranges.read_with_identity(url, offset, nbytes)
+        except Exception as error:  # noqa: BLE001  whatever the library of the store raises
+            self._warn(url, f"read at byte {offset}", error, 1)
+            return None
+        return found if found is not None and found[1] and len(found[2]) == nbytes else None
+
     def read_all(self, url: str) -> bytes:
         """A whole file, held in memory; raises as `size`."""
 
@@ -381,6 +394,11 @@ class DiskCache:
     def has_room(self) -> bool:
         """Whether the last `put` had some, or enough time has passed to try again."""
         return time.monotonic() >= max(self._full_until, self._write_again)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever kept."""
+        return not os.path.exists(f"{self.directory}/used")
 
     def get(self, key: str, nbytes: int | None) -> memoryview | None:
         """So many bytes (None: however many), if they were kept under this key."""

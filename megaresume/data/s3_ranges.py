@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -104,9 +105,27 @@ class S3Ranges:
         """
         import obstore
 
+        return self._made(url, lambda store, path: obstore.get_range(store, path, start=offset, length=nbytes))
+
+    def read_with_identity(self, url: str, offset: int, nbytes: int) -> tuple[int, str, memoryview]:
+        """Bytes and ETag of the whole object, and the bytes that `read` gives, by one request; raises as `read`."""
+        import obstore
+
+        meta: dict[str, Any] = {}
+
+        def get(store: Any, path: str) -> Any:
+            answer = obstore.get(store, path, options={"range": (offset, offset + nbytes)})
+            meta.update(answer.meta)
+            return answer.bytes()
+
+        data = self._made(url, get)
+        return meta["size"], meta["e_tag"] or "", data
+
+    def _made(self, url: str, request: Callable[[Any, str], Any]) -> memoryview:
+        """What a request of an object's store and path gives."""
         bucket, _, path = url.removeprefix("s3://").partition("/")
         try:
-            data = memoryview(obstore.get_range(self._store(bucket), path, start=offset, length=nbytes))
+            data = memoryview(request(self._store(bucket), path))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of obstore is no Exception

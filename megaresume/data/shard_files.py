@@ -127,6 +127,21 @@ class ShardFiles:
             )
         self._checked[path] = identity
 
+    def check_by_reading(self, place: Place, start: int, stop: int) -> Span | None:
+        """As `check`, of the file of a place; if the answer to reading a range of it can say the same, that range.
+
+        Raises:
+            as `check`, which is asked if the answer is not as it should be.
+        """
+        # What the cache has is found by what `check` asks for.
+        if place.path not in self._checked and is_url(place.path) and (self.cache is None or self.cache.is_new):
+            found = self._store(place.path).view_with_identity(place.path, start, stop - start)
+            if found is not None and found[0] == place.size:
+                self._checked[place.path] = f"{found[0]}:{found[1]}"
+                return Span(start, found[2])
+        self.check(place.path, place.size)
+        return None
+
     def fetch(self, place: Place, *, again: bool = False) -> bytes:
         """The bytes of a place: those that were read ahead, those of the cache, or read now, and then kept by it.
 
@@ -150,7 +165,9 @@ class ShardFiles:
     def around(self, places: Sequence[Place]) -> tuple[int, int]:
         """What to read for places of one file: all from the first to the last one, or to the ends of their regions."""
         start, stop = min(place.offset for place in places), max(place.stop for place in places)
-        kept = self.cache is not None and self.cache.has_room and self._key(places[0]) is not None
+        # Of a file that was not checked yet it is likely that it will be kept.
+        keeps = places[0].path not in self._checked or self._key(places[0]) is not None
+        kept = self.cache is not None and self.cache.has_room and is_url(places[0].path) and keeps
         if kept and any(map(is_small, places)):
             start, stop = start // REGION * REGION, min(-(-stop // REGION) * REGION, places[0].size)
         return start, stop

@@ -16,9 +16,10 @@ import pytest
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.data import read_ahead, remote, shard_files
+from megaresume.data import read_ahead, remote, s3_ranges, shard_files
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.read_ahead import Ahead, joined
+from megaresume.data.remote import DiskCache
 from megaresume.data.shard_files import Place, ShardFiles
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.batches import Balance, BatchSchedule
@@ -411,16 +412,62 @@ def test_a_server_with_faults_changes_nothing_and_is_reported(shards, fault, cac
     assert caplog.text.count("tried again") <= 2, "a few of many"
 
 
-@pytest.mark.parametrize("fault", ["busy", "cut", "wrong length"])
-def test_s3_with_faults_changes_nothing(shards, fault, monkeypatch, tmp_path):
+@pytest.fixture
+def s3(shards, monkeypatch):
+    """A server with the bucket ``shards``."""
     s3fs = pytest.importorskip("s3fs")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
+    monkeypatch.setattr(s3_ranges, "_of_parent", False)
     s3fs.S3FileSystem.clear_instance_cache()
-    with serve(tmp_path, fault=FAULTS[fault]) as far:  # a bucket "shards"
+    with serve(shards.parent) as far:
         monkeypatch.setenv("AWS_ENDPOINT_URL", far.url)
-        assert batches(shards, "s3://shards", cache_dir=tmp_path / "cache", stop=4) == batches(shards, stop=4)
-        assert len({(r.name, r.start) for r in far.reads}) < len(far.reads)
+        yield far
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("fault", ["busy", "cut", "wrong length"])
+def test_s3_with_faults_changes_nothing(shards, s3, fault, tmp_path):
+    s3.fault = FAULTS[fault]
+    assert batches(shards, "s3://shards", cache_dir=tmp_path / "cache", stop=4) == batches(shards, stop=4)
+    assert len({(r.name, r.start) for r in s3.reads}) < len(s3.reads)
+
+
+ENDS = ["pairs-000000.tar", "pairs-000002.tar"]
+
+
+def test_of_a_shard_on_s3_nothing_is_asked_before_its_first_record(shards, s3):
+    pytest.importorskip("obstore")
+    assert batches(shards, "s3://shards") == batches(shards)
+    heads = [request.name for request in s3.requests if request.method == "HEAD"]
+    assert sorted(heads) == ENDS, "those that are checked when the source is opened"
+    check_once(s3.requests)
+
+
+def test_nor_if_the_cache_is_new_and_what_it_keeps_is_found_again(shards, s3, tmp_path):
+    pytest.importorskip("obstore")
+    url = "s3://shards/pairs-000001.tar"
+    size = (shards / "pairs-000001.tar").stat().st_size
+    read: list[bytes] = []
+    for _ in range(2):
+        files = ShardFiles(cache=DiskCache(tmp_path / "cache", 1 << 20))
+        made = Ahead(4)
+        places = [Place(files, url, size, at, 500) for at in (0, 2000)]
+        made.want(places)
+        read += [made.take(place) for place in places]
+        while len(list((tmp_path / "cache").glob("*/*"))) < len(places):
+            time.sleep(0.01)  # it is kept after it was given
+        made.close()
+        assert files._checked == {url: files.identity(url)}
+    data = (shards / "pairs-000001.tar").read_bytes()
+    assert read == [data[:500], data[2000:2500]] * 2
+    assert [request.method for request in s3.requests[:2]] == ["GET", "GET"] and len(s3.reads) == 2
+
+
+def test_a_shard_on_s3_of_another_size_is_refused(shards, s3):
+    write_shard(shards / "pairs-000001.tar", captions(60, first=500))
+    with pytest.raises(CorpusError, match=r"pairs-000001\.tar is not the shard that the index was made of"):
+        batches(shards, "s3://shards")
 
 
 def test_what_stays_wrong_ends_the_run(shards, monkeypatch):
