@@ -258,6 +258,10 @@ class RemoteStore:
             self._opened = (os.getpid(), fsspec.filesystem(self.protocol, **options))
         return self._opened[1]
 
+    def connect(self, url: str) -> None:
+        """Make S3's client before several requests at a time, each of which would make one; raises as `size`."""
+        self.tried(url, "asked for its size", lambda: self.opened().connect())
+
     def _ranges_of(self, store: Any) -> S3Ranges | None:
         """What is quicker than the filesystem at ranges, if it can read this store and works."""
         of, ranges = self._ranges

@@ -10,7 +10,8 @@ import io
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -126,6 +127,17 @@ class ShardFiles:
                 action="put the shard back, or make the index again: megaresume prepare --overwrite",
             )
         self._checked[path] = identity
+
+    def check_all(self, shards: Mapping[str, int]) -> None:
+        """As `check`, of several: path -> size. Those on S3 are asked for at a time."""
+        first = next(iter(shards), "")
+        if len(shards) == 1 or not first.startswith("s3://"):
+            for path, size in shards.items():
+                self.check(path, size)
+            return
+        self._store(first).connect(first)
+        with ThreadPoolExecutor(len(shards)) as pool:
+            list(pool.map(self.check, shards.keys(), shards.values()))
 
     def check_by_reading(self, place: Place, start: int, stop: int) -> Span | None:
         """As `check`, of the file of a place; if the answer to reading a range of it can say the same, that range.

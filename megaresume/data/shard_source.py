@@ -94,8 +94,7 @@ class ShardSource(BaseSource):
         self._tokens = self.index.column("tokens")
         self._limit = None if max_tokens is None or self.index.header["longest"] <= max_tokens else max_tokens
         # A wrong path shows at once; that every shard is there is asked when it is first read.
-        for k in {0, len(infos) - 1} if infos else ():
-            self.files.check(self._paths[k], infos[k].size)
+        self.files.check_all({self._paths[k]: infos[k].size for k in ((0, len(infos) - 1) if infos else ())})
         #: of JSON lines: what reads the images.
         self._folder = Folder.of(self.index, folder, self.files)
         if self._folder is not None:

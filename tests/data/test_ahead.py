@@ -444,6 +444,22 @@ def test_of_a_shard_on_s3_nothing_is_asked_before_its_first_record(shards, s3):
     check_once(s3.requests)
 
 
+def test_the_first_and_last_shard_on_s3_are_asked_for_at_a_time_by_one_client(shards, s3, monkeypatch):
+    session = pytest.importorskip("aiobotocore.session")
+    made = []
+    real = session.AioSession.create_client
+
+    def create_client(self, *args, **options):
+        made.append(args)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(session.AioSession, "create_client", create_client)
+    s3.latency = 0.5
+    loader(shards, "s3://shards")
+    assert [request.method for request in s3.requests] == ["HEAD"] * 2 and s3.most == 2
+    assert len(made) == 1
+
+
 def test_nor_if_the_cache_is_new_and_what_it_keeps_is_found_again(shards, s3, tmp_path):
     pytest.importorskip("obstore")
     url = "s3://shards/pairs-000001.tar"
