@@ -162,10 +162,11 @@ def attach(
             Megatron-Bridge, torchft's Manager; the *class* of torchtitan's or VeRL's trainer, whose instances are then
             attached as they are made; or, for your own loop, what it saves, by name: ``{"model": model, "optimizer":
             optimizer}``.
-        data: DeepSpeed: path of a data.yaml, the mapping in it, what follows ``--data-path``, a `Stream`, or a loader
-            with a state (Energon's, torchdata's). Hugging Face's Trainer: a dataset, or several, ``{name: (dataset,
-            weight)}``; None: its ``train_dataset``. Accelerator, torchft, own loop: a `DataLoader` or `StreamLoader`.
-            Megatron-Bridge: given data-parallel rank and size, makes such a loader. The others have it already.
+        data: DeepSpeed: path of a data.yaml, the mapping in it, what follows ``--data-path``, a `Stream`, a
+            `DataLoader`, or a loader with a state (Energon's, torchdata's). Hugging Face's Trainer: a dataset, or
+            several, ``{name: (dataset, weight)}``; None: its ``train_dataset``. Accelerator, torchft, own loop: a
+            `DataLoader` or `StreamLoader`. Megatron-Bridge: given data-parallel rank and size, makes such a loader. The
+            others have it already.
         checkpoints: where the run saves, what it keeps, and what it may load; a directory stands for
             ``Checkpoints(save_dir=directory)``.
         stop: when it saves and exits, with `megaresume.Stopped`.

@@ -5,8 +5,9 @@ For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to
 
 The feeds of all processes make one run: each sample of a step is trained by one rank, and by no other. Every loader
 deals out by itself, by its number among the data-parallel ranks. In `check_shares` the processes compare these numbers,
-and what else they deal by; in `check_averaged`, with those over which gradients are averaged. Processes that train the
-same samples together (tensor, pipeline, context parallelism) have the same number.
+and what else they deal by; in `check_same_data`, what they deal out; in `check_averaged`, the numbers with those over
+which gradients are averaged. Processes that train the same samples together (tensor, pipeline, context parallelism)
+have the same number.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.rank_loader import available
 from megaresume.checkpoint.host import Data, change_lines
-from megaresume.checkpoint.ranks import gather, known_to_all, on_all_ranks, same_on_all_ranks, world_size
+from megaresume.checkpoint.ranks import gather, known_to_all, on_all_ranks, on_rank_0, same_on_all_ranks, world_size
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.checkpoint.system import Topology
@@ -387,6 +388,21 @@ def check_shares(feed: Feed) -> None:
         "the batches",
         cause="the loaders were made with other numbers",
         action="make them with the same ones on every rank",
+    )
+
+
+def check_same_data(feed: Feed) -> None:
+    """Raise a StateError on every rank unless the loaders of all have the same order of the same data. Collective."""
+    stream = feed.stream
+    # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
+    on_rank_0(lambda: bool(stream.fingerprints))
+    on_all_ranks(lambda: bool(stream.fingerprints))
+    same_on_all_ranks(
+        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips)),
+        "the data",
+        cause="each rank has its own part of it; the nodes have different copies; or it was made with random numbers, "
+        "or with other skips",
+        action="give every rank all of it, from the same files, with the same seed and skips: the loader deals it out",
     )
 
 

@@ -27,7 +27,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Host, Reading, Save
 from megaresume.checkpoint.random_state import RandomState
-from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, same_on_all_ranks, world_size
+from megaresume.checkpoint.ranks import on_all_ranks, world_size
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints
@@ -36,7 +36,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, hook
 from megaresume.hosts.count import Words
-from megaresume.hosts.feeds import Feed, check_shares
+from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
 from megaresume.hosts.steps import Steps, words_of
 from megaresume.stream.errors import UsageError
@@ -314,16 +314,7 @@ def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: 
         on_stop=lambda: host.save_now(),
     )
     session.start()
-    stream = feed.stream
-    # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
-    on_rank_0(lambda: bool(stream.fingerprints))
-    on_all_ranks(lambda: bool(stream.fingerprints))
-    same_on_all_ranks(
-        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips)),
-        "the data",
-        cause="the nodes have different copies of it, or it was made with random numbers, or with other skips",
-        action="make the data from the same files, and with the same seed and skips, on every rank",
-    )
+    check_same_data(feed)
     if session.stopper is not None:
         session.stopper.install()
     return session

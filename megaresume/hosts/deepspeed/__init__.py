@@ -4,6 +4,7 @@ attach.py          data for an engine, its state in every checkpoint; the hooks 
 host.py            `EngineHost`
 engine.py          what an engine says of itself: sizes, ranks, the files that it writes
 engine_data.py     `EngineData`: its data, clocked by its optimizer steps; which micro-batches the model was given
+item_data.py       `ItemData` of a `megaresume.DataLoader`
 training_data.py   `TrainingData` of a stream, `AttachedLoader` of other people's loaders
 decoupled.py       saves of DeepSpeed's decoupled writer: committed after their last byte
 load_rules.py      what a checkpoint must be to be loaded; the universal checkpoint beside it

@@ -10,7 +10,8 @@
         engine.step()
         if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-See docs/deepspeed.md; with a loader that has a state of its own in place of ``data.yaml``: docs/data-loader.md.
+See docs/deepspeed.md, also for a `megaresume.DataLoader` in place of ``data.yaml``; with a loader of other people's
+that has a state of its own: docs/data-loader.md.
 
 Hooked on the instance, and other wrappers stay in the chain:
 
@@ -26,7 +27,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.open import open_stream
@@ -41,7 +42,9 @@ from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.host import EngineHost, around_load
+from megaresume.hosts.deepspeed.item_data import ItemData, check_loader
 from megaresume.hosts.deepspeed.training_data import AttachedLoader, TrainingData
+from megaresume.hosts.feeds import ItemFeed, check_same_data, check_shares
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 from megaresume.stream.skips import SkipConfig
@@ -61,7 +64,7 @@ def attach(
     data_options: DataOptions = DataOptions(),
     schedule: BatchSchedule | None = None,
     log_samples: str | os.PathLike[str] | None = None,
-) -> TrainingData | AttachedLoader:
+) -> TrainingData | ItemData | AttachedLoader:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
 
@@ -71,7 +74,8 @@ def attach(
     Args:
         engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
         data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`. Or a
-            loader with a state of its own, which takes no further option than ``checkpoints``: see `attach_loader`.
+            `megaresume.DataLoader`, the same on every rank, with no further option than ``checkpoints``, ``stop`` and
+            ``on_stop``. Or a loader with a state of its own, with ``checkpoints`` alone: see `attach_loader`.
         checkpoints: where the run saves, what it keeps, and what it may load.
         stop: at the end of the step in which one of these happens, save and raise `Stopped`, which ends the process
             with exit status 0 (or another of your choice). See docs/stopping.md.
@@ -90,35 +94,19 @@ def attach(
             or ``stage_to`` without a place to save to.
         CheckpointError: another job writes to ``save_dir``.
         ConfigError, CorpusError: the data cannot be opened.
-        SetupError: data, ``save_dir`` or clocks differ between nodes.
+        SetupError: ``save_dir`` or clocks differ between nodes.
+        StateError: the data does.
     """
     facts.check_engine(engine)
-    if _gives_loaders(data):
-        options = (("stop", stop), ("on_stop", on_stop), ("schedule", schedule), ("log_samples", log_samples))
+    if (kind := _kind_of(data)) != "config":
+        stops = () if kind == "items" else (("stop", stop), ("on_stop", on_stop))
+        options = (*stops, ("schedule", schedule), ("log_samples", log_samples))
         changed = (("loader", loader != Loader()), ("data_options", data_options != DataOptions()))
-        on_all_ranks(lambda: _refuse_options([name for name, value in (*options, *changed) if value]))
+        on_all_ranks(lambda: _refuse_options(kind, [name for name, value in (*options, *changed) if value]))
+        if kind == "items":
+            return attach_items(engine, data, checkpoints=checkpoints, stop=stop, on_stop=on_stop)
         return attach_loader(engine, data, checkpoints=checkpoints)
-    save_dir = checkpoints.save_dir
-    if stop is not None and save_dir is None and on_stop is None:
-        raise UsageError(
-            "there is nowhere to save to when the run is asked to stop",
-            found="stop= without Checkpoints(save_dir=...)",
-            expected="the directory of the checkpoints",
-            action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=...), stop=...)",
-        )
-
-    def adopt_state(samples: int, note: str) -> StreamState:
-        return attached.stream.state_at(samples, batches=((0, int(engine.train_batch_size())),), overrides=(note,))
-
-    host = EngineHost(
-        engine,
-        elastic=checkpoints.elastic,
-        adopt=adopt_state if checkpoints.adopt else None,
-    )
-    # By name: the method is hooked later.
-    save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
-    session = _session_of(host, checkpoints, stop=stop, on_stop=save)
-    session.start()  # before anything that takes long
+    session = _started(engine, checkpoints, stop, on_stop, lambda: attached.stream)
 
     balance = on_all_ranks(lambda: loader.balanced)
 
@@ -145,20 +133,51 @@ def attach(
     attached = TrainingData(engine, stream, session, loader, schedule=schedule, log=log)
     if asked:
         on_all_ranks(lambda: stream.skip(asked))
-    if session.stopper is not None:
-        session.stopper.install()
     _put_hooks(engine, attached)
     return attached
 
 
-def _gives_loaders(data: Any) -> bool:
-    """Whether the ranks, or those of them that read data, give loaders. Collective.
+def _started(
+    engine: Any,
+    checkpoints: Checkpoints,
+    stop: StopConditions | None,
+    on_stop: Callable[[], None] | None,
+    stream: Callable[[], Stream],
+) -> Session:
+    """The session of an engine that is trained on a stream, or on the items of a `DataLoader`."""
+    save_dir = checkpoints.save_dir
+    if stop is not None and save_dir is None and on_stop is None:
+        raise UsageError(
+            "there is nowhere to save to when the run is asked to stop",
+            found="stop= without Checkpoints(save_dir=...)",
+            expected="the directory of the checkpoints",
+            action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=...), stop=...)",
+        )
+
+    def adopt_state(samples: int, note: str) -> StreamState:
+        return stream().state_at(samples, batches=((0, int(engine.train_batch_size())),), overrides=(note,))
+
+    host = EngineHost(
+        engine,
+        elastic=checkpoints.elastic,
+        adopt=adopt_state if checkpoints.adopt else None,
+    )
+    # By name: the method is hooked later.
+    save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
+    session = _session_of(host, checkpoints, stop=stop, on_stop=save)
+    session.start()  # before anything that takes long
+    return session
+
+
+def _kind_of(data: Any) -> Literal["config", "items", "loader"]:
+    """What the ranks, or those of them that read data, give. Collective.
 
     Raises, on every rank:
         UsageError: there is no data.
     """
     is_config = isinstance(data, Stream | str | os.PathLike | Mapping | Sequence)
-    kinds = gather("nothing" if data is None else "config" if is_config else "loader")
+    is_ours = isinstance(data, DataLoader)
+    kinds = gather("nothing" if data is None else "config" if is_config else "items" if is_ours else "loader")
     if set(kinds) == {"nothing"} or {"nothing", "config"} <= set(kinds):
         raise UsageError(
             "the engine has no data",
@@ -166,15 +185,17 @@ def _gives_loaders(data: Any) -> bool:
             expected="path of a data.yaml, the mapping in it, a Stream, or a loader that saves its own state",
             action="megaresume.attach(engine, 'data.yaml')",
         )
-    return "loader" in kinds
+    return "items" if "items" in kinds else "loader" if "loader" in kinds else "config"
 
 
-def _refuse_options(found: Sequence[str]) -> None:
+def _refuse_options(kind: Literal["items", "loader"], found: Sequence[str]) -> None:
     if found:
         raise UsageError(
             "this option is for megaresume's streams",
             found=f"{', '.join(f'{name}=' for name in found)}, and a loader",
-            expected="checkpoints= alone, beside a loader",
+            expected="checkpoints=, stop= and on_stop= alone, beside a megaresume.DataLoader"
+            if kind == "items"
+            else "checkpoints= alone, beside a loader",
             action="leave it out; or give the engine a data.yaml",
         )
 
@@ -226,52 +247,50 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
             expected="neither, with a loader",
             action="remove them; a stream can change the number of ranks: megaresume.attach(engine, 'data.yaml')",
         )
-    on_all_ranks(lambda: _check_loader(engine, loader))
     host = EngineHost(engine)
     session = _session_of(host, checkpoints)
-    if host.losses is not None:
-        raise UsageError(
-            "metrics: losses by source need the order of a data config",
-            found=f"metrics: losses, and a {type(loader).__name__}",
-            expected="a data.yaml, the mapping in it, or a Stream",
-            action="leave losses out, or megaresume.attach(engine, 'data.yaml', metrics=...)",
-        )
+    _refuse_losses(host, loader)
     session.start()
     attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
     _put_hooks(engine, attached)
     return attached
 
 
-def _check_loader(engine: Any, loader: Any) -> None:
-    """Raise a UsageError for a loader of megaresume's that ends, or has another rank or batch size than the engine."""
-    if not isinstance(loader, DataLoader):
-        return
+def attach_items(
+    engine: Any,
+    loader: Any,
+    *,
+    checkpoints: Checkpoints = Checkpoints(),
+    stop: StopConditions | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> ItemData:
+    """Give an engine the items of a `DataLoader`; `attach` does, and says what it raises.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
+        loader: a `megaresume.DataLoader`, on every rank.
+        checkpoints, stop, on_stop: see `attach`.
+    """
+    on_all_ranks(lambda: check_loader(engine, loader))
+    feed = ItemFeed(loader)
+    check_shares(feed)
     loader.ends_elsewhere = True
-    if any(source.max_epochs is not None for source in loader.stream.config.sources):
+    session = _started(engine, checkpoints, stop, on_stop, lambda: feed.stream)
+    assert isinstance(session.host, EngineHost)
+    _refuse_losses(session.host, loader)
+    check_same_data(feed)
+    attached = ItemData(engine, feed, session)
+    _put_hooks(engine, attached)
+    return attached
+
+
+def _refuse_losses(host: EngineHost, loader: Any) -> None:
+    if host.losses is not None:
         raise UsageError(
-            "a loader that ends cannot be attached to an engine",
-            found="DataLoader(max_epochs=...)",
-            expected="a DataLoader without max_epochs: the batches of an engine never end",
-            cause="the engine counts steps, and the last one of the data may be short",
-            action="leave max_epochs out, and stop when engine.global_steps is "
-            "EPOCHS * len(dataset) // engine.train_batch_size()",
-        )
-    own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
-    if own != ours:
-        raise UsageError(
-            "the loader and the engine are on different data-parallel ranks",
-            found="rank {} of {}".format(*own),
-            expected="rank {} of {}".format(*ours),
-            action="leave dp_rank and dp_size out, or, with pipeline or sequence parallelism, give those of the engine",
-        )
-    micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
-    if (loader.micro_batch_size, loader.accumulation) != (micro, accumulation):
-        raise UsageError(
-            "the loader and the engine have different batch sizes",
-            found=f"DataLoader(batch_size={loader.micro_batch_size}, accumulation={loader.accumulation})",
-            expected=f"train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {accumulation}, "
-            "of the DeepSpeed config",
-            action=f"DataLoader(batch_size={micro}, accumulation={accumulation})",
+            "metrics: losses by source need the order of a data config",
+            found=f"metrics: losses, and a {type(loader).__name__}",
+            expected="a data.yaml, the mapping in it, or a Stream",
+            action="leave losses out, or megaresume.attach(engine, 'data.yaml', metrics=...)",
         )
 
 
@@ -288,6 +307,8 @@ class _Slot:
 
 def _put_hooks(engine: Any, attached: EngineData) -> None:
     """Let the engine's methods carry this data from now on, in place of what was attached before."""
+    if attached.session.stopper is not None:
+        attached.session.stopper.install()
     slot: _Slot | None = engine.__dict__.get(_SLOT)
     if slot is not None:
         slot.data.detach(

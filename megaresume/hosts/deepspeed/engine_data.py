@@ -1,4 +1,4 @@
-"""`EngineData`: what an engine's data has in common, whether of a stream or of a loader.
+"""`EngineData`: what an engine's data has in common, whether of a stream, of items or of a loader.
 
 The engine's own calls are the clock of its `Count`; on every rank
 
@@ -143,6 +143,16 @@ class EngineData(Batches):
     def _random(self) -> RandomState:
         assert self.session.random is not None  # DeepSpeed keeps none itself
         return self.session.random
+
+    def _begin_again(self) -> None:
+        """At ``iter(data)``: hand out again what is out and was only looked at."""
+        count = self._count
+        is_over = count.failure is not None or self._closed is not None
+        if not count.is_idle and self.is_untouched and not self._is_pipeline and not is_over:
+            count.return_all()
+            self._close()
+        if count.is_idle:
+            self._random.step_begins_again()
 
     def __next__(self) -> Any:
         """The next micro-batch, see `megaresume.attach`.

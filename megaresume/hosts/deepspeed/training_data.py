@@ -147,13 +147,7 @@ class TrainingData(EngineData):
 
     def __iter__(self) -> TrainingData:
         """From the first micro-batch on that is not trained. In the middle of an accumulation: continue."""
-        count = self._count
-        is_over = count.failure is not None or self._closed is not None
-        if not count.is_idle and self.is_untouched and not self._is_pipeline and not is_over:
-            count.return_all()
-            self._close()
-        if count.is_idle:  # what was out was only looked at
-            self._random.step_begins_again()
+        self._begin_again()
         return self
 
     def _read(self) -> tuple[Any, MicroBatch]:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,21 @@ class ForkingDriver(Driver):
         train: its function, which trains as a job says.
         in_process: whether it leaves nothing behind, so that it can train in this process.
         launcher: the module that runs the program; empty: none.
+        words: for the program, after the job.
     """
 
-    def __init__(self, program: str, train: Train, *, in_process: bool = True, launcher: str = "") -> None:
+    def __init__(
+        self, program: str, train: Train, *, in_process: bool = True, launcher: str = "", words: Sequence[str] = ()
+    ) -> None:
         self.program, self.train, self.in_process, self.launcher = program, train, in_process, launcher
+        self.words = words
 
     def run(self, job: Job) -> Ran:
         """See `Driver`."""
         if self.in_process and job.ranks == 1 and not job.kill[0]:
             return self._here(job)
-        words, output = [json.dumps(asdict(job), default=str)], job.directory.with_name(f"{job.directory.name}.output")
+        words = [json.dumps(asdict(job), default=str), *self.words]
+        output = job.directory.with_name(f"{job.directory.name}.output")
         env = ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "contract", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(job.ranks)}
         program, *words = [*filter(None, [self.launcher]), self.program, *words]
         with LocalJob(program, words, num_processes=job.ranks, output=output, launcher="env", env=env) as started:

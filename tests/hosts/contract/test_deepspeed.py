@@ -1,9 +1,12 @@
-"""A DeepSpeed engine, under the contract of all hosts: an item is a document, and a sample of the stream."""
+"""A DeepSpeed engine, under the contract of all hosts: an item is a document, and a sample of the stream; or one of a
+`megaresume.DataLoader`.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 
 import megaresume
 from megaresume.hosts.contract import HostContract
-from megaresume.hosts.driver import Driver, Job, write_down
+from megaresume.hosts.driver import Driver, Job, items, lines, trained, write_down
+from tests.cli.conftest import megaresume as megaresume_program
 from tests.corpora import write_corpus
 from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, die_if_asked, main, staged, stop_of
 
@@ -32,6 +36,36 @@ def data_of(job: Job) -> dict[str, Any]:
     dist.barrier()
     source = {"path": str(web)} | ({} if job.append is None else {"append": job.append})
     return {"seed": 7, "seq_length": LENGTH, "packing": "none", "sources": {"web": source}}
+
+
+def loader_of(job: Job) -> megaresume.DataLoader:
+    """Item i is what document i is, with workers if the run was killed before."""
+    dataset = torch.tensor([[i // BASE, i % BASE, *(i * k % BASE for k in range(2, LENGTH))] for i in range(job.items)])
+    if (rank := dist.get_rank()) and "parts" in sys.argv:
+        dataset += 1
+    elif rank and "sizes" in sys.argv:
+        dataset = dataset[1:]
+    return megaresume.DataLoader(
+        Items(dataset),
+        job.batch,
+        accumulation=job.accumulation,
+        seed=7,
+        append=job.append,
+        num_workers=job.attempt - 1,
+    )
+
+
+class Items(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows, each of them a batch's tokens."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"tokens": self.rows[index]}
 
 
 class Model(torch.nn.Module):
@@ -62,12 +96,17 @@ def train(job: Job) -> None:
     model = Model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     checkpoints = megaresume.Checkpoints(save_dir=job.directory, **staged(job))
-    data = megaresume.attach(engine, data_of(job), checkpoints=checkpoints, stop=stop_of(job))
+    given = loader_of(job) if sys.argv[2:] else data_of(job)
+    data = megaresume.attach(engine, given, checkpoints=checkpoints, stop=stop_of(job))
     if job.mistake != "load":
         engine.load_checkpoint(str(job.directory))
     if job.mistake == "look":
         next(data)
     while (step := engine.global_steps) < job.steps:
+        if "looks" in sys.argv and engine.micro_steps % job.accumulation == 0:
+            shown, taken = data.peek()["tokens"], next(data)["tokens"]
+            iter(data)  # which is then handed out again
+            assert torch.equal(shown, taken) and torch.equal(shown, data.peek()["tokens"])
         loss = engine(next(data)["tokens"])
         line = {"attempt": job.attempt, "step": step + 1, "items": model.read, "loss": loss.item()}
         write_down(job.directory, dist.get_rank(), **line)
@@ -99,6 +138,31 @@ class TestDeepSpeed(HostContract):
     @classmethod
     def driver(cls) -> Driver:
         return ForkingDriver(__file__, train, in_process=False)
+
+
+class TestItems(TestDeepSpeed):
+    grown, other = HostContract.grown, HostContract.other
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driver(cls) -> Driver:
+        return ForkingDriver(__file__, train, in_process=False, words=["items"])
+
+    @pytest.mark.parametrize("how", ["parts", "sizes"])
+    def test_each_rank_has_its_own_items(self, tmp_path: Path, how: str) -> None:
+        driver = ForkingDriver(__file__, train, in_process=False, words=[how])
+        self.refused(driver, self.of_ranks(directory=tmp_path / "run"), "the ranks disagree on the data")
+        assert not lines(tmp_path / "run")
+
+    def test_batches_that_are_looked_at_come_again(self, tmp_path: Path, order: list[int]) -> None:
+        driver = ForkingDriver(__file__, train, in_process=False, words=["looks"])
+        self.ended(driver, self.of_one(directory=tmp_path / "run"))
+        assert items(trained(tmp_path / "run")) == order
+
+    def test_verify_proves_a_run_that_changed_its_ranks(self, driver: Driver, copy: Path) -> None:
+        self.ended(driver, self.again(copy))
+        verified = megaresume_program("verify", copy)
+        assert verified.returncode == 0 and "proved: all" in verified.stdout, verified.stdout + verified.stderr
 
 
 if __name__ == "__main__":

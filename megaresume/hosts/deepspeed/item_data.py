@@ -1,0 +1,182 @@
+"""`ItemData`: the micro-batches of an engine from a `megaresume.DataLoader`.
+
+One order and one count of samples for all ranks, as in `TrainingData`: a resume may have other ranks, workers and
+micro-batch sizes. The loader is not the clock, since it counts what it handed out: the state in a checkpoint is that of
+the samples that ``engine.global_steps`` steps have trained.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.session import Session
+from megaresume.checkpoint.step_file import DataState, stream_of
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.deepspeed.engine_data import EngineData, MicroBatch, fingerprint, tokens_of
+from megaresume.hosts.feeds import ItemFeed
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import StateError, UsageError
+
+_END = object()
+
+
+class ItemData(EngineData):
+    """Iterates over this rank's micro-batches forever, epoch after epoch; made by `megaresume.attach`."""
+
+    def __init__(self, engine: Any, feed: ItemFeed, session: Session) -> None:
+        super().__init__(engine, session)
+        self.feed, self.loader, self.stream = feed, feed.loader, feed.stream
+        self.balance, self.loader.meter = self.loader.balance, session.meter
+        self._batches: Iterator[Any] | None = None
+        #: a micro-batch that was looked at and not taken, and its key.
+        self._ahead: list[tuple[Any, MicroBatch]] = []
+        self._count_from(int(engine.global_steps), 0)
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of this rank."""
+        return int(self.loader.num_workers)
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes up to now."""
+        assert self.stream.schedule is not None
+        return self.stream.schedule
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """See `Data`."""
+        return self.feed.origin
+
+    def prepare(self) -> None:
+        """See `Data`."""
+        on_all_ranks(self.check_save)
+
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        return self.feed.snapshot(samples)
+
+    def read_back(self, state: DataState) -> None:
+        """See `Data`."""
+        self.feed.read_back(state)
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`. Any number of ranks, workers and samples of a micro-batch may have saved it."""
+        of_stream = stream_of(state)
+        self._close()
+        self.feed.restore(of_stream, choice)
+        self._count_from(int(self.engine.global_steps), of_stream.samples)
+        self._ready, self._closed = True, None
+
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return self.feed.describe()
+
+    def __iter__(self) -> ItemData:
+        """From the first micro-batch on that is not trained. In the middle of an accumulation: continue."""
+        if self._ahead and self._count.is_idle:
+            self._close()
+        self._begin_again()
+        return self
+
+    def peek(self) -> Any:
+        """A copy of the micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph
+        captures."""
+        self._count.check()
+        if self._closed is not None:
+            raise self._closed
+        self._check_clock()
+        if not self._ahead:
+            self._random.step_begins()  # what the dataset draws for it is drawn again after a resume
+            self._ahead.append(self._next())
+        batch, what = self._ahead[0]
+        self._witness.know(what.key)
+        return copy.deepcopy(batch)
+
+    def _read(self) -> tuple[Any, MicroBatch]:
+        return self._ahead.pop() if self._ahead else self._next()
+
+    def _next(self) -> tuple[Any, MicroBatch]:
+        begin, batch = self._count.end, _END
+        while batch is _END:
+            if self._batches is None:
+                self._batches = self.feed.read(begin)
+            if (batch := next(self._batches, _END)) is _END:  # of the epoch
+                self._batches = None
+        name = f"samples {begin} to {self.loader.samples - 1}"
+        tokens = None if self._is_pipeline else tokens_of(batch)
+        if tokens is None:
+            return batch, MicroBatch(name)
+        return batch, MicroBatch(name, key=int(fingerprint(tokens)), tokens=tokens.numel())
+
+    def _open_step(self) -> None:
+        self._step_begins()
+        self._check_clock()
+        check_sizes(self.engine, self.loader)
+        self._count.begin(self.loader.step_samples)
+        self._per_step = self.loader.accumulation
+
+    def _close(self) -> None:
+        """Stop reading ahead: what comes next is what follows the trained samples."""
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()  # type: ignore[attr-defined]
+            self.loader.rewind(self._count.samples)
+        self._ahead.clear()
+
+    def _not_restored(self) -> StateError:
+        return StateError(
+            "the engine is past its first step, but the state of its DataLoader was not restored",
+            found=f"iteration {self.engine.global_steps}, a DataLoader at its beginning",
+            expected="the state of the checkpoint that the engine was loaded from",
+            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
+            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
+        )
+
+
+def check_loader(engine: Any, loader: Any) -> None:
+    """Raise a UsageError unless it is a `DataLoader` without an end, of the engine's rank and sizes."""
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            "some ranks have a megaresume.DataLoader, and others have not",
+            found="None" if loader is None else type(loader).__name__,
+            expected="a megaresume.DataLoader on every rank, also on those whose batches other ranks read as well",
+            action="make it on every rank, with the dp_rank and dp_size of the engine; on a pipeline's middle stages "
+            "it reads nothing",
+        )
+    if any(source.max_epochs is not None for source in loader.stream.config.sources):
+        raise UsageError(
+            "a loader that ends cannot be attached to an engine",
+            found="DataLoader(max_epochs=...)",
+            expected="a DataLoader without max_epochs: the batches of an engine never end",
+            cause="the engine counts steps, and the last one of the data may be short",
+            action="leave max_epochs out, and stop when engine.global_steps is "
+            "EPOCHS * len(dataset) // engine.train_batch_size()",
+        )
+    own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
+    if own != ours:
+        raise UsageError(
+            "the loader and the engine are on different data-parallel ranks",
+            found="rank {} of {}".format(*own),
+            expected="rank {} of {}".format(*ours),
+            action="leave dp_rank and dp_size out, or, with pipeline or sequence parallelism, give those of the engine",
+        )
+    check_sizes(engine, loader)
+
+
+def check_sizes(engine: Any, loader: DataLoader) -> None:
+    """Raise a UsageError if the loader makes other steps than the engine, whose batch size may change in mid-run."""
+    micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
+    if (loader.micro_batch_size, loader.accumulation) != (micro, accumulation):
+        raise UsageError(
+            "the loader and the engine have different batch sizes",
+            found=f"DataLoader(batch_size={loader.micro_batch_size}, accumulation={loader.accumulation})",
+            expected=f"train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {accumulation}, "
+            "of the DeepSpeed config",
+            action=f"DataLoader(batch_size={micro}, accumulation={accumulation})",
+        )
