@@ -25,9 +25,9 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches import item_options
-from megaresume.batches.item_batches import Asked, ItemBatches
+from megaresume.batches.item_batches import Asked, Collated, ItemBatches
 from megaresume.batches.item_places import ItemEpochs, Places
-from megaresume.batches.items import Collated, flatten, reader, token_count
+from megaresume.batches.items import flatten, reader, token_count
 from megaresume.batches.rank_loader import RankLoader, available, data_parallel
 from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule
@@ -134,7 +134,9 @@ class DataLoader(RankLoader):
         item_options.check_balance(balance, self._packing)
         of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
         directory = None if lengths_dir is None else Path(lengths_dir)
-        sources = item_options.sources_of(named, of_each, self._packing, directory=directory, num_workers=num_workers)
+        sources = item_options.sources_of(
+            named, of_each, self._packing, directory=directory, num_workers=num_workers, keyed=keyed
+        )
         #: samples that one epoch of all datasets makes: its items; if they are packed, about so many.
         self.items = item_options.samples_of(
             sources, self._packing, batch_size=batch_size, dp_size=ranks.size, accumulation=accumulation

@@ -9,16 +9,23 @@ Three things may draw random numbers: a dataset, a ``collate_fn``, and the train
 
 Seeded are the generators of Python, NumPy and torch (of the CPU), by the seed of the order and the number of the first
 sample of the micro-batch: so what a worker draws does not depend on which worker it is, or what it has read before.
+
+`Collated`: a look at every batch, whether ``collate_fn`` has dropped items.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 import torch.utils.data
 
 from megaresume.batches.items import generators_kept, seed_generators
+from megaresume.stream.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
@@ -62,3 +69,61 @@ class ItemBatches(torch.utils.data.Dataset[Any]):
         """The items of some places."""
         many = getattr(self._items, "__getitems__", None)
         return list(many(places)) if many else [self._items[place] for place in places]
+
+
+class Collated:
+    """Looks at every batch of a loader, by the rows of its first tensor: what a ``collate_fn`` drops would count as
+    trained, and never come again.
+
+    A batch with fewer rows than items, beside another one with as many, is said once. A ``collate_fn`` that always
+    makes one row of several items is none that drops any.
+
+    Args:
+        row_by_item: False: items are packed, so that rows say nothing.
+    """
+
+    def __init__(self, *, row_by_item: bool) -> None:
+        self._whole, self._said = False, not row_by_item
+        #: rows and items of the first batch that has fewer rows.
+        self._fewer: tuple[int, int] | None = None
+
+    def check(self, batch: Any, items: int) -> None:
+        """Of so many items.
+
+        Raises:
+            UsageError: there is no batch.
+        """
+        if batch is None:
+            raise UsageError(
+                "collate_fn gave nothing",
+                found=f"None for {items} items",
+                expected="a batch of all the items that it was given",
+                cause="it drops items that it cannot use: they would never be trained",
+                action="remove such items from the dataset before training",
+            )
+        if self._said or items < 2:
+            return
+        rows = _rows(batch)
+        if rows == items:
+            self._whole = True
+        elif rows is not None and rows < items:
+            self._fewer = self._fewer or (rows, items)
+        if self._whole and self._fewer is not None:
+            self._said = True
+            log.warning(
+                "megaresume: collate_fn made %d rows of %d items, and of others as many rows as items: items that it "
+                "drops count as trained, and do not come again; remove them from the dataset, or name them in skip=",
+                *self._fewer,
+            )
+
+
+def _rows(batch: Any) -> int | None:
+    """Of the first tensor; None if it has none."""
+    if not isinstance(batch, torch.Tensor):
+        if isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), None)
+        elif isinstance(batch, list | tuple) and batch:
+            batch = batch[0]
+        if not isinstance(batch, torch.Tensor):
+            return None
+    return batch.shape[0] if batch.ndim else None

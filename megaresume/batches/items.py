@@ -1,7 +1,7 @@
 """Items of any map-style dataset: as the documents of a stream, and read by their places in a batch.
 
-`ItemSource`: one item is one document. `ItemReader`: the places of the items of a batch (`item_places`) -> these items;
-`Collated`: a look at what becomes of them. A place is a number, if there is one dataset; else a list
+`ItemSource`: one item is one document. `ItemReader`: the places of the items of a batch (`item_places`) -> these
+items. A place is a number, if there is one dataset; else a list
 
     [dataset, item]                                         several datasets
     [dataset, item, epoch, offset, length, tokens, key]     packed, or with keyed randomness
@@ -61,6 +61,7 @@ class ItemSource:
         whole: items are never cut.
         kept: file of the lengths, or of the sizes.
         sizes: int64[items], by which items that are samples are grouped; None if they are not.
+        keyed: randomness is keyed: items are compared by what they draw under one key.
     """
 
     #: the call that made it, for errors.
@@ -77,9 +78,10 @@ class ItemSource:
         whole: bool = False,
         kept: Path | None = None,
         sizes: Int64Array | None = None,
+        keyed: bool = False,
     ) -> None:
         self.dataset, self.name, self.tokens, self.whole, self.kept = dataset, name, lengths, whole, kept
-        self._sizes = sizes
+        self._sizes, self._keyed = sizes, keyed
         self._items = len(dataset)
         if not self._items:
             raise UsageError(
@@ -119,24 +121,32 @@ class ItemSource:
         compared (``contents`` is None).
         """
         items = len(self) if first is None else first
-        contents = items_hash(self.dataset, self.name, items)
+        contents = items_hash(self.dataset, self.name, items, keyed=self._keyed)
         if contents is None:
             log.warning(
-                "megaresume: items of dataset '%s' are different each time they are read: only their number%s "
+                "megaresume: items of dataset '%s' are different each time they are read%s: only their number%s "
                 "compared at a resume",
                 self.name,
+                ", under keyed=True too: they draw from a generator of their own, which it does not reach, and draw "
+                "other numbers after a resume"
+                if self._keyed
+                else "",
                 " is" if self.tokens is None and self._sizes is None else " and lengths are",
             )
         what = f"fingerprint of {self.name}"
         return replace(sized_fingerprint(self.lengths, self.sizes, items, what), contents=contents)
 
-    def changed(self, name: str, before: Fingerprint, now: Fingerprint) -> StateError:
+    def changed(self, name: str, before: Fingerprint, now: Fingerprint) -> StateError | None:
         """Why a state of other items cannot be resumed from, in the words of the call that made the dataset a source.
+
+        None if it can: ``keyed`` was switched on or off, and what could be compared is the same.
 
         Args:
             name: of the dataset, in the state.
             before, now: what it was, and is; they differ.
         """
+        if self._is_as_before(before, now):
+            return None
         more = now.documents - before.documents
         keep = "give back the dataset as it was"
         if more > 0 and self.fingerprint(first=before.documents) == before:
@@ -152,9 +162,13 @@ class ItemSource:
             cause, action = f"{_items(-more)} removed: by a filter, another split, or a file that is missing", keep
         elif now.lengths != before.lengths:
             cause, action = "items have other lengths: another tokenizer, template, max_length or lengths=", keep
+        elif now.contents is None:
+            cause = "items are different each time they are read, and were not"
+            action = f"{keep}; or draw random numbers from the generators of Python, NumPy or torch, under keyed=True "
+            action += "from the beginning of the run"
         else:
             cause = "items hold something else: the dataset was shuffled or rebuilt, or its transform was changed"
-            action = f"{keep}. If items differ each time they are read, draw their random numbers under keyed=True"
+            action = keep
         # Of another number of items the hashes say nothing more.
         asked = [] if more else ["contents"] if self.tokens is None else ["lengths", "contents"]
         fields = [field for field in asked if getattr(before, field) != getattr(now, field)]
@@ -166,15 +180,31 @@ class ItemSource:
             action=action,
         )
 
+    def _is_as_before(self, before: Fingerprint, now: Fingerprint) -> bool:
+        """Whether all is the same that can be compared, if items could be compared only before or only now."""
+        if self._keyed:
+            return before == replace(now, contents=None)
+        if now != replace(before, contents=None):
+            return False
+        return before.contents == items_hash(self.dataset, self.name, now.documents, keyed=True)
+
 
 def _items(number: int) -> str:
     return "1 item was" if number == 1 else f"{number:,} items were"
 
 
-def items_hash(dataset: Any, name: str, items: int) -> str | None:
-    """The hash of what `PLACES` of the first ``items`` items hold; None if they are not the same when read again."""
+def items_hash(dataset: Any, name: str, items: int, *, keyed: bool = False) -> str | None:
+    """The hash of what `PLACES` of the first ``items`` items hold; None if they are not the same when read again.
+
+    Args:
+        dataset, name: see `ItemSource`.
+        items: how many.
+        keyed: seed the generators before each, which is another thing than what a run draws for it.
+    """
 
     def read(item: int, _offset: int, _count: int) -> Int64Array:
+        if keyed:
+            seed_generators(f"contents {item}")
         with reading_item(name, item):
             return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
 
@@ -386,61 +416,3 @@ def _array(tokens: Any) -> npt.NDArray[np.int64]:
 
 def _row(values: npt.NDArray[np.int64]) -> torch.Tensor:
     return torch.from_numpy(values)[None]
-
-
-class Collated:
-    """Looks at every batch of a loader, by the rows of its first tensor: what a ``collate_fn`` drops would count as
-    trained, and never come again.
-
-    A batch with fewer rows than items, beside another one with as many, is said once. A ``collate_fn`` that always
-    makes one row of several items is none that drops any.
-
-    Args:
-        row_by_item: False: items are packed, so that rows say nothing.
-    """
-
-    def __init__(self, *, row_by_item: bool) -> None:
-        self._whole, self._said = False, not row_by_item
-        #: rows and items of the first batch that has fewer rows.
-        self._fewer: tuple[int, int] | None = None
-
-    def check(self, batch: Any, items: int) -> None:
-        """Of so many items.
-
-        Raises:
-            UsageError: there is no batch.
-        """
-        if batch is None:
-            raise UsageError(
-                "collate_fn gave nothing",
-                found=f"None for {items} items",
-                expected="a batch of all the items that it was given",
-                cause="it drops items that it cannot use: they would never be trained",
-                action="remove such items from the dataset before training",
-            )
-        if self._said or items < 2:
-            return
-        rows = _rows(batch)
-        if rows == items:
-            self._whole = True
-        elif rows is not None and rows < items:
-            self._fewer = self._fewer or (rows, items)
-        if self._whole and self._fewer is not None:
-            self._said = True
-            log.warning(
-                "megaresume: collate_fn made %d rows of %d items, and of others as many rows as items: items that it "
-                "drops count as trained, and do not come again; remove them from the dataset, or name them in skip=",
-                *self._fewer,
-            )
-
-
-def _rows(batch: Any) -> int | None:
-    """Of the first tensor; None if it has none."""
-    if not isinstance(batch, torch.Tensor):
-        if isinstance(batch, Mapping):
-            batch = next(iter(batch.values()), None)
-        elif isinstance(batch, list | tuple) and batch:
-            batch = batch[0]
-        if not isinstance(batch, torch.Tensor):
-            return None
-    return batch.shape[0] if batch.ndim else None

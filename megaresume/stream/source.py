@@ -292,7 +292,7 @@ def check_fingerprint(
     Args:
         name: that the run knows it by.
         before, now: what it was, and is.
-        source: may word the error itself, with a method ``changed``; None if it is not available.
+        source: may judge and word the error itself, with a method ``changed``; None if it is not available.
 
     Raises:
         StateError: naming each field that differs.
@@ -300,7 +300,9 @@ def check_fingerprint(
     if before == now:
         return
     if before is not None and hasattr(source, "changed"):
-        raise source.changed(name, before, now)  # type: ignore[union-attr]
+        if (error := source.changed(name, before, now)) is not None:  # type: ignore[union-attr]
+            raise error
+        return
     fields = ("documents", "tokens", "lengths", "contents", "tokenizer", "trained")
     differ = [f for f in fields if before is None or getattr(before, f) != getattr(now, f)]
     cause, action = _likely_change(name, before, now)

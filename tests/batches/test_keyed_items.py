@@ -121,6 +121,40 @@ def test_a_resume_without_keys_is_refused() -> None:
     )
 
 
+class Shifted(Noisy):
+    """Other items, which draw as much."""
+
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i) | {"item": i + 100}
+
+
+def test_what_items_hold_is_compared_although_they_draw(caplog: pytest.LogCaptureFixture) -> None:
+    _, state = drawn(5)
+    assert "different each time" not in caplog.text
+    with pytest.raises(StateError, match="items hold something else"):
+        drawn(1, state, dataset=Shifted())
+    _, unkeyed = drawn(5, keyed=False)
+    assert "only their number is compared" in caplog.text and "keyed=True" not in caplog.text
+    # Switched on, they could not be compared before; switched off, they still are.
+    drawn(1, unkeyed, on_change="stage")
+    drawn(1, state, keyed=False, on_change="stage")
+    with pytest.raises(StateError, match="items are different each time"):
+        drawn(1, state, keyed=False, on_change="stage", dataset=Shifted())
+
+
+class OwnGenerator(Noisy):
+    def __init__(self) -> None:
+        self._generator = np.random.default_rng(0)
+
+    def __getitem__(self, i: int) -> Any:
+        return {"item": i, "noise": self._generator.random()}
+
+
+def test_a_generator_that_keys_do_not_reach_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    drawn(1, dataset=OwnGenerator())
+    assert "under keyed=True too: they draw from a generator of their own" in caplog.text
+
+
 def test_keyed_is_for_items_alone() -> None:
     from megaresume.batches.open import open_stream
 
