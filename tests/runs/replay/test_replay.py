@@ -224,7 +224,7 @@ def test_a_run_that_was_not_measured(run: Path, tmp_path: Path) -> None:
     done = megaresume("replay", tmp_path / "run", "--steps", "7:10", "--", *launch(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the run recorded neither losses nor gradient norms" in done.stdout
-    assert done.stdout.endswith("3 steps: data identical\n")
+    assert done.stdout.endswith("3 steps: samples identical\n")
 
 
 def test_what_is_refused(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
