@@ -107,7 +107,7 @@ class StreamLoader(RankLoader):
             num_workers=num_workers,
             at_end="refuse",
         )
-        self.start = stream.start if start is None else start
+        self._start, self._was_read = stream.start if start is None else start, False
         self.stop, self.prefetch, self.start_method, self.pin_memory = stop, prefetch, start_method, pin_memory
         if read_ahead < 0 or requests < 1:
             raise UsageError(
@@ -120,6 +120,15 @@ class StreamLoader(RankLoader):
         if cache_dir is not None:
             use_cache(stream.sources, cache_dir, gib=cache_gib)
         self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)
+
+    @property
+    def start(self) -> int:
+        """The sample with which a ``for`` begins. Who sets it, says that the next one shall begin there."""
+        return self._start
+
+    @start.setter
+    def start(self, sample: int) -> None:
+        self._start, self._was_read = sample, False
 
     def indices(self) -> Iterator[Sequence[int]]:
         """The sample numbers of every micro-batch of this rank, in order. Raises as `runs_of_steps`."""
@@ -141,15 +150,26 @@ class StreamLoader(RankLoader):
             return next(self.runs_of_steps(first), None)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Micro-batches from ``start`` on; every call begins there again.
+        """Micro-batches from ``start`` on; with ``stop``, every call begins there again.
 
         Raises:
+            UsageError: a second call without ``stop``, as in a loop over epochs: it would begin again with ``start``.
             StreamExhausted: the stream ends within the next global batch; on every rank alike.
             CorpusError: a document is damaged.
             StateError: there are other ranks than when the loader was made.
-            UsageError: spawned workers would begin the script again, which has no ``if __name__ == "__main__":``.
+            UsageError: also, spawned workers would begin the script again, which has no ``if __name__ == "__main__":``.
         """
         self.ranks.check()
+        if self._was_read and self.stop is None:
+            raise UsageError(
+                "the loader would begin again with its first sample",
+                found=f"a second for over a StreamLoader that begins at sample {self.start}",
+                expected="one for: a stream has no epochs, and the loader does not count what was trained",
+                cause="a for in each epoch, or a look at a batch before the training",
+                action="loader.start = the number of samples that were trained, before the second for; or let "
+                "megaresume.attach count",
+            )
+        self._was_read = True
         return self._read()
 
     def _in_process(self) -> Iterator[Batch]:

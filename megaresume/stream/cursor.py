@@ -226,7 +226,8 @@ class Blocks:
             found=f"sample {sample} was asked for, the stream has {self.front} samples",
             expected=f"at most {self.front} samples",
             cause=f"sources with an end: {', '.join(ended)}",
-            action="train fewer samples, raise max_epochs, or set on_exhausted: repeat",
+            action="train fewer samples (StreamLoader(..., stop=SAMPLES) ends the loop there, whole steps; with "
+            "megaresume.attach it ends with the data), raise max_epochs, or set on_exhausted: repeat",
         )
 
 

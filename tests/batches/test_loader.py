@@ -251,6 +251,23 @@ def test_reading_leaves_the_random_numbers_of_the_model_alone(open_it, how):
     assert torch.equal(torch.rand(4), expected)
 
 
+def test_a_second_for_does_not_begin_again_unasked(open_it):
+    loader = StreamLoader(open_it(), BatchSchedule.constant(8), micro_batch_size=4)
+
+    def samples(batches):
+        return [batch["samples"].tolist() for batch in batches]
+
+    assert samples(itertools.islice(loader, 4)) == [list(range(first, first + 4)) for first in (0, 4, 8, 12)]
+    for _ in range(2):
+        with pytest.raises(UsageError, match="would begin again with its first sample"):
+            next(iter(loader))
+    loader.start = 16
+    assert samples(itertools.islice(loader, 1)) == [[16, 17, 18, 19]]
+    # A validation is measured again and again.
+    loader.stop = 24
+    assert samples(loader) == samples(loader) == [[16, 17, 18, 19], [20, 21, 22, 23]]
+
+
 def test_a_number_is_no_schedule(open_it):
     with pytest.raises(UsageError, match=r"not a BatchSchedule(.|\n)*BatchSchedule\.constant\(8\)"):
         StreamLoader(open_it(), 8, micro_batch_size=2)
