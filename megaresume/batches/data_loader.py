@@ -25,6 +25,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches import item_options
+from megaresume.batches.agreement import Agreement
 from megaresume.batches.item_batches import Asked, Collated, ItemBatches
 from megaresume.batches.item_places import ItemEpochs, Places
 from megaresume.batches.items import flatten, reader, token_count
@@ -170,6 +171,9 @@ class DataLoader(RankLoader):
         self._position = 0
         #: whether a trainer says when the run ends, and not the loop over this.
         self.ends_elsewhere = False
+        #: whether a trainer compares the loaders of all ranks.
+        self.is_compared = False
+        self._agreement = Agreement()
         #: the epoch of the state that was loaded; whether the loop asked for it; whether the next ``for`` is empty.
         self._resumed_epoch, self._was_asked, self._is_passed = 0, False, False
         #: number of the current ``for``: only the last one may continue.
@@ -198,7 +202,7 @@ class DataLoader(RankLoader):
 
     def made_by(self, call: str) -> DataLoader:
         """A trainer's own: errors name the call that a user made, ``megaresume.attach``."""
-        self.ends_elsewhere = True
+        self.ends_elsewhere = self.is_compared = True
         for source in self._sources.values():
             source.call = call
         return self
@@ -270,6 +274,14 @@ class DataLoader(RankLoader):
     def drop_last(self) -> bool:
         """Whether a short last step is dropped."""
         return self.at_end == "drop"
+
+    @property
+    def layout(self) -> str:
+        """The division of samples into steps and micro-batches, and where it continues: the same on every rank."""
+        return (
+            f"batch_size={self.batch_size}, accumulation={self.accumulation}, drop_last={self.drop_last}, "
+            f"balance={self.balance}, samples {self.samples} to {self.stop}"
+        )
 
     @property
     def step_samples(self) -> int:
@@ -408,14 +420,16 @@ class DataLoader(RankLoader):
         and that is trained.
 
         Raises:
-            StateError: another ``for`` over this loader, or `load_state_dict`, came between two batches; or there are
-                other ranks than when the loader was made.
+            StateError: another ``for`` over this loader, or `load_state_dict`, came between two batches; there are
+                other ranks than when the loader was made; or they have other data, or another position: `Agreement`.
             UsageError: ``collate_fn`` gave nothing.
         """
         self.ranks.check()
         if self._is_passed:
             self._is_passed = False
             return
+        if self.ranks.is_default and self.dp_size > 1 and not self.is_compared:
+            self._agreement.check(self.stream, self.layout)
         self._warn_of_epochs()
         turn = self._turn = object()
         text = f"{self.stream.config.seed} {self._position}"

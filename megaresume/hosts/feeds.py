@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from megaresume.batches.agreement import order_of
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.rank_loader import available
@@ -104,15 +105,12 @@ class ItemFeed(Feed):
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader, self.stream, self.whole_steps = loader, loader.stream, loader.drop_last
+        loader.is_compared = True
 
     @property
     def layout(self) -> str:
         """See `Feed`."""
-        loader = self.loader
-        return (
-            f"batch_size={loader.batch_size}, accumulation={loader.accumulation}, drop_last={loader.drop_last}, "
-            f"balance={loader.balance}, samples {loader.samples} to {loader.stop}"
-        )
+        return self.loader.layout
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
@@ -398,7 +396,7 @@ def check_same_data(feed: Feed) -> None:
     on_rank_0(lambda: bool(stream.fingerprints))
     on_all_ranks(lambda: bool(stream.fingerprints))
     same_on_all_ranks(
-        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips)),
+        order_of(stream),
         "the data",
         cause="each rank has its own part of it; the nodes have different copies; or it was made with random numbers, "
         "or with other skips",

@@ -1,0 +1,79 @@
+"""`Agreement`: whether all ranks that iterate over a loader have the same data, and continue with the same sample.
+
+Each rank deals out samples by itself. Ranks with other data, other batches or another state would train samples twice,
+or not at all, and none of them could tell by itself.
+
+At each ``for``, the first rank that comes leaves what it has at the store of the process group, and the others compare:
+
+    rank 0: compare_set(key, "", mine) -> mine                    ... trains on
+    rank 1:                               compare_set(key, "", mine) -> that of rank 0: another one is refused
+
+That is one round trip, in no order and without a collective: nobody waits, and ranks that never come (a rank iterates
+alone over what it evaluates) are not missed. The rank that is refused ends the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import torch.distributed as dist
+import xxhash
+
+from megaresume.stream.errors import StateError
+from megaresume.stream.stream import Stream
+
+#: loaders of this process that were compared.
+_loaders = itertools.count()
+
+
+def order_of(stream: Stream) -> str:
+    """What ranks must have in common to deal out one order of the same data: for comparisons."""
+    return repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips))
+
+
+class Agreement:
+    """Of one loader."""
+
+    def __init__(self) -> None:
+        self._key: str | None = None
+        self._rounds = 0
+
+    def __reduce__(self) -> tuple[type[Agreement], tuple[()]]:
+        """A copy is another loader."""
+        return Agreement, ()
+
+    def check(self, stream: Stream, layout: str) -> None:
+        """At a ``for``, on a rank of torch.distributed.
+
+        Args:
+            stream: the order.
+            layout: how it is dealt out, and where it continues, in words.
+
+        Raises:
+            StateError: another rank has said something else at its same ``for``.
+        """
+        if self._key is None:
+            # By the order in which they are first iterated over: a rank may make a loader that it never uses.
+            self._key = f"megaresume/loader/{next(_loaders)}"
+        key, self._rounds = f"{self._key}/{self._rounds}", self._rounds + 1
+        sizes = ", ".join(f"{name} {one.documents}" for name, one in itertools.islice(stream.fingerprints.items(), 4))
+        mine = [
+            xxhash.xxh3_128_hexdigest(order_of(stream).encode()),
+            f"seed {stream.config.seed}, items: {sizes}; {layout}",
+        ]
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            first = json.loads(store.compare_set(key, "", json.dumps([dist.get_rank(), *mine])))
+        except RuntimeError:  # a store without comparisons, or its host has ended
+            return
+        if first[1:] != mine:
+            raise StateError(
+                "the ranks disagree on the data",
+                found=f"rank {first[0]}: {first[2]}; rank {dist.get_rank()}: {mine[1]}",
+                expected="the same on every rank" + ("" if first[2] != mine[1] else ": these hold other items"),
+                cause="each rank has its own part of the dataset; load_state_dict was called on some ranks only, or "
+                "with different states; a for was left earlier on some ranks; or they iterate over different loaders",
+                action="give every rank the whole dataset, with the same arguments, and load the same state on every "
+                "rank; for a loader of one rank alone: DataLoader(..., dp_rank=0, dp_size=1)",
+            )
