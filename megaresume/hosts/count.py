@@ -34,8 +34,9 @@ refuse nothing, and stepped() advances by the size of the step.
 
 What the promise takes from the host, and cannot see by itself:
 
-    that the model was given each micro-batch   use() and stepped() believe it. check_step() refuses the step if the
-                                                host names ones that were not (`unseen`): DeepSpeed's alone does
+    that the model was trained on each          use() and stepped() believe it. check_step() refuses the step if the
+    micro-batch, once                           host names ones that were not (`unseen`): DeepSpeed's alone does, and
+                                                refuses those of two backwards
     that each optimizer step is reported        compare() finds one that was not, where the trainer counts steps too
     the steps of Megatron                       it reports none, so the host begins one step without an end
                                                 (``begin(sys.maxsize)``): the count is never WHOLE, and trained_to()
@@ -203,7 +204,7 @@ class Count(Generic[T]):
         """Raise a StateError if another micro-batch is asked for while all of the step's are out.
 
         Args:
-            unseen: micro-batches that are out and that the model was not given, as far as the host knows.
+            unseen: micro-batches that are out and of which no gradients were made, as far as the host knows.
         """
         self.check()
         if self.is_whole:
@@ -256,7 +257,7 @@ class Count(Generic[T]):
         names = ", ".join(str(batch) for batch in unseen)
         return _error(
             "a micro-batch was taken and not trained",
-            f"{self._taken()}, and {when}" + (f"; the model was not given {names}" if names else ""),
+            f"{self._taken()}, and {when}" + (f"; the model was not trained on {names}" if names else ""),
             f"{self.words.clock} for them before that",
             why or self.words.untrained,
         )

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import megaresume
 from megaresume.checkpoint.commit import begin_save
-from megaresume.hosts.deepspeed.engine_data import Witness
+from megaresume.hosts.deepspeed.witness import Witness
 
 toy.start()
 
@@ -262,6 +262,68 @@ def load_again(run: Run, accumulation: int) -> None:
     usual(run, accumulation)
 
 
+@loop
+def one_loss_of_two_forwards(run: Run, accumulation: int) -> None:
+    """As in R-Drop: the same tokens twice, and one backward."""
+    for _ in steps(run, 3):
+        tokens = next(run.data)["tokens"]
+        loss = (run.engine(tokens) - run.engine(tokens).square()).mean()
+        run.model.seen.pop()
+        run.engine.backward(loss)
+        run.engine.step()
+
+
+@loop
+def two_losses_of_one_forward(run: Run, accumulation: int) -> None:
+    """Each with a backward of its own."""
+    for _ in steps(run, 3):
+        batch = next(run.data)
+        logits = run.engine(batch["tokens"])
+        run.engine.backward(logits.square().mean(), retain_graph=True)
+        run.engine.backward(toy.loss_of(logits, batch["labels"], batch["loss_mask"]))
+        run.engine.step()
+
+
+@loop
+def one_loss_of_all_micro_batches(run: Run, accumulation: int) -> None:
+    for _ in steps(run, 3):
+        losses = []
+        for number in range(accumulation):
+            run.engine.set_gradient_accumulation_boundary(number == accumulation - 1)
+            losses.append(run.engine(next(run.data)["tokens"]).square().mean())
+        run.engine.backward(torch.stack(losses).sum())
+        run.engine.step()
+
+
+@loop
+def evaluation_with_a_graph(run: Run, accumulation: int) -> None:
+    """Without no_grad(), of other tokens and of the micro-batch itself."""
+    for _ in steps(run, 3):
+        batch = next(run.data)
+        run.engine(batch["tokens"].flip(1))
+        run.engine(batch["tokens"])
+        del run.model.seen[-2:]
+        run.train(batch)
+
+
+@loop
+def logits_changed_in_place(run: Run, accumulation: int) -> None:
+    for _ in steps(run, 3):
+        run.engine.backward(run.engine(next(run.data)["tokens"]).div_(2).square().mean())
+        run.engine.step()
+
+
+@loop
+def past_the_engine(run: Run, accumulation: int) -> None:
+    """The engine's own forward only for a look."""
+    for _ in steps(run, 3):
+        tokens = next(run.data)["tokens"]
+        run.engine(tokens)
+        run.model.seen.pop()
+        run.engine.backward(run.engine.module(tokens).square().mean())
+        run.engine.step()
+
+
 # Loops that do not.
 
 
@@ -305,6 +367,47 @@ def another_in_its_place(run: Run, accumulation: int) -> None:
     run.train(batch)
     run.train(batch)
     usual(run, accumulation)
+
+
+@loop
+def no_backward(run: Run, accumulation: int) -> None:
+    """The last micro-batch of the second step: its loss is not finite, say."""
+    for number, batch in enumerate(run.data, 1):
+        if number == 2 * accumulation:
+            run.engine(batch["tokens"])
+            run.engine.step()
+        else:
+            run.train(batch)
+
+
+@loop
+def no_backward_of_changed_inputs(run: Run, accumulation: int) -> None:
+    for number, batch in enumerate(run.data, 1):
+        whole = batch["tokens"].clone()
+        batch["tokens"][:, ::3] = 5
+        if number == 2 * accumulation:
+            run.engine(batch["tokens"])
+            run.engine.step()
+        else:
+            run.train(batch)
+            run.model.seen[-1] = whole.flatten().tolist()
+
+
+@loop
+def step_without_anything(run: Run, accumulation: int) -> None:
+    run.train(next(run.data))
+    while True:
+        next(run.data)
+        run.engine.step()
+
+
+@loop
+def two_backwards(run: Run, accumulation: int) -> None:
+    """As a retry does it that comes after the backward."""
+    for number, batch in enumerate(run.data, 1):
+        if number == 2 * accumulation:
+            run.backward(batch)
+        run.train(batch)
 
 
 @loop
@@ -716,12 +819,13 @@ def pipelines() -> None:
 def unguarded() -> None:
     """The model is given one micro-batch twice, and nobody stops it: what does the log say?"""
     save, logs = toy.ROOT / "unguarded", toy.ROOT / "unguarded_logs"
-    guard, Witness.unseen = Witness.unseen, lambda self, out: []
+    guard = Witness.untrained, Witness.trained_twice
+    Witness.untrained = Witness.trained_twice = lambda self, out: []
     run = Run(4, checkpoints=megaresume.Checkpoints(save_dir=save), log_samples=logs)
     another_in_its_place(run, 4)
     run.engine.save_checkpoint(str(save))
     run.data.close()
-    Witness.unseen = guard
+    Witness.untrained, Witness.trained_twice = guard
     toy.result("unguarded", run.data.samples_trained)
 
 

@@ -68,7 +68,7 @@ EVENTS: dict[str, Event] = {
         ("use_twice", NONE, NONE, None),
         ("check_step", NONE, LESS, None),
         ("stepped", NONE, LESS, None),
-        ("unseen", NONE, LESS, "the model was not given batch 3"),
+        ("unseen", NONE, LESS, "the model was not trained on batch 3"),
         ("check_idle", None, UNTRAINED, UNTRAINED),
         ("save", None, None, None),
         ("save_when_used", NONE, MIDDLE, MIDDLE),

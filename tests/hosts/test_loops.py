@@ -37,11 +37,18 @@ GOOD = [
     "changed_inputs",
     "step_once",
     "retry",
+    "one_loss_of_two_forwards",
+    "two_losses_of_one_forward",
+    "one_loss_of_all_micro_batches",
+    "evaluation_with_a_graph",
+    "logits_changed_in_place",
+    "past_the_engine",
     "left_over_at_the_end",
     "log_fails",
     "load_again",
 ]
 TAKEN = "a micro-batch was taken and not trained"
+TWICE = "a micro-batch was trained twice"
 LACKING = "a step is to be made without all of its micro-batches"
 HALF = "failed half-way, and no more training is possible"
 LATE = "the engine is past its first step, but no data state was restored"
@@ -51,19 +58,32 @@ MADE = "a step was made, and no micro-batch was taken for it"
 NONE = "a step is to be made, and no micro-batch was taken for it"
 #: what stops a loop, and what the error names, on rank 0 with 1 micro-batch a step, and with 4; None: nothing is wrong.
 BAD: dict[str, tuple[tuple[str, str] | None, tuple[str, str]]] = {
-    "look_with_next": ((TAKEN, "samples 0 to 1 taken"), (TAKEN, "the model was not given samples 0 to 1")),
-    "look_in_an_accumulation": ((TAKEN, "samples 4 to 5 taken"), (TAKEN, "the model was not given samples 4 to 5")),
+    "look_with_next": ((TAKEN, "samples 0 to 1 taken"), (TAKEN, "the model was not trained on samples 0 to 1")),
+    "look_in_an_accumulation": (
+        (TAKEN, "samples 4 to 5 taken"),
+        (TAKEN, "the model was not trained on samples 4 to 5"),
+    ),
     "warm_up": ((TAKEN, "samples 0 to 1 taken"), (TAKEN, "samples 0 to 1, samples 4 to 5")),
-    "evaluate": ((TAKEN, "samples 4 to 5 taken"), (TAKEN, "the model was not given samples 4 to 5, samples 8 to 9")),
-    "another_in_its_place": ((TAKEN, "samples 0 to 1 taken"), (TAKEN, "the model was not given samples 0 to 1")),
+    "evaluate": (
+        (TAKEN, "samples 4 to 5 taken"),
+        (TAKEN, "the model was not trained on samples 4 to 5, samples 8 to 9"),
+    ),
+    "another_in_its_place": ((TAKEN, "samples 0 to 1 taken"), (TAKEN, "the model was not trained on samples 0 to 1")),
+    "no_backward": ((TAKEN, "not trained on samples 4 to 5"), (TAKEN, "not trained on samples 28 to 29")),
+    "no_backward_of_changed_inputs": (
+        (TAKEN, "not trained on samples 4 to 5"),
+        (TAKEN, "not trained on samples 28 to 29"),
+    ),
+    "step_without_anything": ((TAKEN, "not trained on samples 4 to 5"), (TAKEN, "samples 4 to 5, samples 8 to 9")),
+    "two_backwards": ((TWICE, "two forwards of samples 4 to 5"), (TWICE, "two forwards of samples 28 to 29")),
     "the_same_twice": ((NONE, "no micro-batch taken"), (AGAIN, "samples 0 to 1 taken since step 0")),
-    "the_one_before": ((TAKEN, "not given samples 4 to 5"), (TAKEN, "not given samples 16 to 17")),
-    "what_was_shown": ((TAKEN, "not given samples 0 to 1"), (TAKEN, "not given samples 0 to 1")),
+    "the_one_before": ((TAKEN, "not trained on samples 4 to 5"), (TAKEN, "not trained on samples 16 to 17")),
+    "what_was_shown": ((TAKEN, "not trained on samples 0 to 1"), (TAKEN, "not trained on samples 0 to 1")),
     "transform_fails": ((LOST, "OSError: a picture is not there"), (LOST, "OSError: a picture is not there")),
     "backward_fails": ((f"engine.backward() {HALF}", "out of memory"), (f"engine.backward() {HALF}", "out of memory")),
     "step_fails": ((f"engine.step() {HALF}", "out of memory"), (f"engine.step() {HALF}", "out of memory")),
     "step_is_tried_again": ((f"engine.step() {HALF}", "out of memory"), (f"engine.step() {HALF}", "out of memory")),
-    "pass_over": ((TAKEN, "samples 4 to 5 taken"), (TAKEN, "the model was not given samples 4 to 5")),
+    "pass_over": ((TAKEN, "samples 4 to 5 taken"), (TAKEN, "the model was not trained on samples 4 to 5")),
     "read_ahead": ((TAKEN, "samples 0 to 1 taken"), (TAKEN, "samples 0 to 1, samples 4 to 5")),
     "other_batches": ((NONE, "no micro-batch taken"), (AGAIN, "no micro-batch taken")),
     "batch_size_by_hand": ((LACKING, "all 12 samples of the step"), (LACKING, "all 16 samples of the step")),
@@ -147,14 +167,14 @@ def test_batches_of_other_loaders(loops: Any) -> None:
         assert error[1].startswith(TAKEN) and trained == []
         assert "batch 0 of this rank, batch 1 of this rank taken since step 0, 1 of them in its gradients" in error[1]
         error, trained = found["another"]
-        assert error[1].startswith(TAKEN) and "the model was not given batch 0 of this rank" in error[1]
+        assert error[1].startswith(TAKEN) and "the model was not trained on batch 0 of this rank" in error[1]
         assert found["saved_after_peek"] == [[], [1]]
         assert found["not_restored"][0][1].startswith("the loader does not take its state back")
 
 
 def test_batches_of_another_engine(loops: Any) -> None:
     for found in loops["crossed"]:
-        assert found[1].startswith(TAKEN) and "the model was not given samples" in found[1]
+        assert found[1].startswith(TAKEN) and "the model was not trained on samples" in found[1]
 
 
 def test_pipelines(loops: Any) -> None:
@@ -206,7 +226,7 @@ def _text_of(loops: Any, case: str) -> str:
 def test_the_document_shows_what_is_printed(loops: Any, root: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "deepspeed-loops.md").read_text()
     cases = re.findall(r"<!-- ([^>]*) -->\n```text\n(.*?)\n```", text, re.DOTALL)
-    assert len(cases) == text.count("```text") == 17
+    assert len(cases) == text.count("```text") == 19
     for case, shown in cases:
         lines = _text_of(loops, case).replace(str(root / "forgotten"), "/data/checkpoints").split("\n")
         assert shown.split("\n") == (lines if case.endswith(" whole") else lines[:2])

@@ -382,16 +382,16 @@ def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **more: Any) -> 
 
 
 def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: Any) -> Any:
-    slot.data.saw((*inputs, *more.values()))
+    seen = slot.data.saw((*inputs, *more.values()))
     outputs = forward(*inputs, **more)
-    slot.data.gave(more, outputs)
+    slot.data.gave(seen, more, outputs)
     return outputs
 
 
 def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
     if slot.data.meter is not None:
         slot.data.meter.steps.loss(args[0] if args else more.get("loss"))
-    return slot.data.broken_by_errors_of("engine.backward()", functools.partial(backward, *args, **more))
+    return slot.data.backward(functools.partial(backward, *args, **more))
 
 
 def _session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Session:

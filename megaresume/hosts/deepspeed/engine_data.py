@@ -9,38 +9,26 @@ The engine's own calls are the clock of its `Count`; on every rank
     engine.load_checkpoint    loaded()
 
 Counting shows how many micro-batches were taken and how many trained; it cannot show that two were taken, one was
-evaluated and the other trained twice. `Witness` knows which ones the model was given, as its own forward saw them: a
-micro-batch is recognised by its tokens when it enters ``engine.forward``.
-
-    next(data)       fingerprint of the tokens                        int64, 8,192 tokens in about 10 us
-    engine.forward   fingerprints of integer inputs of that many tokens, on their own device, without waiting for it
-    engine.step      at the end of a step: were all of its micro-batches among them? (One wait for the device, where
-                     DeepSpeed waits for the norm of the gradients anyway.)
-
-A loop may change its inputs (mask, cut, repeat, split them) or call the module past the engine. Then forwards are not
-recognised and the witness says nothing: it speaks only if it recognised every forward of the step that builds a graph.
+evaluated and the other trained twice, or that one had no backward. `megaresume.hosts.deepspeed.witness` can.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from megaresume.checkpoint.host import Resume
 from megaresume.checkpoint.meter.meter import Meter
 from megaresume.checkpoint.random_state import RandomState
-from megaresume.checkpoint.rank_log import Noted
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.stopping import Stopped
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import Batches, EngineHost
+from megaresume.hosts.deepspeed.witness import Forward, MicroBatch, Witness
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
@@ -49,8 +37,8 @@ _WORDS = Words(
     clock="engine.step()",
     next="next(data) asks for more",
     untrained=(
-        "one was used for something else (its shape, a warm-up, an evaluation), was passed over with `continue`, or a "
-        "wrapper reads ahead; or one was evaluated or dropped, and another trained in its place",
+        "one was used for something else (its shape, a warm-up, an evaluation), was passed over with `continue`, had "
+        "no backward, or a wrapper reads ahead; or one was evaluated or dropped, and another trained in its place",
         "data.peek() shows the next batch without taking it, Loader(prefetch=N) reads ahead, DataOptions(skip=...) "
         "leaves samples out; docs/deepspeed-loops.md lists each of these loops with its fix",
     ),
@@ -180,7 +168,7 @@ class EngineData(Batches):
         count = self._count
         if not self._is_pipeline:
             self._check_clock()
-            count.check_more(self._unseen() if count.is_whole else ())
+            count.check_more(self._witness.untrained(self._out) if count.is_whole else ())
             if not count.size:
                 self._open_step()
         elif count.is_whole or not count.size:
@@ -215,8 +203,9 @@ class EngineData(Batches):
     def _close(self) -> None:
         """Stop reading ahead."""
 
-    def _unseen(self) -> list[MicroBatch]:
-        return self._witness.unseen([taken.batch for taken in self._count.out])
+    @property
+    def _out(self) -> list[MicroBatch]:
+        return [taken.batch for taken in self._count.out]
 
     def _check_clock(self) -> None:
         """Raise a StateError if steps were made that these batches cannot have led to."""
@@ -241,13 +230,15 @@ class EngineData(Batches):
 
     # Around the engine's own methods
 
-    def saw(self, inputs: tuple[Any, ...]) -> None:
-        """The model is given these inputs."""
-        self._witness.look(inputs, [taken.batch for taken in self._count.out])
+    def saw(self, inputs: tuple[Any, ...]) -> Forward | None:
+        """The model is given these inputs. None: no backward can follow."""
+        return self._witness.look(inputs, self._out, turn=self._count.used)
 
-    def gave(self, inputs: Mapping[str, Any], outputs: Any) -> None:
-        """The model has given this, of inputs by name. Of several forwards of a micro-batch, those of other tokens than
-        its own count for nothing."""
+    def gave(self, forward: Forward | None, inputs: Mapping[str, Any], outputs: Any) -> None:
+        """The model has given this, of inputs by name. Of several forwards of a micro-batch, the losses of
+        those of other tokens than its own count for nothing."""
+        if forward is not None:
+            self._witness.watch(forward, outputs)
         losses, count = self.host.losses, self._count
         if losses is None or not count.out or not torch.is_grad_enabled() or not self.engine.module.training:
             return
@@ -273,11 +264,18 @@ class EngineData(Batches):
         def check() -> None:
             self._check_clock()
             if facts.ends_step(self.engine):
-                self._count.check_step(self._unseen())
+                self._count.check_step(self._witness.untrained(self._out))
+                if twice := self._witness.trained_twice(self._out):
+                    raise _trained_twice(twice)
             else:
                 self._count.use()
 
         self._close_on_error(check)
+
+    def backward(self, function: Callable[[], Any]) -> Any:
+        """Around ``engine.backward()``."""
+        with self._witness.backward():
+            return self.broken_by_errors_of("engine.backward()", function)
 
     def after_step(self) -> None:
         """After ``engine.step()``."""
@@ -366,6 +364,19 @@ def _lost(error: BaseException) -> StateError:
     )
 
 
+def _trained_twice(batches: Sequence[MicroBatch]) -> StateError:
+    return StateError(
+        "a micro-batch was trained twice",
+        found=f"two forwards of {', '.join(map(str, batches))}, each with a backward of its own, and engine.step() is "
+        "called",
+        expected="one backward for each micro-batch",
+        cause="the loop trains a batch again (a retry, or a variable that still has it), or it has several losses and "
+        "calls engine.backward() for each of them",
+        action="train what next(data) gives, once; add losses up before engine.backward(), or make them of one forward "
+        "(retain_graph=True)",
+    )
+
+
 def _half_done(call: str, error: BaseException, weights: bool, *, reload: bool) -> StateError:
     return StateError(
         f"{call} failed half-way, and no more training is possible",
@@ -377,123 +388,3 @@ def _half_done(call: str, error: BaseException, weights: bool, *, reload: bool) 
         + (" or call engine.load_checkpoint" if reload else ": after it ZeRO 2 and 3 take no backward in this process")
         + "; a forward that failed may be tried again",
     )
-
-
-@lru_cache(maxsize=8)
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers, int64[count]: keyed by place, the same on every device."""
-    generator = torch.Generator().manual_seed(count)
-    return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator) * 2 + 1).to(device)
-
-
-def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of all tokens modulo 2^64: int64[], on their device. Places count, the shape does not."""
-    flat = tokens.reshape(-1).to(torch.int64)
-    return (flat * _weights(flat.numel(), flat.device)).sum()
-
-
-def tokens_of(batch: Any) -> torch.Tensor | None:
-    """The tensor by which a batch of any kind is recognised: the first of its largest ones of integers on the CPU."""
-    found = [t for t in _tensors(batch) if _is_integer(t) and t.is_cpu and t.numel()]
-    return max(found, key=torch.Tensor.numel, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A micro-batch that was handed out, as far as it is known."""
-
-    #: in words: its samples.
-    name: str
-    #: fingerprint of its tokens, and their number; None if it cannot be recognised.
-    key: int | None = None
-    tokens: int = 0
-    #: their numbers in the stream, if losses are taken of them.
-    samples: tuple[int, ...] = ()
-    #: for the log of samples.
-    noted: Noted | None = None
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class Witness:
-    """The micro-batches that one engine's forward was given since the last optimizer step."""
-
-    #: fingerprints of the micro-batches of all engines of this process that were handed out lately, or only looked at.
-    _known: ClassVar[deque[int]] = deque(maxlen=1024)
-
-    def __init__(self) -> None:
-        self._forwards: list[list[torch.Tensor]] = []
-
-    def know(self, key: int | None) -> None:
-        """A micro-batch with this fingerprint is handed out, or shown."""
-        if key is not None:
-            self._known.append(key)
-
-    @property
-    def graphs(self) -> int:
-        """Forwards that built a graph: those that a backward can follow."""
-        return len(self._forwards)
-
-    def clear(self) -> None:
-        """A step is over."""
-        self._forwards.clear()
-
-    def look(self, inputs: Sequence[Any], out: Sequence[MicroBatch]) -> None:
-        """Note what a forward is given.
-
-        Args:
-            inputs: its arguments, nested as they like.
-            out: the micro-batches that are out.
-        """
-        if not torch.is_grad_enabled():
-            return
-        sizes = {batch.tokens for batch in out if batch.key is not None}
-        found = [t for t in _tensors(inputs) if t.numel() in sizes and _is_integer(t)]
-        if any(t.is_cuda for t in found) and torch.cuda.is_current_stream_capturing():
-            found = []  # what is captured is only run later
-        self._forwards.append([fingerprint(t) for t in found])
-
-    def knows_last(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Whether the last forward was given this micro-batch: bool[], on its device, which is not waited for. None:
-        the loop has changed its inputs, and nobody can tell."""
-        found = self._forwards[-1] if self._forwards else []
-        return (torch.stack(found) == batch.key).any() if found and batch.key is not None else None
-
-    def seen(self, out: Sequence[MicroBatch]) -> list[MicroBatch] | None:
-        """The outstanding micro-batches that the model was given, in the order of its forwards; each once.
-
-        Those of other steps and engines are recognised as well, and count for nothing. None if a forward was given
-        something else as well, or there was none.
-        """
-        keys = [batch.key for batch in out if batch.key is not None]
-        if len(keys) < len(out) or not self._forwards or not all(self._forwards):
-            return None
-        values = torch.stack([one for forward in self._forwards for one in forward]).tolist()
-        found: dict[int, None] = {}
-        for forward in self._forwards:
-            mine = {values.pop(0) for _ in forward}
-            known = [index for index, key in enumerate(keys) if key in mine]
-            if not known and not any(one in self._known for one in mine):
-                return None
-            found |= dict.fromkeys(known)
-        return [out[index] for index in found]
-
-    def unseen(self, out: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The outstanding micro-batches that the model was not given, if that is known."""
-        seen = self.seen(out)
-        return [] if seen is None else [batch for batch in out if not any(batch is one for one in seen)]
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for inner in value for tensor in _tensors(inner)]

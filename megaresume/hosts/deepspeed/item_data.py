@@ -17,7 +17,8 @@ from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.engine_data import EngineData, MicroBatch, fingerprint, tokens_of
+from megaresume.hosts.deepspeed.engine_data import EngineData
+from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint, tokens_of
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError

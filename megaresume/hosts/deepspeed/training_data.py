@@ -27,7 +27,8 @@ from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Loader
 from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.engine_data import EngineData, MicroBatch, fingerprint, tokens_of
+from megaresume.hosts.deepspeed.engine_data import EngineData
+from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint, tokens_of
 from megaresume.hosts.feeds import RankFaults
 from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states
 from megaresume.hosts.loaders import LoaderReader, adapter_of

@@ -1,0 +1,230 @@
+"""`Witness`: which micro-batches an engine's gradients are of, as its forwards and backwards show.
+
+A micro-batch is recognised by its tokens when it enters ``engine.forward``, its backward by hooks on what comes out:
+
+    next(data)       fingerprint of the tokens                        int64, 8,192 tokens in about 10 us
+    engine.forward   fingerprints of integer inputs of that many tokens, on their own device, without waiting for it;
+                     hooks on the outputs, which tell the backward passes that go through them
+    engine.step      at the end of a step: has each of its micro-batches a forward with a backward, and only one?
+                     (One wait for the device, where DeepSpeed waits for the norm of the gradients anyway.)
+
+A loop may change its inputs (mask, cut, repeat, split them) or call the module past the engine. Then forwards are not
+recognised, and only their number counts. An ``engine.backward`` that goes through no output of the engine shows a loop
+that trains past it: then every forward is taken for one that is trained.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from megaresume.checkpoint.rank_log import Noted
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers, int64[count]: keyed by place, the same on every device."""
+    generator = torch.Generator().manual_seed(count)
+    return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator) * 2 + 1).to(device)
+
+
+def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of all tokens modulo 2^64: int64[], on their device. Places count, the shape does not."""
+    flat = tokens.reshape(-1).to(torch.int64)
+    return (flat * _weights(flat.numel(), flat.device)).sum()
+
+
+def tokens_of(batch: Any) -> torch.Tensor | None:
+    """The tensor by which a batch of any kind is recognised: the first of its largest ones of integers on the CPU."""
+    found = [t for t in _tensors(batch) if _is_integer(t) and t.is_cpu and t.numel()]
+    return max(found, key=torch.Tensor.numel, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch that was handed out, as far as it is known."""
+
+    #: in words: its samples.
+    name: str
+    #: fingerprint of its tokens, and their number; None if it cannot be recognised.
+    key: int | None = None
+    tokens: int = 0
+    #: their numbers in the stream, if losses are taken of them.
+    samples: tuple[int, ...] = ()
+    #: for the log of samples.
+    noted: Noted | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False, slots=True)
+class Forward:
+    """A forward that builds a graph."""
+
+    #: fingerprints of its inputs that may be tokens: int64[] each, on their device.
+    inputs: list[torch.Tensor]
+    #: calls of ``engine.step`` before it, since the last optimizer step.
+    turn: int
+    #: the backward passes that went through it, by torch's number.
+    passes: set[int] = field(default_factory=set)
+    #: whether `passes` is to be believed: there was an output to watch.
+    is_watched: bool = True
+    #: the values of `inputs`, once they were waited for.
+    keys: frozenset[int] | None = None
+
+
+class Witness:
+    """The micro-batches that one engine's forward was given since the last optimizer step."""
+
+    #: fingerprints of the micro-batches of all engines of this process that were handed out lately, or only looked at.
+    _known: ClassVar[deque[int]] = deque(maxlen=1024)
+
+    def __init__(self) -> None:
+        self._forwards: list[Forward] = []
+        #: backward passes through any output, counted once for each output.
+        self._reached = 0
+        #: an ``engine.backward`` of this step went through none.
+        self._trains_past = False
+        #: an earlier step was trained through ``engine.forward``.
+        self._trains_here = False
+
+    def know(self, key: int | None) -> None:
+        """A micro-batch with this fingerprint is handed out, or shown."""
+        if key is not None:
+            self._known.append(key)
+
+    @property
+    def graphs(self) -> int:
+        """Forwards that built a graph: those that a backward can follow."""
+        return len(self._forwards)
+
+    def clear(self) -> None:
+        """A step is over."""
+        self._trains_here = any(forward.passes for forward in self._forwards) and not self._trains_past
+        self._forwards.clear()
+        self._trains_past = False
+
+    def look(self, inputs: Sequence[Any], out: Sequence[MicroBatch], turn: int) -> Forward | None:
+        """Note what a forward is given; None if it builds no graph.
+
+        Args:
+            inputs: its arguments, nested as they like.
+            out: the micro-batches that are out.
+            turn: see `Forward`.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        sizes = {batch.tokens for batch in out if batch.key is not None}
+        found = [t for t in _tensors(inputs) if t.numel() in sizes and _is_integer(t)]
+        if any(t.is_cuda for t in found) and torch.cuda.is_current_stream_capturing():
+            found = []  # what is captured is only run later
+        forward = Forward([fingerprint(t) for t in found], turn)
+        self._forwards.append(forward)
+        return forward
+
+    def watch(self, forward: Forward, outputs: Any) -> None:
+        """Note the backward passes through what a forward has given. A leaf among it is a parameter."""
+        found = [t for t in _tensors(outputs) if t.grad_fn is not None]
+        forward.is_watched = bool(found)
+        for tensor in found:
+            tensor.register_hook(functools.partial(self._reach, forward))  # type: ignore[no-untyped-call]
+
+    def _reach(self, forward: Forward, _gradient: torch.Tensor) -> None:
+        self._reached += 1
+        forward.passes.add(torch._C._current_graph_task_id())
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward of the engine."""
+        before = self._reached
+        yield
+        self._trains_past |= self._reached == before
+
+    def knows_last(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Whether the last forward was given this micro-batch: bool[], on its device, which is not waited for. None:
+        the loop has changed its inputs, and nobody can tell."""
+        found = self._forwards[-1].inputs if self._forwards else []
+        return (torch.stack(found) == batch.key).any() if found and batch.key is not None else None
+
+    def seen(self, out: Sequence[MicroBatch]) -> list[MicroBatch] | None:
+        """The outstanding micro-batches that a backward went through, in the order of the forwards; each once.
+
+        Those of other steps and engines are recognised as well, and count for nothing. None if a forward was given
+        something else as well, or there was none.
+        """
+        forwards, keys = self._trained(), [batch.key for batch in out if batch.key is not None]
+        if len(keys) < len(out) or not forwards or not all(forward.inputs for forward in forwards):
+            return None
+        found: dict[int, None] = {}
+        for mine in self._keys(forwards):
+            known = [index for index, key in enumerate(keys) if key in mine]
+            if not known and not any(one in self._known for one in mine):
+                return None
+            found |= dict.fromkeys(known)
+        return [out[index] for index in found]
+
+    def untrained(self, out: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The outstanding micro-batches that no backward went through, as far as that is known."""
+        trained = self._trained()
+        if not trained:
+            nothing = bool(self._forwards) or self._trains_here
+            return list(out) if nothing and not self._trains_past else []
+        seen = self.seen(out)
+        if seen is not None:
+            return [batch for batch in out if not any(batch is one for one in seen)]
+        if len(trained) >= len(out):
+            return []
+        lacking = {forward.turn for forward in self._forwards} - {forward.turn for forward in trained}
+        return [batch for turn, batch in enumerate(out) if turn in lacking]
+
+    def trained_twice(self, out: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The outstanding micro-batches with two forwards, each with a backward of its own. Several forwards in one
+        backward are one loss; several backwards of one forward need ``retain_graph``, so they are meant."""
+        forwards = [forward for forward in self._forwards if forward.passes]
+        if len({number for forward in forwards for number in forward.passes}) <= len(out):
+            return []  # one backward for each, or fewer
+        forwards = [forward for forward in forwards if forward.inputs]
+        alike = Counter(batch.key for batch in out)
+        passes: dict[int | None, list[set[int]]] = {key: [] for key in alike}
+        for forward, mine in zip(forwards, self._keys(forwards), strict=True):
+            # The labels of one may be the tokens of another one.
+            if len(known := [key for key in mine if key in passes]) == 1:
+                passes[known[0]].append(forward.passes)
+        twice = {
+            key for key, each in passes.items() if each and len(set().union(*each)) >= max(map(len, each)) + alike[key]
+        }
+        return [batch for batch in out if batch.key in twice]
+
+    def _trained(self) -> list[Forward]:
+        """The forwards that a backward went through, or may have."""
+        return [one for one in self._forwards if one.passes or not one.is_watched or self._trains_past]
+
+    def _keys(self, forwards: Sequence[Forward]) -> list[frozenset[int]]:
+        """The values of the fingerprints of these forwards: one wait for the device for all that are new."""
+        new = [forward for forward in forwards if forward.keys is None]
+        if new:
+            values = iter(torch.stack([one for forward in new for one in forward.inputs]).tolist())
+            for forward in new:
+                forward.keys = frozenset(next(values) for _ in forward.inputs)
+        return [forward.keys or frozenset() for forward in forwards]
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for inner in value for tensor in _tensors(inner)]

@@ -1,0 +1,62 @@
+"""What `Witness` says of micro-batches that resemble each other. In this process; real loops are in test_loops.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megaresume.hosts.deepspeed.witness import MicroBatch, Witness, fingerprint
+
+A, B, C = (torch.full((8,), number) for number in (1, 2, 3))
+
+
+def named(*tokens: torch.Tensor) -> list[MicroBatch]:
+    return [MicroBatch(f"batch {n}", int(fingerprint(one)), 8) for n, one in enumerate(tokens)]
+
+
+def judged(taken: Sequence[torch.Tensor], trained: Sequence[Sequence[torch.Tensor]]) -> tuple[list[str], list[str]]:
+    """Those of ``taken`` that are not trained, and those that are twice, if each of ``trained`` has a backward."""
+    witness, out = Witness(), named(*taken)
+    for batch in out:
+        witness.know(batch.key)
+    weight = torch.nn.Parameter(torch.ones(8))
+    for turn, inputs in enumerate(trained):
+        forward = witness.look(inputs, out, turn)
+        assert forward is not None
+        loss = weight.sum()
+        witness.watch(forward, {"loss": loss, "scale": weight})
+        with witness.backward():
+            loss.backward()
+    return [str(batch) for batch in witness.untrained(out)], [str(batch) for batch in witness.trained_twice(out)]
+
+
+@pytest.mark.parametrize(
+    ("taken", "trained", "untrained", "twice"),
+    [
+        ([A, B], [[A], [B]], [], []),
+        ([A, B], [[A], [B], [A]], [], ["batch 0"]),
+        ([A, B], [[A], [A]], ["batch 1"], []),
+        ([A, A], [[A], [A]], [], []),  # the same text, taken twice
+        ([A, A], [[A], [A], [A]], [], ["batch 0", "batch 1"]),  # one of them
+        ([A, B, C], [[A, B], [B, C], [C, A]], [], []),  # the labels of each are the tokens of the next one
+        ([A, B], [[A, B], [B, C], [C]], [], []),  # and one more backward, of something else
+    ],
+)
+def test_batches_that_are_alike(
+    taken: Sequence[torch.Tensor],
+    trained: Sequence[Sequence[torch.Tensor]],
+    untrained: list[str],
+    twice: list[str],
+) -> None:
+    assert judged(taken, trained) == (untrained, twice)
+
+
+def test_no_hook_stays_on_a_parameter_that_the_model_gives_out() -> None:
+    witness, weight = Witness(), torch.nn.Parameter(torch.ones(2))
+    forward = witness.look([A], named(A), 0)
+    assert forward is not None
+    witness.watch(forward, (weight, weight * 2))
+    weight.sum().backward()
+    assert not forward.passes and not weight._backward_hooks
