@@ -26,7 +26,7 @@ import xxhash
 
 from megaresume.batches import item_options
 from megaresume.batches.agreement import Agreement
-from megaresume.batches.item_batches import Asked, Collated, ItemBatches
+from megaresume.batches.item_batches import Asked, Collated, ItemBatches, warn_of_generators
 from megaresume.batches.item_places import ItemEpochs, Places
 from megaresume.batches.items import flatten, reader, token_count
 from megaresume.batches.rank_loader import RankLoader, available, data_parallel
@@ -185,6 +185,8 @@ class DataLoader(RankLoader):
         self._places = Places(self, self._epochs, sources, whole_rows=packed or keyed)
         self._collated = Collated(row_by_item=not packed)
         measures = {name: one if callable(one) else token_count for name, one in of_each.items()}
+        if collate_fn is not None:
+            warn_of_generators(collate_fn)
         self._batches = ItemBatches(
             reader({name: one for name, (one, _) in named.items()}, measures if packed else None, keyed=keyed),
             collate_fn or (flatten if packed else torch.utils.data.default_collate),

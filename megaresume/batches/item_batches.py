@@ -16,9 +16,11 @@ sample of the micro-batch: so what a worker draws does not depend on which worke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils.data
 
@@ -26,6 +28,10 @@ from megaresume.batches.items import generators_kept, seed_generators
 from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+#: objects around the user's collate_fn: the Trainer's, and ours.
+_WRAPPERS = 2
 
 
 class Asked(NamedTuple):
@@ -69,6 +75,24 @@ class ItemBatches(torch.utils.data.Dataset[Any]):
         """The items of some places."""
         many = getattr(self._items, "__getitems__", None)
         return list(many(places)) if many else [self._items[place] for place in places]
+
+
+def warn_of_generators(collate_fn: Callable[[list[Any]], Any]) -> None:
+    """Say that an object draws from a generator of its own, as transformers' collators do that are given a ``seed``."""
+    if own := list(_generators(collate_fn, _WRAPPERS)):
+        log.warning(
+            "megaresume: collate_fn has a generator of its own (%s): what it draws is another thing after a resume; "
+            "leave it out, so that it draws from the generators of Python, NumPy or torch",
+            ", ".join(own),
+        )
+
+
+def _generators(collate_fn: Any, wrappers: int) -> Iterator[str]:
+    for name, value in getattr(collate_fn, "__dict__", {}).items():
+        if isinstance(value, _GENERATORS) or (name == "seed" and value is not None):
+            yield name
+        elif wrappers and callable(value):
+            yield from _generators(value, wrappers - 1)
 
 
 class Collated:

@@ -78,6 +78,20 @@ def test_the_generators_of_training_are_left_alone() -> None:
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
 
 
+class Seeded:
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+
+    def __call__(self, items: list[Any]) -> Any:
+        return items
+
+
+@pytest.mark.parametrize("own", [{"seed": 5}, {"rng": np.random.default_rng(0)}, {"fn": Seeded(seed=5)}, {}])
+def test_a_generator_of_its_own_is_said(own: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    megaresume.DataLoader(Numbers(), collate_fn=Seeded(seed=None) if not own else Seeded(**own))
+    assert caplog.text.count("has a generator of its own") == bool(own)
+
+
 def test_without_keys_the_process_draws() -> None:
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     ((_, drawn),), _ = batches(1)
