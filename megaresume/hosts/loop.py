@@ -79,12 +79,13 @@ class LoopHost(TrainerHost):
 
     def read(self, choice: Choice) -> Reading:
         """Read the files of this rank: for `Session.load`."""
-        return self.resumed(files.read(self.objects, choice.tag_dir, self._group))
+        with replaced(self, is_at_files=True):
+            return self.resumed(files.read(self.objects, choice.tag_dir, self._group))
 
     def begin(self) -> None:
         """See `TrainerHost`."""
         self._group, self.meeting = files.own_group(), meeting_group()
-        self.watch(optimizer for optimizer, _ in self.objects.optimizers.values())
+        self.watch((optimizer for optimizer, _ in self.objects.optimizers.values()), once=True)
 
     def save_now(self) -> None:
         """Save the step that was made last. Collective."""

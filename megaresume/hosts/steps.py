@@ -5,6 +5,7 @@ Each call is one or two of the events of `Count`:
     for batch in steps     take() and use(): whatever was handed out may be in the gradients
     steps.stepped()        an optimizer step was made
     steps.changed()        an optimizer has changed the weights, where a loop says only later that it made a step
+    steps.steps_by(...)    likewise, by name: an optimizer steps once for what was taken
     a save                 between two steps; micro-batches that a ``for`` has left over when it ended may be out
 """
 
@@ -84,6 +85,8 @@ class Steps(Count[str]):
         #: the ``for`` that runs: only the last one may.
         self._turn: object = None
         self._is_changed = False
+        #: the optimizers that have made a step since a micro-batch was handed out.
+        self._stepped_by: set[object] = set()
         #: [first, stop) samples, of all ranks, of the micro-batch that was handed out last.
         self.last = (0, 0)
         #: the same of every micro-batch of the step that is under way, by its ``id``.
@@ -94,6 +97,7 @@ class Steps(Count[str]):
         """See `Count`. A ``for`` that runs is over."""
         super().loaded(step, samples)
         self._turn, self._is_changed = None, False
+        self._stepped_by.clear()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -161,6 +165,27 @@ class Steps(Count[str]):
         if self.out:
             self._is_changed, self.used = True, len(self.out)
 
+    def steps_by(self, optimizer: object) -> None:
+        """This optimizer has made a step, and does so once for the micro-batches that are out.
+
+        Raises:
+            StateError: it had made one, and no micro-batch was taken since. The weights have changed.
+        """
+        if not self.out:
+            return
+        if optimizer in self._stepped_by:
+            raise self.fail(
+                StateError(
+                    "an optimizer made a second step, and no micro-batch was taken for it",
+                    found=f"another step of {type(optimizer).__name__}, with {self._taken()}",
+                    expected=f"one step of each optimizer, and {self.words.clock}",
+                    cause="a batch was trained twice, or several steps are made for each batch",
+                    action="train each batch once, and make an accumulation's step with its last micro-batch; nothing "
+                    "of this step was saved",
+                )
+            )
+        self._stepped_by.add(optimizer)
+
     def leave(self) -> None:
         """The ``for`` has ended: the micro-batches that it leaves of an unfinished step are in no gradient that counts.
         A save may follow, unless the weights were `changed`."""
@@ -169,6 +194,7 @@ class Steps(Count[str]):
             self.used = 0
 
     def _hand_out(self, batch: Any) -> None:
+        self._stepped_by.clear()
         begin, end = self.end, self.feed.after(batch, self.end)
         self.last = self._ranges[id(batch)] = begin, end
         is_last = end - self.samples < self.size and not self.feed.whole_steps and not self.feed.has(end)

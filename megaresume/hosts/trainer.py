@@ -145,16 +145,32 @@ class TrainerHost(Host):
         self.begin()
         self.put_hooks()
 
-    def watch(self, optimizers: Iterable[Any]) -> None:
+    def watch(self, optimizers: Iterable[Any], *, once: bool = False) -> None:
         """Report each step of these optimizers. A loop of the user's own may save after an optimizer step and before
-        the call that counts it: the micro-batches that are out are in the weights then. See `Steps.changed`."""
+        the call that counts it: the micro-batches that are out are in the weights then. See `Steps.changed`.
 
-        def changed(*_: Any) -> None:
-            if not self.is_at_files:
-                self.steps.changed()
+        Args:
+            optimizers: those that are not torch's are left out.
+            once: refuse two steps of one of them for the same micro-batches, see `Steps.steps_by`. ZeRO makes one for
+                each group of parameters.
+        """
+        entered: set[Any] = set()
+
+        def enters(optimizer: Any, *_: Any) -> None:
+            entered.add(optimizer)
+
+        def changed(optimizer: Any, *_: Any) -> None:
+            if self.is_at_files:
+                return
+            if once and optimizer in entered:  # only the innermost, if a subclass's step calls its parent's
+                entered.remove(optimizer)
+                self.steps.steps_by(optimizer)
+            self.steps.changed()
 
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
+                if once:
+                    optimizer.register_step_pre_hook(enters)
                 optimizer.register_step_post_hook(changed)
 
     def put_hooks(self) -> None:

@@ -93,6 +93,14 @@ def train_twice(t: Tried) -> None:
         t.train(batch)
 
 
+def step_twice(t: Tried) -> None:
+    for batch in t.loop:
+        for _ in range(2):
+            t.model(batch.float()).sum().backward()
+            t.optimizer.step()
+        t.loop.stepped()
+
+
 def read_the_loader(t: Tried) -> None:
     for batch in t.loader:
         t.train(batch)
@@ -168,6 +176,7 @@ def catch_the_error(t: Tried) -> None:
         ),
         (forget_to_say, r"taken and not trained(.|\n)*loop\.stepped\(\) is missing"),
         (train_twice, "no micro-batch was taken for it"),
+        (step_twice, r"second step, and no micro-batch(.|\n)*step of SGD, with samples 0 to 3 taken since step 0"),
         (read_the_loader, r"no micro-batch was taken(.|\n)*for batch in loop"),
         (evaluate_with_the_loader, "something else read(.|\n)*sample 100; the steps of the run at sample 4"),
         (evaluate_with_the_loop, "taken and not trained"),

@@ -84,3 +84,48 @@ def test_options_of_an_optimizer_that_would_be_loaded_without_its_state(tmp_path
     with pytest.raises(CheckpointError, match=r"cannot be read(.|\n)*today's does not have: momentum_buffer"):
         run.loop.load()
     run.loop.close()
+
+
+class Twofold(torch.optim.Adam):
+    """Its step calls its parent's, which has hooks of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda *models: [Twofold(model.parameters()) for model in models],
+        lambda *models: [torch.optim.LBFGS(model.parameters()) for model in models],
+        lambda *models: [torch.optim.SGD([p]) for model in models for p in model.parameters()],
+    ],
+    ids=["a subclass", "closures", "one for each parameter"],
+)
+def test_steps_that_are_one_for_each_batch(tmp_path: Path, made: Any) -> None:
+    """Several optimizers, a scaler that skips a step, and steps within an accumulation."""
+    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])  # the hooks of the parent's step come with an instance
+    models = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 1), "other": torch.nn.Linear(2, 1)})
+    optimizers = made(*models.values())
+    loader = megaresume.DataLoader(Numbers(), batch_size=4, accumulation=2)
+    objects = {"models": models} | {f"optimizer {n}": one for n, one in enumerate(optimizers)}
+    loop = megaresume.attach(objects, loader, checkpoints=Checkpoints(save_dir=tmp_path))
+    for batch in loop:
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            loss = sum(model(batch.float() / 100).pow(2).mean() for model in models.values())
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            return loss
+
+        for one in optimizers:
+            one.zero_grad()
+            if loop.step != 1:
+                one.step(closure)
+        if loop.ends_step:
+            loop.stepped()
+        if loop.step == 3:
+            break
+    loop.save()
+    assert loop.samples == 24
+    loop.close()
