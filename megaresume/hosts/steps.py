@@ -91,6 +91,8 @@ class Steps(Count[str]):
         self.last = (0, 0)
         #: the same of every micro-batch of the step that is under way, by its ``id``.
         self._ranges: dict[int, tuple[int, int]] = {}
+        #: what the step has trained of them, as far as a trainer says so; kept, so that no other one gets its ``id``.
+        self._trained: dict[int, Any] = {}
         super().__init__(words or words_of())
 
     def loaded(self, step: int, samples: int) -> None:
@@ -139,6 +141,7 @@ class Steps(Count[str]):
                         next(batches, _END)  # there it is said what is left out
                         return
                     self._ranges.clear()
+                    self._trained.clear()
                     self.session.step_begins()
                     self.begin(self.feed.size_at(self.samples))
                 batch = self.session.clocks.wait(next, batches, _END)
@@ -203,7 +206,23 @@ class Steps(Count[str]):
 
     def trains(self, batch: Any) -> None:
         """This micro-batch is trained now, which is not the one that was handed out last if a trainer reads a whole
-        step before."""
+        step before.
+
+        Raises:
+            StateError: it was trained in this step already. The weights have not changed.
+        """
+        if id(batch) in self._trained:
+            cause, action = self.words.incomplete
+            raise self.fail(
+                StateError(
+                    "a micro-batch is to be trained twice in one step",
+                    found=f"the same batch again, with {self._taken()}",
+                    expected="each of them once",
+                    cause=cause,
+                    action=action,
+                )
+            )
+        self._trained[id(batch)] = batch
         self.last = self._ranges.get(id(batch), self.last)
 
     def numbers(self) -> Sequence[int]:

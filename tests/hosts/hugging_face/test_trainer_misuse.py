@@ -74,6 +74,23 @@ def test_a_batch_that_was_looked_at(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_batch_that_is_trained_in_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path / "run")
+    megaresume.attach(trainer)
+    taken = trainer.get_batch_samples
+
+    def first_alone(*args: Any) -> Any:
+        batches, count = taken(*args)
+        return ([batches[0]] * len(batches) if trainer.state.global_step == 2 else batches), count
+
+    monkeypatch.setattr(trainer, "get_batch_samples", first_alone)
+    with pytest.raises(
+        StateError, match=r"trained twice in one step(.|\n)*samples 8 to 9, samples 10 to 11 taken since"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
 class Peek(TrainerCallback):
     def __init__(self, when: str) -> None:
         setattr(self, when, self.peek)
