@@ -125,8 +125,8 @@ class DataLoader(RankLoader):
     ) -> None:
         item_options.check_torch_options(torch_options, shuffle=shuffle)
         named = item_options.named(dataset)
-        self.dataset = dataset
-        self.accumulation = item_options.count("accumulation", accumulation)
+        self._dataset = dataset
+        self._accumulation = item_options.count("accumulation", accumulation)
         ranks = data_parallel(dp_rank, dp_size)
         step = item_options.count("batch_size", batch_size) * ranks.size * accumulation
         schedule = BatchSchedule.constant(step)
@@ -266,6 +266,16 @@ class DataLoader(RankLoader):
     def read(self, places: list[Any]) -> list[Any]:
         """The items of some places."""
         return self._batches.read(places)
+
+    @property
+    def dataset(self) -> Any:
+        """As it was given; another one needs another loader."""
+        return self._dataset
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self._accumulation
 
     @property
     def batch_size(self) -> int:

@@ -297,6 +297,13 @@ def test_refused(arguments: Any, options: Any, words: str) -> None:
         megaresume.DataLoader(*arguments, **options)
 
 
+@pytest.mark.parametrize("name", ["dataset", "batch_size", "accumulation", "drop_last"])
+def test_what_the_order_was_made_of_cannot_be_assigned(name: str) -> None:
+    loader = megaresume.DataLoader(Numbers(), 4)
+    with pytest.raises(AttributeError, match=name):
+        setattr(loader, name, getattr(loader, name))
+
+
 def test_another_epoch_than_the_next_is_refused() -> None:
     loader = megaresume.DataLoader(Numbers(), 4)
     next(iter(loader))
