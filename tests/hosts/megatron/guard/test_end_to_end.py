@@ -33,7 +33,7 @@ def test_killed_resumed_prolonged_and_refused(mini: Any, corpora: Corpora, tmp_p
     longer = flags(corpora, tmp_path / "cold", 6, 3, 1, iterations=84, micro=4)
     second = mini(*longer, *where, "--exit-interval", 42, num_processes=1)
     assert second.status == 0, second.output
-    assert "goes on after its 288 recorded samples up to 672" in second.output
+    assert "continues after its 288 recorded samples up to 672" in second.output
     steps = second.steps()
     assert sorted(steps) == list(range(19, 43))
     assert {step: steps[step] for step in range(19, 37)} == {step: stock[step] for step in range(19, 37)}
