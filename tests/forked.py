@@ -380,11 +380,14 @@ def run(program: Program) -> None:
             print(ended.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001  it is over, whatever it is
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this function
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         error.__traceback__ = None
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    for name in ("last_type", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
     if threading.active_count() == 1:
         vars(main).clear()
         gc.collect()

@@ -33,9 +33,9 @@ def test_twenty_steps(mini: Any, data_yaml: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout)
     assert answer["tag"] == "iter_0000003" and answer["holds"]
-    assert answer["compared"] == {"data": 20, "losses": 20, "norms": 20}
+    assert answer["compared"] == {"samples": 20, "losses": 20, "norms": 20}
     assert [step["step"] for step in answer["steps"]] == [*range(4, 24)]
-    assert all(step["bitwise"] and step["same_data"] for step in answer["steps"])
+    assert all(step["bitwise"] and step["same_samples"] for step in answer["steps"])
     assert len({step["loss"] for step in answer["steps"]}) == 20
     trained = [
         json.loads(line) for path in (tmp_path / "log").glob("*.jsonl") for line in path.read_text().splitlines()

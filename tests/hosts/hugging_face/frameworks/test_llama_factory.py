@@ -101,9 +101,9 @@ def test_killed_in_a_save_and_resumed(program: Program, options: Any) -> None:
     ("options", "words"),
     [
         ({"disable_shuffling": True}, "disable_shuffling cannot be used"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy cannot be used"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy cannot be used"),
     ],
-    ids=["disable_shuffling", "group_by_length"],
+    ids=["disable_shuffling", "sequential"],
 )
 def test_refused(program: Program, options: Any, words: str) -> None:
     run = next(iter(options))
