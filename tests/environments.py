@@ -21,7 +21,8 @@ def make_environment(directory: Path, *install: object) -> Path:
     subprocess.run([sys.executable, "-m", "venv", directory], check=True)
     python = directory / "bin" / "python"
     (site,) = directory.glob("lib/*/site-packages")
-    (site / "parent.pth").write_text(sysconfig.get_path("purelib"))
+    # With its .pth files, for an editable megaresume.
+    (site / "parent.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})")
     words = [python, "-m", "pip", "install", "-q", *map(str, install)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
