@@ -28,7 +28,7 @@ from megaresume.checkpoint.stopping import Stopped
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import Batches, EngineHost
-from megaresume.hosts.deepspeed.witness import Forward, MicroBatch, Witness
+from megaresume.hosts.deepspeed.witness import Forward, MicroBatch, Witness, fingerprint, tokens_of
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
@@ -206,6 +206,20 @@ class EngineData(Batches):
     @property
     def _out(self) -> list[MicroBatch]:
         return [taken.batch for taken in self._count.out]
+
+    def _as_known(self, batch: Any, name: str) -> MicroBatch:
+        """What is to be known of a micro-batch of any kind."""
+        tokens = None if self._is_pipeline else tokens_of(batch)
+        if tokens is None:
+            return MicroBatch(name)
+        return MicroBatch(name, key=int(fingerprint(tokens)), tokens=tokens.numel())
+
+    def _check_open(self) -> None:
+        """Before a look at the next micro-batch: raise what ``next(data)`` would raise."""
+        self._count.check()
+        if self._closed is not None:
+            raise self._closed
+        self._check_clock()
 
     def _check_clock(self) -> None:
         """Raise a StateError if steps were made that these batches cannot have led to."""

@@ -18,7 +18,7 @@ from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
-from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint, tokens_of
+from megaresume.hosts.deepspeed.witness import MicroBatch
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError
@@ -88,10 +88,7 @@ class ItemData(EngineData):
     def peek(self) -> Any:
         """A copy of the micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph
         captures."""
-        self._count.check()
-        if self._closed is not None:
-            raise self._closed
-        self._check_clock()
+        self._check_open()
         if not self._ahead:
             self._random.step_begins()  # what the dataset draws for it is drawn again after a resume
             self._ahead.append(self._next())
@@ -110,10 +107,7 @@ class ItemData(EngineData):
             if (batch := next(self._batches, _END)) is _END:  # of the epoch
                 self._batches = None
         name = f"samples {begin} to {self.loader.samples - 1}"
-        tokens = None if self._is_pipeline else tokens_of(batch)
-        if tokens is None:
-            return batch, MicroBatch(name)
-        return batch, MicroBatch(name, key=int(fingerprint(tokens)), tokens=tokens.numel())
+        return batch, self._as_known(batch, name)
 
     def _open_step(self) -> None:
         self._step_begins()

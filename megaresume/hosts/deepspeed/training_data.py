@@ -175,10 +175,7 @@ class TrainingData(EngineData):
             StateError: as ``next(data)``.
             StreamExhausted: the stream ends before it.
         """
-        self._count.check()
-        if self._closed is not None:
-            raise self._closed
-        self._check_clock()
+        self._check_open()
         sample, index = self._count.samples, len(self._count.out)
         size = self._schedule.size_at(sample) if self._planned else int(self.engine.train_batch_size())
         if self._count.is_whole:  # what comes after the step that is out
@@ -325,18 +322,12 @@ class AttachedLoader(LoaderStates, EngineData):
     def _read(self) -> tuple[Any, MicroBatch]:
         number = self.batches_trained + len(self._count.out)
         batch = self._ahead.pop() if self._ahead else next(self._require_reader())
-        tokens = None if self._is_pipeline else tokens_of(batch)
-        if tokens is None:
-            return batch, MicroBatch(f"batch {number} of this rank")
-        return batch, MicroBatch(f"batch {number} of this rank", key=int(fingerprint(tokens)), tokens=tokens.numel())
+        return batch, self._as_known(batch, f"batch {number} of this rank")
 
     def peek(self) -> Any:
         """A copy of the batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
         After ``engine.load_checkpoint``: a loader cannot go back."""
-        self._count.check()
-        if self._closed is not None:
-            raise self._closed
-        self._check_clock()
+        self._check_open()
         if not self._ahead:
             self._random.step_begins()  # what the loader draws for it is drawn again after a resume
             self._ahead.append(next(self._require_reader()))
