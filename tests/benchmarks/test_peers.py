@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers.drawing import Panel, svg
 from benchmarks.peers.launch import ROOT, Plan, run
-from benchmarks.peers.page import BEGIN, END, cell, table, words
+from benchmarks.peers.page import BEGIN, END, body, cell, same_steps, words
 from benchmarks.peers.recorder import Life, Recorder, count, read, survived
 from benchmarks.peers.scenario import BEFORE, CHANGES, SAVE_EVERY, TITLES, Layout, kill_steps
 from benchmarks.peers.tools import TOOLS
@@ -52,20 +52,28 @@ def test_no_tool_has_to_pad_an_epoch() -> None:
 
 
 def test_cells() -> None:
-    exact = {"repeated": 0.0, "never": 0.0}
+    complete = {"repeated": 0.0, "never": 0.0}
     lost = {"repeated": 30.0, "never": 0.5}
     refused, failed = {"error": "no", "refused": True}, {"error": "oh", "refused": False}
-    assert cell([exact, exact]) == "**exact**"
-    assert cell([exact, lost]) == "15 % / <1 %"
+    assert cell([complete, complete]) == "**0 / 0**"
+    assert cell([complete, lost]) == "15 % / <1 %"
     assert cell([refused, refused]) == "refused" and cell([failed, refused]) == "error"
-    assert cell([exact, failed]) == "**exact**; error, 1 of 2 times"
+    assert cell([complete, failed]) == "**0 / 0**; error, 1 of 2 times"
     assert cell([{"error": "hangs", "refused": False}]) == "hangs"
+
+
+def test_steps_are_counted_apart_from_samples() -> None:
+    complete = {"repeated": 0.0, "never": 0.0, "same_steps": True}
+    reordered, resized = {**complete, "same_steps": False}, {**complete, "same_steps": None}
+    lost = {"repeated": 30.0, "never": 0.0, "same_steps": False}
+    changes = {"nothing": [complete, complete, reordered], "batch size": [resized], "ranks": [lost, {"error": "oh"}]}
+    assert "in 2 of the 3 resumes" in same_steps({"one": {"changes": changes}})
 
 
 def test_the_documents_show_the_results_that_there_are() -> None:
     results = json.loads((ROOT / "docs" / "peers.json").read_text())
     assert list(results) == [name for name in TOOLS if name in results]
-    for name, text in (("README.md", table(results)), ("docs/peers.md", f"{table(results)}\n\n{words(results)}")):
+    for name, text in (("README.md", body(results)), ("docs/peers.md", f"{body(results)}\n\n{words(results)}")):
         shown = (ROOT / name).read_text().partition(BEGIN)[2].partition(END)[0]
         assert shown.strip() == text, "run: python -m benchmarks.peers --tables-only"
     for some in results["megaresume"]["changes"].values():
