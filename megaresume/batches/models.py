@@ -7,7 +7,7 @@
 All keep documents apart: what a model computes for one does not depend on what lies beside it in a sample. They work on
 whatever device the batch is on.
 
-A batch holds an image as many tokens as its features take; `LLaVAModel` wants one, and makes room itself:
+A batch holds an image as many tokens as its features take; ``LLaVAModel`` wants one, and makes room itself:
 
     tokens      t t I I I I t t      ->   input_ids   t t I t t      (it inserts img_seq_len features a tile for I)
     labels      1 . . . . 5 6 7           labels      1 . 5 6 7      (an image has the label of its last token)
@@ -20,7 +20,7 @@ Of transformers (checked with version 5):
                                                transformers keeps documents apart by that alone, in every attention
 
 `labels` there name the token itself, and the model shifts them; where a document continues in the next sample, its last
-label would be lost in that shift. So `shift_labels` are passed too, which the losses of transformers prefer.
+label would be lost in that shift. So ``shift_labels`` are passed too, which the losses of transformers prefer.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def for_mcore_gpt(batch: Batch, *, packed: bool = True) -> dict[str, Any]:
 def for_mcore_llava(
     batch: Batch, *, img_seq_len: int, image_token_index: int = -200, packed: bool = True
 ) -> dict[str, Any]:
-    """Keyword arguments of `LLaVAModel.forward`.
+    """Keyword arguments of ``LLaVAModel.forward``.
 
     The model gives the loss of every token of the sample, images included, and a loss mask of the same shape. Its mask
     leaves out the first token after an image, which the template of a caption trains on: weigh the losses with
@@ -334,7 +334,7 @@ def _of_gemma3(
 
 
 def _positions_of_axes(batch: Batch) -> torch.Tensor:
-    """Rotary positions of Qwen2-VL, from 0 in every document, as its `get_rope_index` gives them for that one alone.
+    """Rotary positions of Qwen2-VL, from 0 in every document, as its ``get_rope_index`` gives them for that one alone.
 
     A token of text has the same position on all three axes. Those of an image are those of its place in the grid,
     counted from the position after the text before it; the text after continues from the largest of them.

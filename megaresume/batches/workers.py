@@ -485,7 +485,7 @@ def _unguarded_line() -> int | None:
         script = ast.parse(Path(frame.f_code.co_filename).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-    # Whatever it asks: an `if` may well be false in a worker, or have ended it before this line.
+    # Whatever it asks: an ``if`` may well be false in a worker, or have ended it before this line.
     before = [node for node in script.body if node.lineno <= frame.f_lineno]
     asks = any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in before)
     return None if not before or asks or isinstance(before[-1], ast.If) else frame.f_lineno

@@ -118,7 +118,7 @@ def _read_tracker(root: Path, text: str, shown: str) -> Pointer:
         return Pointer(name=TRACKER, status="garbled", text=shown)
     iteration = int(text)
     tag = next((tag for tag in usual_tags(iteration) if (root / tag).is_dir()), None)
-    # An iteration may also be that of a custom tag: whether it dangles is for `survey` to say.
+    # An iteration may also be that of a custom tag: `resolve_pointer` says whether it dangles.
     return Pointer(
         name=TRACKER, status="ok" if tag is not None else "dangling", text=shown, tag=tag, iteration=iteration
     )
@@ -149,7 +149,7 @@ T = TypeVar("T")
 #: unsynced: complete, but not durable when a machine that wrote it went down, and without checksums: anything may be
 #: in its files.
 #: part: complete, and the files of one node alone: those of the others are on their disks, or in a store.
-#: newer: a record was written by a newer megaresume (only `survey` says so; `examine` raises).
+#: newer: a record was written by a newer megaresume (only `Run.examine` says so; `examine` raises).
 Status = Literal["complete", "part", "unmanaged", "incomplete", "damaged", "unsynced", "pruned", "newer"]
 
 #: why nothing more is known about an unmanaged one.

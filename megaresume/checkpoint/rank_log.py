@@ -1,4 +1,4 @@
-"""What every rank trained, step by step, as it writes it down itself: the log of ranks. `rank_records` reads it.
+"""What every rank trained, step by step, as it writes it down itself: the log of ranks. `read_rank_steps` reads it.
 
     <DIR>/rank_00003.jsonl
       {"event": "start", "launch": 17636…, "step": 10, "samples": 80, "dp_rank": 3, "dp": 4, "micro_batch_size": 2, ...}

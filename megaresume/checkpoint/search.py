@@ -114,7 +114,7 @@ class ForeignCheckpoint:
 
 
 class Search:
-    """One search of a root, which remembers what was examined and passed over. Used by `choose` and `survey`."""
+    """One search of a root, which remembers what was examined and passed over. Used by `choose` and `Run`."""
 
     def __init__(
         self,

@@ -5,9 +5,9 @@ what is mounted where are the system's. `Topology` is how the run was laid out: 
 the data state.
 
 Locks of torch's builds of extensions whose process is dead: every later start would wait for them, without a word.
-DeepSpeed builds its operations when they are first used (`torch.utils.cpp_extension.load`): the process that makes the
-file ``lock`` of an extension builds it, and all others wait until that file is gone (`torch.utils.file_baton`). That
-process has the file open meanwhile; after a SIGKILL nobody has, and it stays.
+DeepSpeed builds its operations when they are first used (``torch.utils.cpp_extension.load``): the process that makes
+the file ``lock`` of an extension builds it, and all others wait until that file is gone (``torch.utils.file_baton``).
+That process has the file open meanwhile; after a SIGKILL nobody has, and it stays.
 """
 
 from __future__ import annotations

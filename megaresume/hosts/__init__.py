@@ -3,7 +3,7 @@
     attach.py    `megaresume.attach`: the table of them, and the one call; what it hooks and refuses
     options.py   what is said about an option of it that a trainer does not have, or that is missing
     count.py     the promise: each step trains the micro-batches that were taken for it, once
-    steps.py     `Steps`: that count, for a trainer that takes them by a `for`
+    steps.py     `Steps`: that count, for a trainer that takes them by a ``for``
     feeds.py     where they come from; whether those of all ranks make one run
     trainer.py   `TrainerHost`: a trainer as a host, declared
     prompts.py   `Prompts`: those of reinforcement learning, each trained once in whatever order rollouts end;

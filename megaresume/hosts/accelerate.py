@@ -267,7 +267,7 @@ class AcceleratorHost(TrainerHost):
 
         on_all_ranks(check_and_read)
         self._forget_gradients()
-        # A save after a `for` that was left in the middle of a step wrote how far it was: it begins again.
+        # A save after a ``for`` that was left in the middle of a step wrote how far it was: it begins again.
         self.trainer.step = 0
         return self.resumed(self.record.carried)
 

@@ -13,8 +13,8 @@ one of one rank, one of two ranks that is killed in a save, and copies of it.
     every epoch                has every item once, in another order
     killed in a save           resumed by one rank, with steps of other sizes, and by the same ranks, bit for bit
     killed between two saves   the losses are those of a run that nobody killed: dropout, optimizer, schedule
-    its machine lost           resumed on an empty one from an object store, if there is a fixture `store_url`, with the
-                               URL of a place where nothing is
+    its machine lost           resumed on an empty one from an object store, if there is a fixture ``store_url``, with
+                               the URL of an empty place
     asked to stop              it saves and exits
     more items                 each comes once; without ``append`` they are refused, and so are other items
     a batch that was taken and not trained, a forgotten load, a damaged checkpoint

@@ -21,7 +21,7 @@ to it. It knows no trainer, no data and no file. A host reports each event; an e
     check_step() before that    refused as stepped() is, but before the weights change; and if some are `unseen`
     trained_to() a counter      up to this sample all are trained, and later ones stay out: refused if fewer were taken,
                                 or more are out than `ahead` allows
-    check_idle() a new `for`    continues                refused: they would not be trained
+    check_idle() a new ``for``  continues                refused: they would not be trained
     check_save() a checkpoint   continues                refused if some are used: no file has their gradients
     compare()    its own count  refused unless the trainer counts the same
     return_all() a step undone  continues                IDLE: they are handed out again

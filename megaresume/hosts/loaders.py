@@ -3,10 +3,11 @@
     data = megaresume.attach(engine, loader)                DeepSpeed
     provider = megaresume.provider(base_provider)            Megatron, --dataloader-type external
 
-Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's `SavableDataLoader`) or ``state_dict`` /
-``load_state_dict`` (torchdata's `StatefulDataLoader` and its kin) will do. The order of the samples stays the loader's;
-what is ours is that the state belongs to the *trained* batches, that every data-parallel rank's state is committed with
-the checkpoint or not at all, and that it is restored on every replica or refused: `megaresume.hosts.loader_states`.
+Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's ``SavableDataLoader``) or ``state_dict`` /
+``load_state_dict`` (torchdata's ``StatefulDataLoader`` and its kin) will do. The order of the samples stays the
+loader's; what is ours is that the state belongs to the *trained* batches, that every data-parallel rank's state is
+committed with the checkpoint or not at all, and that it is restored on every replica or refused:
+`megaresume.hosts.loader_states`.
 
 Here is what a kind of loader says of itself, and how its state is taken and put back. One class a kind.
 
@@ -168,7 +169,7 @@ class StateDictAdapter:
 
 
 class EnergonAdapter:
-    """Energon's `SavableDataLoader`: ``save_state_rank`` and ``restore_state_rank``.
+    """Energon's ``SavableDataLoader``: ``save_state_rank`` and ``restore_state_rank``.
 
     Energon 7.4 forgets, for every worker that has handed out nothing since a restore, how many batches of the restored
     state it is to pass over (``_worker_sample_counters``); a second resume soon after the first then repeats and skips
@@ -226,7 +227,7 @@ def _next_index(worker: Any) -> int:
 
 
 def _batches_of(state: Any) -> int | None:
-    """Batches handed out before a `SavableDataLoaderState`; None if it does not say."""
+    """Batches handed out before a ``SavableDataLoaderState``; None if it does not say."""
     if state is None:
         return 0
     workers = state.worker_states

@@ -236,7 +236,7 @@ class TorchftHost(TrainerHost):
     # A step
 
     def around_start_quorum(self, start_quorum: Any, *args: Any, **more: Any) -> None:
-        """Around `Manager.start_quorum`: torchft asks who is there."""
+        """Around ``Manager.start_quorum``: torchft asks who is there."""
         self.dealt.before_quorum()
         start_quorum(*args, **more)
         self.dealt.after_quorum()
@@ -265,12 +265,12 @@ class TorchftHost(TrainerHost):
         self._has_no_state = False
 
     def around_allreduce(self, allreduce: Any, tensor: Any, *args: Any, **more: Any) -> Any:
-        """Around `Manager.allreduce`, of gradients or of whatever else."""
+        """Around ``Manager.allreduce``, of gradients or of whatever else."""
         self.dealt.reduce(tensor, *args, **more)
         return allreduce(tensor, *args, **more)
 
     def around_should_commit(self, should_commit: Any, *args: Any, **more: Any) -> bool:
-        """Around `Manager.should_commit`: the step is trained, does it count?"""
+        """Around ``Manager.should_commit``: the step is trained, does it count?"""
         made = self.dealt.commit(lambda: should_commit(*args, **more))
         if made is None:
             return False

@@ -167,7 +167,7 @@ class LaneSteps(DealtSteps):
             yield batch
 
     def _open(self, share: Share) -> None:
-        """Begin the inner steps of a lane. As many as `sync_every`, in which its micro-batches are spread evenly."""
+        """Begin the inner steps of a lane. As many as ``sync_every``, in which its micro-batches are spread evenly."""
         self.loader.micro_batch_size = min(self._micro_batch_size, max(self._inner_samples // share.size, 1))
         self._sizes = share.sizes(self.samples, self.loader.micro_batch_size)
         count, inner = len(self._sizes), self._outer._sync_every

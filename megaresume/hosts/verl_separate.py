@@ -1,5 +1,5 @@
-"""VeRL's experimental trainers that roll out beside the training, `fully_async_policy` and `one_step_off_policy`: each
-prompt trained exactly once, wherever the run is killed.
+"""VeRL's experimental trainers that roll out beside the training, ``fully_async_policy`` and ``one_step_off_policy``:
+each prompt trained exactly once, wherever the run is killed.
 
     megaresume.attach(SeparateRayPPOTrainer)  # of verl.experimental.separation.ray_trainer: in each of its processes
 

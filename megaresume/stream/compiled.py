@@ -134,7 +134,7 @@ class _Library(JITCodeLibrary):
 
     @classmethod
     def loaded(cls, codegen: Any, kept: Any) -> _Library:
-        """The library again, as numba's `_unserialize` makes it."""
+        """The library again, as numba's ``_unserialize`` makes it."""
         name, (code, bitcode), defined = kept
         self = cls(codegen, name)
         self.enable_object_caching()

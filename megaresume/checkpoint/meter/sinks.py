@@ -150,7 +150,7 @@ class OpenTelemetry:
     """The figures as instruments of OpenTelemetry, read when a reader of theirs asks.
 
     Args:
-        reader: of `opentelemetry.sdk.metrics`.
+        reader: of ``opentelemetry.sdk.metrics``.
         run: of which run they are.
     """
 

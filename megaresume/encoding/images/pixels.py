@@ -286,9 +286,9 @@ def normalize_levels(levels, table, out):  # type: ignore[no-untyped-def]
 #     columns    uint8[h, w, 4] -> uint8[h, W, 4]    16 rows at a time, turned so that they lie beside each other
 #     rows       uint8[h, W, 4] -> uint8[H, W, 4]
 #
-# Both libraries compute the same weights in double precision, after Pillow's `Resample.c`, round them to integers, and
-# round to 8 bits after columns and again after rows. Pillow's integers have 22 bits after the point, torch's as many as
-# fit into 16 bits. Everything after the weights is arithmetic of integers, the same on every machine.
+# Both libraries compute the same weights in double precision, after Pillow's ``Resample.c``, round them to integers,
+# and round to 8 bits after columns and again after rows. Pillow's integers have 22 bits after the point, torch's as
+# many as fit into 16 bits. Everything after the weights is arithmetic of integers, the same on every machine.
 
 
 #: ``resample``: the filter that images are resized with.

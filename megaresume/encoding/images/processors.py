@@ -54,8 +54,8 @@ class Patches(Options):
                --pad: squared with the mean colour, to S ---+-->  [1, 3, S, S]  -->  (S / P / merge)^2 + class tokens
                --stretch: to S x S -------------------------+
 
-    `crop` is `CLIPImageProcessor`, `pad` is LLaVA-1.5's (``image_aspect_ratio: pad``), `stretch` is SigLIP's and
-    Megatron-LM's (``examples/multimodal/image_processing.py``).
+    ``crop`` is ``CLIPImageProcessor``, ``pad`` is LLaVA-1.5's (``image_aspect_ratio: pad``), ``stretch`` is SigLIP's
+    and Megatron-LM's (``examples/multimodal/image_processing.py``).
 
     Raises:
         ConfigError: fewer than one patch, or patches that ``merge`` does not divide.
@@ -170,8 +170,8 @@ class Tiles(Options):
                                                                 4 5 6   + thumbnail, if there is more than one tile
               --> [k, 3, S, S]  -->  k * ((S / P / merge)^2 + extra_tokens) tokens
 
-    After InternVL's `dynamic_preprocess` (github.com/OpenGVLab/InternVL, internvl_chat/internvl/train/dataset.py), as
-    Hugging Face's `GotOcr2ImageProcessor` and Megatron-LM's NVLM (examples/multimodal/image_processing.py) have it.
+    After InternVL's ``dynamic_preprocess`` (github.com/OpenGVLab/InternVL, internvl_chat/internvl/train/dataset.py), as
+    Hugging Face's ``GotOcr2ImageProcessor`` and Megatron-LM's NVLM (examples/multimodal/image_processing.py) have it.
     The defaults are InternVL's: 256 tokens a tile, 1 to 12 tiles and a thumbnail.
 
     Raises:
@@ -309,7 +309,7 @@ class Native(Options):
                                                                  3 4 | 7 8
               --> [rows * columns, 3 * T * P * P], grid (1, rows, columns)  -->  rows * columns / merge^2 tokens
 
-    After `Qwen2VLImageProcessor` of Hugging Face transformers; a still image fills all T frames of its patches. The
+    After ``Qwen2VLImageProcessor`` of Hugging Face transformers; a still image fills all T frames of its patches. The
     defaults are those published with Qwen2-VL: 4 to 16384 tokens an image.
 
     Raises:
@@ -377,7 +377,7 @@ class Native(Options):
         return self.levels.answer(levels), (1, rows, columns)
 
     def target(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) that an image of this size is resized to: `smart_resize` of the original.
+        """(width, height) that an image of this size is resized to: ``smart_resize`` of the original.
 
         Raises:
             CorpusError: an image more than 200 times as long as wide.

@@ -238,8 +238,8 @@ def _watch_saves() -> None:
         wrap(torch, "save", factory)
 
 
-#: Megatron's counter of samples is its clock: it tells of no step, so `Count.trained_to` is asked. What is refused is
-#: worded by `call_errors`, which names the function of a fork that is in the way.
+#: Megatron's counter of samples is its clock: it tells of no step, so `Count.trained_to` is asked. The
+#: refusals are `not_read` and `not_trained`, which name the function of a fork that is in the way.
 _WORDS = Words(
     trainer="Megatron",
     clock="a step",

@@ -246,7 +246,7 @@ def _hash(value: Any) -> str:
 #     DataLoader -> [here] -> RerunDataIterator -> get_batch
 #
 # Below Megatron's own replay, so that a step which is computed again is written once; and above the workers, so that
-# what was read ahead and lost is not. Items bring their numbers and identities along; `get_batch` never sees those.
+# what was read ahead and lost is not. Items bring their numbers and identities along; ``get_batch`` never sees those.
 
 
 def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterators: Any, *, chunk: int) -> Any:

@@ -304,7 +304,7 @@ def _expected(
     )
 
 
-#: of an epoch, in `_build_document_index`.
+#: of an epoch, in ``_build_document_index``.
 _THRESHOLD = 0.80
 
 
