@@ -17,11 +17,11 @@ from megaresume.stream.errors import StateError, UsageError
 #: step: a rank's samples of a step together, if ranks wait for each other once a step. micro-step: each micro-batch, if
 #: they wait for each other in every one: ZeRO 3, FSDP, pipelines.
 Objective = Literal["step", "micro-step"]
-#: of a model whose hidden states have 4096 numbers.
+#: The cost of a token in its weights, in units of one attended pair, for hidden states of 4096 numbers.
 TOKEN_COST = 6 * 4096
-#: more of them would not fit into 64 bits with the longest samples.
+#: The largest cost of a token: with the longest samples, more would not fit into 64 bits.
 MOST_COST = 1 << 30
-#: changes if the same samples come to other ranks than before.
+#: The version of the dealing; it changes if the same samples would come to other ranks than before.
 ALGORITHM = 1
 
 
@@ -50,7 +50,7 @@ class BatchSchedule:
 
     @classmethod
     def constant(cls, global_batch_size: int) -> BatchSchedule:
-        """One size forever."""
+        """A schedule with one batch size for the whole run."""
         return cls(((0, global_batch_size),))
 
     @classmethod
@@ -154,7 +154,7 @@ class BatchSchedule:
         return tuple(s for s in self.segments if s[0] < sample)
 
     def resumed(self, history: Iterable[tuple[int, int]], sample: int) -> BatchSchedule:
-        """This schedule from ``sample`` on, after a past that is as it was."""
+        """This schedule from ``sample`` on, after the past that a state records."""
         past = [s for s in history if s[0] < sample]
         future = [(sample, self.size_at(sample)), *(s for s in self.segments if s[0] > sample)]
         if past and past[-1][1] == future[0][1]:
@@ -191,7 +191,7 @@ def end_of_run(
 def micro_batches(
     sample: int, global_batch_size: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> list[range]:
-    """Samples of each micro-step of one rank for the step at ``sample``.
+    """The number of samples in each micro-step of one rank, for the step at ``sample``.
 
     Raises:
         UsageError: the global batch is not a multiple of micro-batch size times data-parallel size.
@@ -264,7 +264,7 @@ class Balance:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The balance as plain JSON."""
         return asdict(self)
 
     @classmethod

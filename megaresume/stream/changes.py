@@ -44,21 +44,21 @@ def check_recorded(state: StreamState) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceOutlook:
-    """One source at a state, under the weights that hold from there on."""
+    """What is left of one source at a state, under the weights that hold from there on."""
 
     name: str
-    #: of the blend, 0 to 1.
+    #: the source's part of the blend, 0 to 1.
     share: float
     #: documents and tokens drawn since the start of the run.
     documents: int
     tokens: int
-    #: 0-based.
+    #: the epoch under way, counted from 0.
     epoch: int
     #: pieces of that epoch that are not drawn yet (documents, while nothing was; none after the last epoch), and all of
     #: them.
     remaining: int
     size: int
-    #: samples until the epoch is over, about; None if the source is not drawn.
+    #: about how many samples remain until the epoch is over; None if the source is not drawn.
     samples_left: int | None
 
 
@@ -132,7 +132,7 @@ class Reconciled:
     #: the config of today over all sources that the run ever had.
     config: StreamConfig
     course: Course
-    #: what was accepted, in words, for the state.
+    #: the differences that were accepted, in words, to be written into the state.
     accepted: tuple[str, ...]
     #: corpora that have grown since.
     grown: tuple[Growth, ...] = ()
@@ -215,7 +215,7 @@ def reconcile(
 def _reconcile(
     config: StreamConfig, grown: Sequence[Growth], state: StreamState, on_change: OnChange
 ) -> tuple[StreamConfig, Course, list[str]]:
-    """The same for the stages, when it is known which corpora have grown."""
+    """Decide how to resume from a state, once it is known which corpora have grown."""
     now, then = _over_all(config, state)
     order = [source.name for source in now.sources]
     history = [replace(r, config=extended(StreamConfig.recorded(r.config), order).to_dict()) for r in state.stages]

@@ -32,7 +32,7 @@ from numba.core.runtime import nrtdynmod
 from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
-#: in place of a function's signature.
+#: the key of numba's runtime in its cache, where a function would have its signature.
 _RUNTIME = "runtime"
 #: the reason that was given: once is enough.
 _said: list[str] = []
@@ -63,7 +63,7 @@ def _decorate(function: Callable[..., Any], signatures: tuple[Any, ...], options
 
 
 def _nothing() -> None:
-    """For numba to call."""
+    """Do nothing: a function for numba to call."""
 
 
 def _say(why: str) -> None:
@@ -98,7 +98,7 @@ class _OfUser(caching.UserProvidedCacheLocator):
 
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
-        """None if there is none."""
+        """The locator for a function's cache; None if no cache directory of this user can be used."""
         try:
             self = cls(function, file)
             self.ensure_cache_path()
@@ -107,7 +107,7 @@ class _OfUser(caching.UserProvidedCacheLocator):
         return self
 
     def ensure_cache_path(self) -> None:
-        """Make it.
+        """Create the cache directory.
 
         Raises:
             OSError: it cannot be written to, or is another user's.
@@ -126,7 +126,7 @@ class _Library(JITCodeLibrary):
 
     @classmethod
     def kept(cls, library: Any) -> Any:
-        """What is kept of one that was compiled."""
+        """The parts of a compiled library that are written to the cache."""
         name, _, code = library.serialize_using_object_code()
         module = library._get_module_for_linking()
         both = chain(module.functions, module.global_variables)
@@ -154,12 +154,12 @@ class _Implementation(caching.CompileResultCacheImpl):
     _locator_classes = [*caching.CompileResultCacheImpl._locator_classes, _OfUser]  # noqa: RUF012
 
     def reduce(self, compiled: Any) -> Any:
-        """With the library as `_Library` keeps it."""
+        """The parts of a compiled function that are cached, its library as `_Library` keeps it."""
         _, *rest = super().reduce(compiled)
         return (_Library.kept(compiled.library), *rest)
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
-        """With a `_Library`."""
+        """The compiled function from its cached parts, with a `_Library` for its code."""
         codegen = target_context.codegen()
         codegen.unserialize_library = lambda kept: _Library.loaded(codegen, kept)
         try:
@@ -173,11 +173,11 @@ class _RuntimeImplementation(caching.CodeLibraryCacheImpl):
     _filename_prefix: Any = _RUNTIME
 
     def reduce(self, library: Any) -> Any:
-        """As `_Library` keeps it."""
+        """The parts of numba's runtime that are cached."""
         return _Library.kept(library)
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
-        """A `_Library`."""
+        """Numba's runtime from its cached parts, as a `_Library`."""
         return _Library.loaded(target_context.codegen(), payload)
 
 
@@ -237,7 +237,7 @@ class _Cache(caching.FunctionCache):
         )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """None if there is none that can be used.
+        """The compiled function from the cache; None if there is none that can be used.
 
         Numba prepares its context for compiling first, which imports as much again. To load code, its memory manager is
         enough; who compiles prepares the rest.
@@ -252,7 +252,7 @@ class _Cache(caching.FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Not at all where the disk is full."""
+        """Write a compiled function to the cache; where the disk is full, do not."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
@@ -283,7 +283,7 @@ class _RuntimeCache(_Cache):
     _impl_class = _RuntimeImplementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """None if there is none that can be used."""
+        """Numba's runtime from the cache; None if there is none that can be used."""
         try:
             return self._load_overload(sig, target_context)
         except Exception:  # noqa: BLE001  of another build of numba or LLVM
@@ -304,7 +304,7 @@ def _initialize_runtime(target_context: Any) -> None:
 
 
 def _runtime(target_context: Any) -> Any:
-    """As numba's ``compile_nrt_functions``."""
+    """Numba's runtime from the cache, or else compiled: this stands in for its ``compile_nrt_functions``."""
     try:
         cache = _RuntimeCache(_runtime)
     except (RuntimeError, OSError):

@@ -47,15 +47,15 @@ from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.schema import check_keys, read
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 
-#: Where the config is not the one that a state was made with: an error that names the fields, or a new stage there.
+#: What to do if the config is not the one that a state was made with: refuse and name the fields, or begin a new stage.
 OnChange = Literal["refuse", "stage"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
-    """One source of the blend."""
+    """One source of the blend, with what the order depends on."""
 
-    #: its first name: what its order, its part in a sample's identity, and its place in a state go by, forever.
+    #: the source's first name: its order, its part in a sample's identity, and its place in a state go by it, forever.
     name: str
     #: parts of the blend; only the proportions matter. 0: present, never drawn.
     weight: int
@@ -63,9 +63,9 @@ class SourceConfig:
     max_epochs: int | None = None
     #: ``drop``: the others continue in their proportions; ``stop``: the stream ends; ``repeat``: continue, with a note.
     on_exhausted: ExhaustedPolicy = "drop"
-    #: in two levels; None: any document may follow any other.
+    #: a shuffle in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
-    #: what is of similar lengths comes together; None: as it was shuffled.
+    #: how documents of similar lengths are brought together; None: they stay as they were shuffled.
     group_by_length: GroupConfig | None = None
     #: ``split``: its documents are cut, to fill the samples of whole ones; None: as all are.
     packing: SourcePacking | None = None
@@ -73,14 +73,13 @@ class SourceConfig:
     augment: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     #: whether what its items draw at random follows from seed, epoch and item. No part of the order either.
     keyed: bool = False
-    #: what a resume does if the corpus has grown; None if it is refused. No part of the order: the state knows what
-    #: came.
+    #: what a resume does if the corpus has grown; None: it is refused. No part of the order: the state knows what came.
     append: Append | None = field(default=None, compare=False)
     #: names that it was given since, the last one is that of today. See `megaresume.stream.config`.
     names: tuple[str, ...] = field(default=(), compare=False)
     #: whether it says by ``was`` that it was renamed.
     renamed: bool = field(default=False, compare=False)
-    #: where and what it is (path, kind, split, ...): not part of the order, never in a state.
+    #: where and what the source is (path, kind, split, ...): not part of the order, never in a state.
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -94,7 +93,7 @@ class StageConfig:
     """A declared change: what it leaves None stays as it was."""
 
     name: str
-    #: what ``at`` counts: samples, tokens of documents, or optimizer steps, since the start of the run.
+    #: the unit of ``at``: samples, tokens of documents, or optimizer steps, since the start of the run.
     unit: StageUnit
     #: the stage begins with the first sample before which the stream holds at least so many.
     at: int
@@ -104,7 +103,7 @@ class StageConfig:
     packing: PackingConfig | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As in a data.yaml, normalised."""
+        """The stage as in a data.yaml, normalised."""
         changes: dict[str, Any] = {}
         if self.weights is not None:
             changes["weights"] = dict(self.weights)
@@ -120,14 +119,14 @@ class StreamConfig:
     """The normalised data config. Two equal configs over the same corpora give the same stream."""
 
     seed: int
-    #: tokens a sample.
+    #: tokens of a sample.
     seq_length: int
     packing: PackingConfig
     blend: BlendConfig
     sources: tuple[SourceConfig, ...]
-    #: changes to come, in the order in which they come.
+    #: the declared changes to come, in the order in which they come.
     stages: tuple[StageConfig, ...] = ()
-    #: what is not to be trained.
+    #: what is to be left out of the stream.
     skip: SkipConfig = NO_SKIP
 
     @classmethod
@@ -157,7 +156,7 @@ class StreamConfig:
 
     @classmethod
     def recorded(cls, data: Mapping[str, Any]) -> StreamConfig:
-        """The same of one that a state knows. The last few are remembered: a resume asks for the same ones again."""
+        """The config that a state holds. The last few are remembered: a resume asks for the same ones again."""
         return _recorded(json.dumps(data))
 
     def without_stages(self) -> StreamConfig:

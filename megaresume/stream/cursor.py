@@ -35,11 +35,11 @@ from megaresume.stream.source import AbsentSource, LengthSource, PieceLists
 from megaresume.stream.stages import Course
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
 
-#: Tokens and samples planned at a time, whichever is less: little, because a state plans up to this much again.
+#: Tokens and samples planned at a time, whichever is less: few, because a state plans up to this much again.
 BLOCK_TOKENS, BLOCK = 1 << 22, 1024
-#: The same where a sample is an item: they are cheap, and a loader hands out thousands of them in a second.
+#: Samples planned at a time where a sample is an item: they are cheap, and a loader hands out thousands in a second.
 ITEM_BLOCK = 4096
-#: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
+#: Samples planned at first, doubled up to `BLOCK`: a resume must not wait for an index that is read from disk.
 FIRST_BLOCK = 8
 #: Blocks kept before the front, and bytes; what lies before them is planned again from an anchor.
 KEPT_BLOCKS, KEPT_BYTES = 32, 24 << 20
@@ -84,7 +84,7 @@ class Blocks:
         self.kept: deque[_Block] = deque()
         self._kept_bytes = 0
         self._anchors = Anchors(self._planner.snapshot())
-        #: where the last state was taken, if that was before the front.
+        #: the planner of the last state that was taken before the front.
         self._asked: Planner | None = None
         self._fields = Fields(course)
 
@@ -95,7 +95,7 @@ class Blocks:
 
     @property
     def size(self) -> int:
-        """Samples of a block."""
+        """The number of samples in a block."""
         config = self._config
         most = ITEM_BLOCK if config.is_of_items else BLOCK
         # A snapshot grows with the sources: the more there are, the longer the blocks.
@@ -136,7 +136,8 @@ class Blocks:
         return self._fields.of(planner.arrays)
 
     def _planner_before(self, sample: int) -> Planner:
-        """One that stands not far before a sample before the front: the last one, if states are taken step by step."""
+        """A planner that stands shortly before a sample before the front: the last one, if states are taken step by
+        step."""
         last = self._asked
         if last is not None and 0 <= sample - last.position <= self.size:
             return last
@@ -239,7 +240,7 @@ class Anchors:
         self._kept: list[tuple[int, int, Arrays]] = [(0, trained_samples(base), base)]
 
     def __len__(self) -> int:
-        """Snapshots kept."""
+        """The number of snapshots that are kept."""
         return len(self._kept)
 
     def add(self, snapshot: Arrays) -> None:
@@ -307,7 +308,7 @@ def arrays_of(
 
 
 def _room(open_bin: Bin, constants: kernel.Config, reached: int) -> int:
-    """Tokens that an open bin has left."""
+    """How many tokens still fit into an open bin."""
     used = sum(-(-s.length // constants.align) * constants.align for s in open_bin.segments)
     if not open_bin.segments or used >= constants.seq_length or open_bin.opened_at > reached:
         raise _contradiction(
@@ -346,7 +347,7 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
 
 
 def _rows_of(segments: Sequence[Segment], orders: Orders) -> npt.NDArray[np.int64]:
-    """As the planner has them: int64[n, SEGMENT_WIDTH]."""
+    """The segments as the planner holds them: int64[n, SEGMENT_WIDTH]."""
     rows = np.array([[s.source, s.position, 0, s.offset, s.length] for s in segments], np.int64)
     rows = rows.reshape(-1, kernel.SEGMENT_WIDTH)
     for i in np.unique(rows[:, kernel.SOURCE]).tolist():
@@ -376,7 +377,7 @@ def _check_sums(state: StreamState) -> None:
 
 
 def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> None:
-    """Each source's numbers agree with each other, with its size and with the segments that wait."""
+    """Check that each source's numbers agree with each other, with its size and with the segments that wait."""
     waiting = state.waiting
     for i, (source, order) in enumerate(zip(config.sources, orders, strict=True)):
         if source.name not in state.sources:

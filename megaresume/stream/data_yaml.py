@@ -16,7 +16,7 @@ from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Before, Items, ListOf, NotEmpty, Options, Truth, Within, check_keys, read, refused
 
 PackingMode = Literal["best_fit", "knapsack", "split", "none"]
-#: How one source is packed where the others are not: ``split`` fills with its pieces what whole documents leave free.
+#: How one source is packed unlike the others: ``split`` fills with its pieces what whole documents leave free.
 SourcePacking = Literal["split"]
 BlendUnit = Literal["tokens", "trained", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
@@ -51,7 +51,7 @@ class Mode:
     bins: Literal["open_bins", "lookahead"] | None = None
     #: documents that are small wait together in a bin.
     groups: bool = False
-    #: what stays free may be filled by the sources that say ``packing: split``.
+    #: whether sources that say ``packing: split`` may fill what stays free.
     can_be_filled: bool = False
 
 
@@ -70,7 +70,7 @@ MODES: Mapping[PackingMode, Mode] = {
 class PackingConfig(Options):
     """The settings by which documents become samples."""
 
-    #: see `MODES`.
+    #: how documents become samples: see `MODES`.
     mode: PackingMode
     #: samples that are being filled at the same time (``best_fit``).
     open_bins: Bins = 16
@@ -164,7 +164,7 @@ def _stage_name(name: Any) -> Any:
 
 
 def _parted(entry: Any) -> Any:
-    """What says where and what a source is goes apart: only its kind knows those keys."""
+    """Put what only the kind of a source knows (where and what it is) into a mapping of its own."""
     entry = {"path": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, Mapping):
         return entry
@@ -176,7 +176,7 @@ def _parted(entry: Any) -> Any:
     return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key in OF_SOME_KINDS}}
 
 
-#: what `PackingConfig` is read from, when the mode is known: the default depends on the sources.
+#: The mapping that `PackingConfig` is read from once the mode is known: a default depends on the sources.
 WrittenPacking = Annotated[dict[Any, Any], Before(_short)]
 #: a stage begins with the first sample before which the stream holds at least so many.
 Start = Annotated[int, Within(1, 1 << 62)] | None
@@ -184,7 +184,7 @@ Start = Annotated[int, Within(1, 1 << 62)] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenSource(Options):
-    """One of ``sources``; what only its kind knows is in ``options``."""
+    """One entry of ``sources`` as written; what only its kind knows is in ``options``."""
 
     options: dict[Any, Any]
     weight: Any = 1
@@ -203,7 +203,7 @@ class WrittenSource(Options):
         ]
         | None
     ) = None
-    #: in a state: the names that it was given since.
+    #: in a state: the names that the source was given since.
     names: tuple[str, ...] = ()
 
 
@@ -213,7 +213,7 @@ SOURCE_KEYS = tuple(f.name for f in fields(WrittenSource) if f.name not in ("opt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenStage(Options):
-    """One of ``stages``."""
+    """One entry of ``stages`` as written."""
 
     name: Annotated[str | None, Before(_stage_name)] = None
     from_samples: Start = None
@@ -235,13 +235,13 @@ class WrittenStage(Options):
 
     @property
     def start(self) -> tuple[StageUnit, int]:
-        """When it begins."""
+        """The (unit, value) at which the stage begins."""
         return next((u, at) for u in get_args(StageUnit) if (at := getattr(self, f"from_{u}")) is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenConfig(Options):
-    """All of it."""
+    """A whole data.yaml as written."""
 
     seq_length: Length
     seed: Annotated[int, Within(-(1 << 63), (1 << 64) - 1)] = 1234
@@ -314,7 +314,7 @@ def parse_weight(value: object, source: str) -> Fraction:
 
 
 def integer_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
-    """The same proportions in the smallest integers: ``integer_weights`` of the outcome is the outcome.
+    """Turn weights into the smallest integers of the same proportions; doing it twice changes nothing.
 
     Proportions that need more than `MAX_PARTS` parts are rounded, each by itself, so that the order in which sources
     are written has no say; a positive weight stays positive.
@@ -340,7 +340,7 @@ def integer_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 def _rounded(parts: Sequence[int]) -> list[int]:
-    """To half of `MAX_PARTS` parts (the rest is room for what is rounded up), in lowest terms."""
+    """Round integers down to half of `MAX_PARTS` parts (the rest is room for what is rounded up), in lowest terms."""
     total = sum(parts)
     rounded = [max((p * MAX_PARTS + total) // (2 * total), 1) if p > 0 else 0 for p in parts]
     divisor = gcd(*rounded)

@@ -75,7 +75,7 @@ def deal(
 
 
 def in_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
-    """How few samples for a step are dealt out: how many of each micro-batch, of all ranks together.
+    """Deal out a step of few samples: how many each micro-batch has, of all ranks together.
 
     Every rank must be given some of every micro-batch, as all ranks wait for each other. Micro-batches are whole, up to
     the last. If that would have fewer samples than there are ranks, it shares those of the one before it evenly; with
@@ -93,7 +93,7 @@ def in_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
 
 
 def in_even_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
-    """How a step is dealt out to any number of ranks: how many samples of each micro-batch, of all ranks together.
+    """Deal out a step to any number of ranks: how many samples each micro-batch has, of all ranks together.
 
     As few micro-batches as that takes, of as many samples as any other, or one more; all samples are dealt out. If the
     step divides over the ranks, these are the micro-batches of `micro_batches`. A micro-batch may have fewer samples
@@ -173,7 +173,7 @@ def costs(plan: Plan, balance: Balance) -> Int64Array:
 
 @compiled
 def even_groups(numbers, order, groups):  # type: ignore[no-untyped-def]
-    """The groups.
+    """Group numbers so that every group has about the same sum.
 
     Args:
         numbers: int64[n], not negative.

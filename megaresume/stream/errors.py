@@ -175,7 +175,7 @@ def near(word: object, known: Collection[str]) -> str | None:
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = None) -> SetupError | None:
-    """What to install where an import failed; None if it is not a package of our extras.
+    """The command that installs a package whose import failed; None if it is in none of our extras.
 
     Args:
         error: of the import.
@@ -226,7 +226,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """As `visible`, with line feeds: for a name within a line."""
+    """Make a text printable as `visible` does, line feeds included: for a name within a line."""
     return visible(text).replace("\n", "\\n")
 
 

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 class Mask:
     """A list of documents of one source."""
 
-    #: int64[m], ascending.
+    #: the documents, int64[m], ascending.
     ids: Int64Array
     #: [first, stop) epochs; None: all.
     epochs: Range | None
@@ -102,7 +102,7 @@ class DocumentFeed:
         self.name = name
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
-        #: the latest last.
+        #: the chunks that were read last, the newest at the end.
         self._recent: deque[_Chunk] = deque(maxlen=RECENT_CHUNKS)
 
     def fill(
@@ -155,7 +155,8 @@ class DocumentFeed:
         return 0
 
     def _after_skips(self, position: int, order: SourceOrder, masks: Masks) -> int:
-        """Where after a whole epoch of nothing other documents are skipped than in it: it is the same until then."""
+        """The position at which other documents are skipped than in an epoch of which nothing was left: it is the same
+        until then."""
         epoch = order.epoch_of(position)
         following = min((bound for mask in masks for bound in mask.epochs or () if bound >= epoch), default=None)
         if following is None:
@@ -253,7 +254,7 @@ def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[n
 
 #: Rows that a pool begins with.
 LEAST_ROWS = 64
-#: One token of so many may stay free in a sample so that no piece is cut to fill it.
+#: The part of a sample (one token of so many) that may stay free so that no piece is cut to fill it.
 SPARE = 512
 
 
@@ -331,7 +332,7 @@ def _fresh(config: StreamConfig) -> dict[str, Any]:
 
 
 def segments_of(arrays: Arrays) -> tuple[Int64Array, Int64Array]:
-    """What is in the open bins.
+    """The segments in the open bins, as rows.
 
     Returns:
         int64[w, SEGMENT_WIDTH], bin after bin in opening order, each in the order in which it was filled; int64[b],

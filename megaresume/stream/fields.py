@@ -38,7 +38,7 @@ class Fields:
         self._last: tuple[Int64Array, Sequence[SourceOrder], list[SourceCursor]] = np.zeros((0, 0), np.int64), (), []
 
     def of(self, arrays: Arrays) -> dict[str, Any]:
-        """Those of a planner, whose arrays are read and not kept."""
+        """The fields of a planner, whose arrays are read and not kept."""
         scalars = arrays.scalars.tolist()
         stage = scalars[kernel.STAGE]
         names = (source.name for source in self._course.config(stage).sources)
@@ -56,7 +56,8 @@ class Fields:
         }
 
     def _cursors(self, rows: Int64Array, orders: Sequence[SourceOrder]) -> list[SourceCursor]:
-        """Of many sources a step changes few: the others are the same objects as in the last state."""
+        """The cursors of all sources. A step changes few of them: the others are the same objects as in the last
+        state."""
         before, of_orders, cursors = self._last
         if len(rows) < MANY or orders is not of_orders or rows.shape != before.shape:
             cursors = list(map(_source_cursor, rows.tolist(), orders))

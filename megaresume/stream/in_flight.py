@@ -67,12 +67,12 @@ PACKED_FROM = 4096
 
 
 class Flight:
-    """One prompt that is not settled."""
+    """A prompt that was issued and is not settled."""
 
     __slots__ = ("attempts", "digest", "done", "flying", "gone", "issued", "made", "step", "waits")
 
     def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
-        #: of its content; None until somebody asks, after a resume.
+        #: the hash of the prompt's content; after a resume None, until somebody asks.
         self.digest: str | None = None
         #: rollouts, as bits: see the words above. None is in two of these.
         self.flying, self.done, self.gone = flying, 0, gone
@@ -84,7 +84,8 @@ class Flight:
         self.waits = waits
         #: which attempt, from 1, asked last for a rollout; None: none was asked for again.
         self.attempts: dict[int, int] | None = None
-        #: when it was issued last (`time.monotonic`), and the version of the weights then; None: not since the resume.
+        #: when the prompt was issued last (`time.monotonic`), and the version of the weights then; None: not since the
+        #: resume.
         self.issued: tuple[float, int] | None = None
 
 
@@ -131,9 +132,10 @@ class InFlight:
         self.next, self.step, self.weights_version = 0, 0, 0
         #: whether there may be rollouts of weights that a resume went back before.
         self.is_resumed = False
-        #: since this object was made: prompts trained, and rollouts dropped, requeued or passed over, by reason.
+        #: what was counted since this object was made: prompts trained; rollouts dropped, requeued or passed over, by
+        #: reason.
         self.counts: Counter[str] = Counter()
-        #: what was settled since `forget_settled`, in that order; and rollouts that were trained since, by staleness.
+        #: the prompts settled since `forget_settled`, in that order; and the rollouts trained since, by staleness.
         self._trained: dict[int, list[int]] = {}
         self._dropped: dict[str, list[int]] = {}
         self._staleness: Counter[int] = Counter()
@@ -155,7 +157,8 @@ class InFlight:
         return range(first, self.next)
 
     def take_waiting(self, most: int) -> list[int]:
-        """At most so many that are to be issued again, in order. Each is then `issue_again`, or all are `put_back`."""
+        """Take at most ``most`` prompts that are to be issued again, in order. Each is then `issue_again`, or all are
+        `put_back`."""
         taken: list[int] = []
         while self._waiting and len(taken) < most:
             ordinal = heapq.heappop(self._waiting)
@@ -168,7 +171,7 @@ class InFlight:
         return taken
 
     def put_back(self, taken: Iterable[int]) -> None:
-        """They could not be issued."""
+        """Take back prompts of `take_waiting` that could not be issued."""
         for ordinal in taken:
             heapq.heappush(self._waiting, ordinal)
 
@@ -301,7 +304,7 @@ class InFlight:
         return [(ordinal, rollout) for ordinal, bits in stale for rollout in self.numbers(bits)]
 
     def _stale(self, flight: Flight) -> int:
-        """Its rollouts that came back and are too old: bits."""
+        """The rollouts of a prompt that came back and are too old, as bits."""
         bits = 0
         for version, made in (flight.made or {}).items():
             if self._is_stale(version):
@@ -425,7 +428,7 @@ class InFlight:
             heapq.heappush(self._waiting, ordinal)
 
     def _gone(self, ordinal: int, flight: Flight, bits: int, reason: str = "") -> None:
-        """Some rollouts are trained or dropped; with the last one, the prompt is settled."""
+        """Note that some rollouts were trained or dropped; with the last one, the prompt is settled."""
         flight.gone |= bits
         flight.done &= ~bits
         if flight.gone == self._all:
@@ -444,7 +447,8 @@ class InFlight:
 
     @property
     def settled(self) -> tuple[dict[int, list[int]], dict[str, list[int]]]:
-        """What was settled since `forget_settled`: ordinals by the step that trained them; by why they were dropped."""
+        """The prompts settled since `forget_settled`: ordinals by the step that trained them, and by why they were
+        dropped."""
         return self._trained, self._dropped
 
     @property
@@ -454,7 +458,7 @@ class InFlight:
         return dict(sorted(self._staleness.items()))
 
     def forget_settled(self) -> None:
-        """It is written down."""
+        """Forget what was settled: it is written down."""
         self._trained, self._dropped, self._staleness = {}, {}, Counter()
 
     def to_dict(self) -> dict[str, Any]:
@@ -508,7 +512,7 @@ class InFlight:
 
 
 def unpacked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What `InFlight.to_dict` gave, with ``open`` and ``partial``.
+    """Unpack the fields of `InFlight.to_dict`, with ``open`` and ``partial``.
 
     Raises:
         ValueError: it is damaged.
@@ -553,7 +557,7 @@ def to_runs(ordinals: Sequence[int]) -> list[int]:
 
 
 def from_runs(runs: Sequence[int]) -> list[int]:
-    """The ordinals again.
+    """The ordinals of which runs were made.
 
     Raises:
         ValueError: these are no runs.

@@ -55,7 +55,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 # Packing modes.
 BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3
-#: by name; data_yaml.MODES says what else each of them does.
+#: The number of each packing mode; data_yaml.MODES says what else each of them does.
 MODE_NUMBERS = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
 
 # What `advance` returns: it is done, or its caller must do something and call again.
@@ -71,7 +71,7 @@ NUM_WAITING, FREE = 16, 17  # segments in open bins; the first free row of `Arra
 FIRST_TAIL, NUM_TAILS = 18, 19
 NUM_FILLERS = 20
 NUM_SCALARS = 21
-#: Of these, what is left out of the stream does not change.
+#: The counts of what was trained, which leaving something out does not change.
 COUNTS_OF_TRAINED = (DOCUMENTS, TOKENS)
 
 # Columns of a segment.
@@ -107,7 +107,7 @@ TAILS = 256
 FILLERS, FEW_FILLERS = 128, 16
 #: Units that no stream comes to: later releases and deadlines count as this one.
 LATE = 1 << 61
-#: Samples that are hashed at the same time.
+#: The number of samples that are hashed at the same time.
 LANES = 16
 #: Sources up to which looking at all is quicker than a tournament.
 FEW = 6
@@ -124,10 +124,10 @@ class Config(NamedTuple):
     mode: int
     seq_length: int
     open_bins: int
-    #: never reached in a mode that has no bins, see `feed.kernel_config`.
+    #: samples closed until a bin is due; never reached in a mode that has no bins, see `feed.kernel_config`.
     max_age: int
     align: int
-    #: some sources fill what the whole documents of the others leave free.
+    #: whether some sources fill what the whole documents of the others leave free.
     fills: bool
     #: tokens of the shortest part that such a source is cut into; and those that may stay free so that none is cut.
     least: int
@@ -139,11 +139,11 @@ class Config(NamedTuple):
 class Arrays(NamedTuple):
     """Everything that `advance` changes. K: open bins and a spare one, n: sources, P: rows of the pool."""
 
-    #: int64[NUM_SCALARS].
+    #: counts and positions, int64[NUM_SCALARS].
     scalars: Int64Array
-    #: uint64[1]: rolling digest.
+    #: the rolling digest, uint64[1].
     digest: UInt64Array
-    #: int64[n, SOURCE_WIDTH].
+    #: the cursors of the sources, int64[n, SOURCE_WIDTH].
     sources: Int64Array
     #: int64[K]: tokens left, in opening order; at least 1 of an open bin, else 0.
     room: Int64Array
@@ -199,7 +199,8 @@ def set_dues(source: Int64Array, pieces: Int64Array) -> None:
 
 @compiled
 def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
-    """The same, from the release of the first piece on: a quotient, and the rest of that division by the weight.
+    """Set when the pieces of a source are due, from the release of the first on: a quotient, and its rest by the
+    weight.
 
     ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
     The latter is estimated by `SHARE_FRACTION`, which loses less than one, and then corrected by its exact remainder,

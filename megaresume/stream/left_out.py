@@ -37,18 +37,18 @@ Unit = Literal["samples", "steps"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipRecord:
-    """One thing that was asked for, when it was seen first."""
+    """One request to leave something out, as it was first seen."""
 
-    #: samples trained then.
+    #: samples that were trained when it was first seen.
     at: int
     #: ``skip``; ``keep``: a skip that was taken back before it came.
     action: Literal["skip", "keep"]
     unit: Unit
-    #: as it was asked for: [first, stop) samples, or (first, last) steps.
+    #: the range as it was asked for: [first, stop) samples, or (first, last) steps.
     asked: Range
-    #: [first, stop) absolute.
+    #: the range in absolute samples, [first, stop).
     samples: Range
-    #: samples of them that were trained already.
+    #: how many of those samples were trained already.
     late: int
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class DocumentSkip:
     """Documents that are passed over."""
 
     documents: DocumentList
-    #: samples trained when it was first declared, and when it was taken back: it holds in between.
+    #: samples trained when the list was first declared, and when it was taken back: it holds in between.
     at: int
     until: int | None = None
 
@@ -81,9 +81,9 @@ class Skips:
 
     #: absolute; in force, or left out.
     ranges: Ranges = ()
-    #: in the order in which it was seen.
+    #: what was asked for, in the order in which it was seen.
     log: tuple[SkipRecord, ...] = ()
-    #: in the order in which they were declared.
+    #: the lists of documents, in the order in which they were declared.
     documents: tuple[DocumentSkip, ...] = ()
 
     def __bool__(self) -> bool:
@@ -91,19 +91,19 @@ class Skips:
 
     @property
     def asked(self) -> Ranges:
-        """Samples that were asked for and not taken back, also those that came too late."""
+        """The samples that were asked for and not taken back, also those that came too late."""
         asked: Ranges = ()
         for record in self.log:
             asked = union(asked, [record.samples]) if record.action == "skip" else minus(asked, [record.samples])
         return asked
 
     def changes(self) -> tuple[int, ...]:
-        """Samples, ascending, at which a list of documents begins or ceases to hold."""
+        """The samples, ascending, at which a list of documents begins or ceases to hold."""
         marks = {d.at for d in self.documents} | {d.until for d in self.documents if d.until is not None}
         return tuple(sorted(marks))
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The skips as plain JSON."""
         return {
             "ranges": [list(r) for r in self.ranges],
             "log": [[r.at, r.action, r.unit, *r.asked, *r.samples, r.late] for r in self.log],
@@ -114,7 +114,7 @@ class Skips:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Skips:
-        """What `to_plain` gave.
+        """Read what `to_plain` wrote.
 
         Raises:
             ValueError, KeyError, TypeError, ConfigError: it is not.
@@ -293,9 +293,9 @@ class FaultRecord(NamedTuple):
     source: str
     document: int
     epoch: int
-    #: what was done: ``mask``, ``truncate``, ...
+    #: what was done to the document: ``mask``, ``truncate``, ...
     policy: str
-    #: why, in words.
+    #: why it was done, in words.
     reason: str
 
 
@@ -303,13 +303,13 @@ class FaultRecord(NamedTuple):
 class Faults:
     """The faults of a run up to a sample."""
 
-    #: all of them, also those that are not kept.
+    #: the number of all faults, also of those that are not kept.
     total: int = 0
-    #: at most `MAX_FAULTS`, the newest, ascending.
+    #: the newest faults, at most `MAX_FAULTS`, ascending.
     kept: tuple[FaultRecord, ...] = ()
 
     def with_new(self, faults: Iterable[FaultRecord | tuple[Any, ...]], first: int, stop: int) -> Faults:
-        """These and those that came with samples ``first .. stop``.
+        """The faults with those added that came with samples ``first .. stop``.
 
         Args:
             faults: `FaultRecord`, or its fields in order; those of other samples, and repeated ones, are passed over.
@@ -320,12 +320,12 @@ class Faults:
         return Faults(self.total + len(new), (*self.kept, *new)[-MAX_FAULTS:]) if new else self
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The faults as plain JSON."""
         return {"total": self.total, "kept": [list(fault) for fault in self.kept]}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Faults:
-        """What `to_plain` gave.
+        """Read what `to_plain` wrote.
 
         Raises:
             ValueError, KeyError, TypeError: it is not.

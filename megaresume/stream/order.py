@@ -132,7 +132,7 @@ class SourceOrder(Eras):
                 )
 
     def epochs(self, positions: Int64Array) -> Int64Array:
-        """The same for many: int64[n] to int64[n]."""
+        """The epochs of many positions: int64[n] to int64[n]."""
         fields = np.array([[e.first, e.epoch, (1 << 62) if e.rest else e.pieces] for e in self.eras], np.int64)
         first, epoch, pieces = fields.reshape(-1, 3)[np.searchsorted(self._firsts, positions, side="right") - 1].T
         return np.asarray(epoch + (positions - first) // pieces, np.int64)
@@ -155,7 +155,7 @@ class SourceOrder(Eras):
         return documents
 
     def _pieces(self, k: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The same of era k."""
+        """The documents and pieces at positions of era k."""
         if self.group is None:
             return self._ungrouped(k, positions)
         left, moved = np.sort(positions), np.empty_like(positions)
@@ -184,7 +184,7 @@ class SourceOrder(Eras):
         return first, places
 
     def _ungrouped(self, k: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The same, without a look at lengths."""
+        """The documents and pieces at positions of era k, as they were shuffled: lengths are not looked at."""
         era = self.eras[k]
         if not era.rest:
             turn = (int(positions[0]) - era.first) // era.pieces
@@ -219,7 +219,7 @@ class SourceOrder(Eras):
         return list(self._positions_of(document, epoch))
 
     def _positions_of(self, document: int, epoch: int) -> Iterator[int]:
-        """None if the document came later than the epoch."""
+        """The positions of a document in an epoch; none if the document came later than the epoch."""
         first = next(k for k, e in reversed(list(enumerate(self.eras))) if e.epoch <= epoch and not e.rest)
         base = self.eras[first]
         joins = [e for e in self.eras[first + 1 :] if e.rest and e.epoch == epoch]
@@ -249,7 +249,7 @@ class SourceOrder(Eras):
         return position
 
     def _regrouped(self, era: Era, position: int) -> int:
-        """Its position, if it would be at this one without a look at lengths."""
+        """The position after grouping by length of what was shuffled to this one."""
         if self.group is None:
             return position
         first, places = self._window(self.eras.index(era), position)
@@ -291,7 +291,7 @@ class Orders(tuple[SourceOrder, ...]):
     """The orders of all sources."""
 
     def known_in(self, stage: int) -> Orders:
-        """As a stage knew them."""
+        """The orders as a stage knew them."""
         return Orders(order.known_in(stage) for order in self)
 
     def epochs(self, sources: Int64Array, positions: Int64Array) -> Int64Array:

@@ -141,7 +141,7 @@ def _unpermute(x, keys, num_documents, left_bits, right_bits, rounds):  # type: 
 
 @lru_cache(maxsize=4096)
 def _network(num: int) -> tuple[np.uint64, np.uint64, np.uint64, int]:
-    """Of the network for ``num`` values (at least 1): N, the bits of its left and of its right half, and its rounds."""
+    """The network for ``num`` values (at least 1): N, the bits of its left and of its right half, and its rounds."""
     bits = max((num - 1).bit_length(), 2)
     rounds = ROUNDS if bits >= SMALL_BITS else ROUNDS_WHEN_SMALL
     return np.uint64(num), np.uint64(bits // 2), np.uint64(bits - bits // 2), rounds
@@ -244,7 +244,7 @@ class _Blocks:
         return first + unpermute_index(place - first, size, keys)
 
     def _window(self, window: int) -> tuple[int, int, npt.NDArray[np.uint64]]:
-        """Its first place, its items, its keys."""
+        """The first place of a window, its number of items, its keys."""
         first = window * self.window_size
         size = min(self.window_size, self.num_items - first)
         return first, size, round_keys(*self._key, f"{self._part}window {window}")

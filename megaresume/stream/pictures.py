@@ -14,7 +14,7 @@ import numpy as np
 from megaresume.stream.errors import visible
 from megaresume.stream.kernel import LENGTH, SOURCE
 
-#: of sources, in this order; told apart by the colour-blind, and readable on white and on black.
+#: The colours of sources, in this order; told apart by the colour-blind, and readable on white and on black.
 COLOURS = ("#2a8fbd", "#d9772f", "#4a9d6b", "#9b6fc9", "#b08d1e", "#d0588f", "#7a8599", "#12a594")
 WIDTH, HEIGHT = 140, 11
 #: sources that get a row, those with the most tokens; of the rest there is one sum.

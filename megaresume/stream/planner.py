@@ -43,20 +43,20 @@ from megaresume.stream.state import StreamState
 class PlannedSegment:
     """One segment of a sample, for people: `Plan.segments` gives these, the arrays are for machines."""
 
-    #: index into the sources of the config.
+    #: the source, as an index into the sources of the config.
     source: int
     epoch: int
     #: document number in the source.
     document: int
     #: tokens of the document before the segment.
     offset: int
-    #: tokens.
+    #: tokens of the segment.
     length: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Samples ``first .. first + len(self)`` of the stream, s segments in all."""
+    """The plan of samples ``first .. first + len(self)`` of the stream, with s segments in all."""
 
     #: number of the first sample in the stream.
     first: int
@@ -68,11 +68,11 @@ class Plan:
     hashes: npt.NDArray[np.uint64]
     #: uint64[samples]: rolling digest of the stream after each sample.
     digests: npt.NDArray[np.uint64]
-    #: of the sources: say which epoch a position is in.
+    #: the orders of the sources, which say what epoch a position is in.
     orders: Orders
 
     def __len__(self) -> int:
-        """Samples."""
+        """The number of samples."""
         return len(self.hashes)
 
     @property
@@ -81,7 +81,8 @@ class Plan:
         return self.first + len(self)
 
     def slice(self, first: int, stop: int) -> Plan:
-        """Samples ``first .. stop`` (numbers in the stream, inside this plan); views, no copies."""
+        """The part of this plan for samples ``first .. stop`` (numbers in the stream); its arrays are views, not
+        copies."""
         a, b = first - self.first, stop - self.first
         begin, end = int(self.starts[a]), int(self.starts[b])
         return Plan(
@@ -108,7 +109,7 @@ class Plan:
         ]
 
     def _repr_html_(self) -> str:
-        """For Jupyter."""
+        """The plan as a picture, for Jupyter."""
         from megaresume.stream.pictures import picture_of_plan
 
         return picture_of_plan(self)
@@ -122,7 +123,7 @@ class Plan:
         return self.orders.epochs(self.table[:, 0], self.table[:, 1])
 
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Tokens of documents in each sample: int64[samples]."""
+        """The tokens of documents in each sample: int64[samples]."""
         if not len(self):
             return np.zeros(0, np.int64)
         total = np.concatenate([[0], np.cumsum(self.table[:, 4])])
@@ -147,11 +148,11 @@ def concatenate(plans: list[Plan]) -> Plan:
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
 LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 20, 32, 8192
-#: At most in each by a planner that shares feeds: it plans a few samples again, over what the feeds remember.
+#: Pieces that a planner with shared feeds looks ahead: it plans a few samples again, over what the feeds remember.
 LOOK_AGAIN = 1024
 #: A source is nearly used up when less than one part in so many is left of what was looked ahead.
 TOP_UP = 16
-#: Samples to be left out that are planned at a time.
+#: The number of samples to be left out that are planned at a time.
 LEAVE_OUT = 1 << 13
 #: Rows of a plan for each of the last one, on average.
 SPARE = 1.1
@@ -257,7 +258,7 @@ class Planner:
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
         self._ahead = np.zeros((len(sources), num, kernel.AHEAD_WIDTH), np.int64)
         self._arrays = Arrays._make(array.copy() for array in arrays or fresh_arrays(first))
-        #: for which there is room in a plan.
+        #: the segments of a sample for which a plan has room, on average.
         self._segments_a_sample = 16.0
         #: int64[n]: ties go by name.
         self._by_name = np.array(sorted(range(len(sources)), key=lambda i: first.sources[i].name), np.int64)
@@ -323,7 +324,7 @@ class Planner:
 
     @property
     def arrays(self) -> Arrays:
-        """What it works on: to be read before it goes on."""
+        """The arrays that it works on: to be read before it goes on."""
         return self._arrays
 
     def snapshot(self) -> Arrays:
@@ -349,7 +350,8 @@ class Planner:
                 return concatenate(plans)
 
     def _limits(self) -> list[int]:
-        """Samples until something else begins: a stage, a list of documents to skip, samples to leave out."""
+        """The number of samples until something else begins: a stage, a list of documents to skip, samples to leave
+        out."""
         left = self.course.samples_left(self._stage, self.position, self._tokens)
         changes, ranges = self.course.skips.changes(), self.course.skips.ranges
         limits = [] if left is None else [left]

@@ -68,7 +68,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What a function makes of a value is validated; it raises `refused`."""
+    """Applies a function to a value before it is validated; the function raises `refused`."""
 
     function: Callable[[Any], Any]
 
@@ -123,7 +123,7 @@ class Within:
 class Items:
     """A tuple from a list that is not empty; a single value stands for a list of one."""
 
-    #: what was expected, whatever is wrong with it.
+    #: the words for what was expected, whatever is wrong with the value.
     expected: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -330,7 +330,7 @@ def _sure(value: T, is_plain: bool) -> T:
 
 @functools.cache
 def _plain(kind: Any) -> Taken:
-    """What takes a value that is plainly of a kind as pydantic does, and raises `_UnsureError` for any other.
+    """Take values that are plainly of a kind as pydantic does, and raise `_UnsureError` for all others.
 
     Args:
         kind: a dataclass of `Options`, or the type of one of its fields.

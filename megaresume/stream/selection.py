@@ -55,7 +55,7 @@ class Scale(NamedTuple):
 
     #: the row of place 0, a power of four.
     leaves: int
-    #: of a place in a row.
+    #: the number of bits of a place in a row.
     bits: int
     #: units drawn when they began; and after how many more a time is `far`, as it is so many before.
     since: int
@@ -76,7 +76,7 @@ def select_of_few(release, deadline, now):  # type: ignore[no-untyped-def]
 
 @compiled
 def tournaments(release, deadline, now):  # type: ignore[no-untyped-def]
-    """All matches played.
+    """Build the tournaments, with all matches played.
 
     Args:
         release, deadline: int64[n], by place; what is not drawn has a release far beyond all others.

@@ -39,7 +39,7 @@ Ranges = tuple[Range, ...]
 
 
 def union(*sets: Iterable[Range]) -> Ranges:
-    """All of them, joined where they touch."""
+    """Unite ranges, joined where they touch."""
     result: list[Range] = []
     for first, stop in sorted(r for ranges in sets for r in ranges):
         if result and first <= result[-1][1]:
@@ -69,7 +69,7 @@ def common(ranges: Iterable[Range], other: Iterable[Range]) -> Ranges:
 
 
 def length(ranges: Iterable[Range]) -> int:
-    """Samples in ranges that do not overlap."""
+    """The number of samples in ranges that do not overlap."""
     return sum(stop - first for first, stop in ranges)
 
 
@@ -83,7 +83,8 @@ def _begin(skipped: Sequence[Range]) -> list[int]:
 
 
 def left_out(skipped: Sequence[Range], samples: int) -> int:
-    """Samples left out when so many were trained; what is left out right there is still to come."""
+    """How many samples were left out by the time that ``samples`` were trained; those left out right there are still to
+    come."""
     return length(skipped[: bisect_left(_begin(skipped), samples)])
 
 
@@ -98,7 +99,7 @@ def absolute(skipped: Sequence[Range], sample: int) -> int:
 
 
 def trained(skipped: Sequence[Range], number: int) -> int:
-    """Samples that are trained before an absolute number."""
+    """How many samples are trained before an absolute number."""
     return number - sum(min(stop, number) - first for first, stop in skipped if first < number)
 
 
@@ -157,7 +158,7 @@ class DocumentList:
     """Documents of a source."""
 
     source: str
-    #: how many.
+    #: the number of documents.
     count: int
     #: xxh3_64 of their numbers, ascending, int64 little-endian; 16 hex digits.
     digest: str
@@ -176,7 +177,7 @@ class DocumentList:
         return cls(source=source, count=len(numbers), digest=digest, epochs=epochs, ids=numbers, file=file)
 
     def numbers(self) -> Sequence[int]:
-        """The documents, ascending.
+        """The numbers of the documents, ascending.
 
         Raises:
             ConfigError: a long list that is only named.
@@ -202,7 +203,7 @@ class DocumentList:
 
     @classmethod
     def from_plain(cls, source: str, plain: Mapping[str, Any]) -> DocumentList:
-        """What `to_plain` gave, the list whole.
+        """Read what `to_plain` wrote, the list whole.
 
         Raises:
             ValueError, KeyError, TypeError, ConfigError: it is not.
@@ -224,7 +225,7 @@ class DocumentList:
 class SkipConfig:
     """The skips that are asked for in one place."""
 
-    #: absolute.
+    #: the ranges of samples to leave out, absolute.
     samples: Ranges = ()
     #: (first, last), counted from 1, the last included, as training prints them.
     steps: Ranges = ()
@@ -287,7 +288,7 @@ class SkipConfig:
         return plain | ({"documents": documents} if documents else {})
 
     def renamed(self, identity: Mapping[str, str]) -> SkipConfig:
-        """With other names of sources."""
+        """The skips with other names of sources."""
         documents = (replace(d, source=identity.get(d.source, d.source)) for d in self.documents)
         return replace(self, documents=tuple(documents))
 
@@ -373,7 +374,7 @@ def _packed(documents: DocumentList) -> str:
 
 
 def _unpacked(entry: Mapping[str, Any]) -> list[int]:
-    """What `_packed` made.
+    """Unpack what `_packed` made.
 
     Raises:
         ValueError: it is something else.

@@ -39,15 +39,15 @@ class LengthSource(Protocol):
     """Lengths by document number. Reading the documents is the business of ``data/``."""
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         ...
 
     def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens of each document: int64[n] to int64[n]; ids in ``[0, len(self))``."""
+        """The tokens of each document: int64[n] to int64[n]; ids in ``[0, len(self))``."""
         ...
 
     def fingerprint(self, *, first: int | None = None) -> Fingerprint | dict[str, Any]:
-        """What the source is: the fields of `Fingerprint`.
+        """The identity of the source: the fields of `Fingerprint`.
 
         Args:
             first: of its first documents only, as if there were no more; None: of all.
@@ -98,13 +98,13 @@ class AbsentSource:
         return self._fingerprint.documents
 
     def fingerprint(self, *, first: int | None = None) -> Fingerprint:
-        """As it was."""
+        """The fingerprint that was recorded."""
         if first is not None:
             self._missing()
         return self._fingerprint
 
     def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Never known.
+        """Refuse: the lengths are not known.
 
         Raises:
             CorpusError: always.
@@ -130,7 +130,7 @@ Int64Array = npt.NDArray[np.int64]
 class LongDocuments:
     """The documents of a source that are longer than a piece."""
 
-    #: int64[k], ascending.
+    #: the documents, int64[k], ascending.
     ids: Int64Array
     #: int64[k]: later pieces of these documents, up to and with each.
     ends: Int64Array
@@ -139,7 +139,7 @@ class LongDocuments:
 
     @classmethod
     def of_lists(cls, ids: Int64Array, ends: Int64Array) -> LongDocuments:
-        """From lists in memory."""
+        """Make one of lists in memory."""
         return cls(ids, ends, ends[STRIDE - 1 :: STRIDE].copy())
 
     def later(self, num_documents: int) -> int:
@@ -386,7 +386,7 @@ class Growth:
 
     source: str
     append: Append
-    #: documents.
+    #: the number of documents before.
     before: int
     after: int
     #: when the new documents come, in words.
@@ -397,7 +397,7 @@ class Growth:
 
 
 def _when(entry: SourceConfig, cursor: SourceCursor) -> str:
-    """When the new documents of a source come that has grown, and which stands at a cursor."""
+    """When the new documents of a source that has grown come, if it stands at a cursor; in words."""
     has_begun = bool(cursor.eras) and cursor.left < cursor.size
     at_once = entry.append == "now" or not has_begun
     epoch = cursor.epoch + (not at_once)

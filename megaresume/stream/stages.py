@@ -37,11 +37,11 @@ FIRST = "start"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One stage; its config has no stages of its own."""
+    """One stage; its config declares no further stages."""
 
     name: str
     config: StreamConfig
-    #: it begins with the first sample before which the stream holds ``at`` of these.
+    #: the unit of ``at``: the stage begins with the first sample before which the stream holds ``at`` of them.
     unit: StageUnit
     at: int
     #: sources whose corpora have grown, and take part with all their documents at once.
@@ -49,7 +49,7 @@ class Stage:
 
     @classmethod
     def recorded(cls, record: StageRecord) -> Stage:
-        """One that was."""
+        """The stage that a state records."""
         return cls(name=record.name, config=StreamConfig.recorded(record.config), unit="samples", at=record.first)
 
 
@@ -70,17 +70,17 @@ class Course:
     """
 
     stages: tuple[Stage, ...]
-    #: first sample of each stage that was reached.
+    #: the first sample of each stage that was reached.
     began: list[int]
     #: maps steps to samples, for stages that are declared by step.
     schedule: BatchSchedule | None = None
-    #: what is left out.
+    #: what is left out of the stream.
     skips: Skips = NO_SKIPS
-    #: of the sources in each stage that was reached, by its number.
+    #: the orders of the sources in each stage that was reached, by its number.
     orders: dict[int, Orders] = field(default_factory=dict)
     #: a state of the run that has gone through the first stages: its sources know which pieces their epochs had.
     past: StreamState | None = None
-    #: of the sources, as that state knows them.
+    #: the orders of the sources, as that state knows them.
     past_orders: Orders | None = None
     _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
     _records: dict[int, tuple[StageRecord, ...]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Course:
         return cls(tuple(Stage.recorded(record) for record in past.stages), [0], skips=past.skips, past=past)
 
     def config(self, index: int) -> StreamConfig:
-        """Of the stage with this number."""
+        """The config of the stage with this number."""
         return self.stages[index].config
 
     def index_at(self, sample: int) -> int:
@@ -109,7 +109,7 @@ class Course:
         return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.holds_at(sample)))
 
     def masks_from(self, sample: int) -> Mapping[int, Masks]:
-        """Of those, the ones that were declared right there."""
+        """The documents that are passed over from exactly this sample on, by source number."""
         return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.at == sample))
 
     def _masks_of(self, which: tuple[int, ...]) -> Mapping[int, Masks]:
@@ -127,7 +127,7 @@ class Course:
         return self.samples_left(index - 1, samples, tokens) == 0
 
     def samples_left(self, index: int, samples: int, tokens: int) -> int | None:
-        """Samples of stage ``index`` that can be planned before the next one may begin; None if there is no next.
+        """How many samples of stage ``index`` can be planned before the next may begin; None if there is no next.
 
         ``samples`` and ``tokens`` are what was planned so far.
 

@@ -61,7 +61,7 @@ class SourceCursor(NamedTuple):
 
     #: pieces drawn or passed over since the start of the run; the next draw looks from here.
     position: int
-    #: 0-based; that of the position.
+    #: the epoch that the position is in, counted from 0.
     epoch: int
     #: documents of which the first piece was drawn, open bins included.
     documents: int
@@ -73,10 +73,10 @@ class SourceCursor(NamedTuple):
     drawn_in_stage: int
     #: reached max_epochs and was dropped.
     exhausted: bool
-    #: of the documents and tokens drawn, those in samples that were left out, or taken out of open bins.
+    #: the part of those documents and tokens that is in samples left out, or was taken out of open bins.
     left_out_documents: int = 0
     left_out_tokens: int = 0
-    #: of which pieces its epochs are made; none if it was never to be drawn. See `megaresume.stream.order`.
+    #: the pieces of which its epochs are made; none if it was never to be drawn. See `megaresume.stream.order`.
     eras: tuple[Era, ...] = ()
 
     @property
@@ -98,20 +98,20 @@ class SourceCursor(NamedTuple):
 class Segment(NamedTuple):
     """A run of tokens of one document. A state has some hundred."""
 
-    #: index into the sources of the config.
+    #: the source, as an index into the sources of the config.
     source: int
     #: position in the source: epoch, document and piece follow from it.
     position: int
     #: tokens of the document before the segment.
     offset: int
-    #: tokens.
+    #: tokens of the segment.
     length: int
 
 
 class Bin(NamedTuple):
     """A sample that is being filled."""
 
-    #: samples closed when the bin was opened, those that were left out included.
+    #: samples that were closed when the bin was opened, those that were left out included.
     opened_at: int
     segments: tuple[Segment, ...]
 
@@ -120,10 +120,10 @@ class Bin(NamedTuple):
 class StageRecord:
     """A stage that has begun."""
 
-    #: its first sample.
+    #: the first sample of the stage.
     first: int
     name: str
-    #: what holds in it: `StreamConfig.to_dict`, without stages.
+    #: the config that holds in the stage: `StreamConfig.to_dict`, without stages.
     config: Mapping[str, Any]
 
 
@@ -131,26 +131,26 @@ class StageRecord:
 class StreamState:
     """A cursor of the stream. All counts are since the start of the run."""
 
-    #: among the states that a checkpoint may carry.
+    #: the kind of this state, among those that a checkpoint may carry.
     kind: ClassVar[Literal["stream"]] = "stream"
 
     #: the normalised data config, with the changes that it declares (`StreamConfig.to_dict`).
     config: Mapping[str, Any]
-    #: by source name.
+    #: the fingerprints of the sources, by name.
     fingerprints: Mapping[str, Fingerprint]
-    #: samples trained: the number of the next sample.
+    #: the number of samples trained, which is the number of the next one.
     samples: int
     #: documents whose first segment is in those samples.
     documents: int
     #: tokens of documents in those samples (padding is not counted).
     tokens: int
-    #: by source name.
+    #: the cursors of the sources, by name.
     sources: Mapping[str, SourceCursor]
     #: open bins, in the order in which they were opened.
     bins: Sequence[Bin]
     #: segments that wait to be placed: what is left of a document that is being cut, or was carried over into a stage.
     pending: Sequence[Segment]
-    #: what packing ``split`` has cut off and keeps for a later sample, the oldest first.
+    #: the ends that packing ``split`` cut off and keeps for a later sample, the oldest first.
     tails: Sequence[Segment] = ()
     #: ranges of the stream with one blend and one packing, those that have begun.
     stages: tuple[StageRecord, ...]
@@ -185,7 +185,7 @@ class StreamState:
         return to_json(self, _HEAD)
 
     def _repr_html_(self) -> str:
-        """For Jupyter."""
+        """The state as a picture, for Jupyter."""
         from megaresume.stream.pictures import picture_of_state
 
         return picture_of_state(self)

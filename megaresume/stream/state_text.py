@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Era(NamedTuple):
     """A run of positions of a source with one set of pieces."""
 
-    #: its first position.
+    #: the first position of the era.
     first: int
     #: the epoch that this one is in.
     epoch: int
@@ -41,7 +41,7 @@ class Era(NamedTuple):
     piece: int
     #: pieces of an epoch; of the rest of one, positions.
     pieces: int
-    #: 0; or the rest of an epoch, into which new documents came: positions of it that were to come without them.
+    #: 0; or, of the rest of an epoch into which new documents came, the positions of it that were to come without them.
     rest: int = 0
     #: number of the stage in which it was settled: who plans an earlier one again must not look ahead into it.
     stage: int = 0
@@ -99,7 +99,7 @@ class Eras:
         return era.first + (epoch - era.epoch) * era.pieces
 
     def piece_length(self, position: int) -> int:
-        """Tokens of the longest piece there; 0: documents are whole."""
+        """Tokens of the longest piece at a position; 0: documents are whole."""
         return self.eras[self._number(position)].piece
 
 
@@ -149,23 +149,23 @@ MOST_KEPT = 64
 #: (function, id of each object) -> the objects, which are kept so that no other one gets such an id, and the result.
 _kept: dict[tuple[object, ...], tuple[tuple[object, ...], Any]] = {}
 
-#: In the order in which they are written, after the head.
+#: The fields of a state in the order in which they are written, after the head.
 FIELDS = (
     *("config", "order", "fingerprints", "samples", "documents", "tokens", "sources", "bins", "pending", "tails"),
     *("stages", "batches", "skips", "overrides", "digest", "faults"),
 )
-#: Of these a packed state has its own text.
+#: The fields for which a packed state has a text of its own.
 COLUMNS = {"config", "fingerprints", "sources", "bins", "tails", "stages"}
-#: What stays readable of a packed state, after the head.
+#: The fields of a packed state that stay readable, after the head.
 READABLE = ("samples", "documents", "tokens", "digest")
 #: Fields of a source that are mostly equal to another one: held as the difference.
 NEARLY = {"documents": "position", "drawn_in_stage": "tokens"}
-#: What a config says beside what holds in a stage.
+#: The fields of a config that say something other than what holds in a stage.
 NOT_IN_STAGE = ("stages", "skip")
 
 
 def checksum(body: Mapping[str, Any]) -> str:
-    """Of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
+    """The checksum of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
     # Keys sorted: a container that reorders keys must not look like damage.
     return _checksum(_with_sorted_keys(body))
 
@@ -189,12 +189,12 @@ def to_json(state: Any, head: Mapping[str, Any]) -> str:
 
 
 def _sealed(body: Mapping[str, str], ordered: str) -> str:
-    """With the checksum, which is of the same with ordered keys."""
+    """The text of a body with its checksum, which is computed with ordered keys."""
     return _object([*body.items(), ("checksum", _name(_checksum(ordered)))])
 
 
 def _short_fields(state: Any, order: tuple[str, ...]) -> dict[str, Text]:
-    """Those that a packed state has as well."""
+    """The fields that a packed state has as well."""
     return {
         # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
         "order": _once(_both, order),
@@ -211,7 +211,7 @@ def _short_fields(state: Any, order: tuple[str, ...]) -> dict[str, Text]:
 
 
 def _long_fields(state: Any) -> dict[str, Text]:
-    """Those of `COLUMNS`, but what is constant."""
+    """The fields of `COLUMNS` that change."""
     sources = {name: _source(cursor) for name, cursor in state.sources.items()}
     return {
         "sources": (
@@ -240,12 +240,12 @@ def _plain(value: Any) -> Text:
     return _both(value.to_plain())
 
 
-#: Of an equal value: those of a state may be made for it.
+#: The text of faults, remembered by their value: an equal one may be made for every state.
 _faults = lru_cache(maxsize=16)(_plain)
 
 
 def _once(make: Callable[..., T], *objects: Any) -> T:
-    """What ``make`` gives for objects that are never changed, kept for the next state, which has the same ones."""
+    """The result of ``make`` for objects that never change, kept for the next state, which has the same ones."""
     key = (make, *map(id, objects))
     found = _kept.get(key)
     if found is None:
@@ -259,7 +259,7 @@ def _once(make: Callable[..., T], *objects: Any) -> T:
 
 @lru_cache(maxsize=MOST_KEPT)
 def _same_object(names: tuple[str, ...]) -> tuple[str, ...]:
-    """One object for equal names, for `_once`."""
+    """One object for equal names, as `_once` needs."""
     return names
 
 
@@ -272,7 +272,7 @@ def _list(items: Iterable[str]) -> str:
 
 
 def _tuples(tuples: Sequence[Any]) -> str:
-    """Of segments or bins."""
+    """The text of segments or bins."""
     return tuples.text if isinstance(tuples, LazyTuple) else _as_written(tuples)
 
 
@@ -298,7 +298,7 @@ def _eras(eras: tuple[Era, ...]) -> str:
 
 
 def flat_era(era: Era) -> list[int]:
-    """Its fields; of one of the first stage without the number of that."""
+    """The fields of an era; the number of the stage is left out for the first one."""
     return list(era if era.stage else era[:-1])
 
 
@@ -314,11 +314,12 @@ def _fingerprints(by_name: Mapping[str, Any]) -> Text:
 
 
 class _Beginning(NamedTuple):
-    """That of the packed text: what does not change, deflated."""
+    """The beginning of the packed text, deflated: what does not change."""
 
     #: holds what it has not given out yet; copied before it is used.
     deflate: Any
-    #: what it has given out, in base 85, as far as that is of whole groups of four bytes; and the bytes after them.
+    #: the text that it has given out, in base 85, as far as that is of whole groups of four bytes; and the bytes after
+    #: them.
     encoded: str
     rest: bytes
 
@@ -350,7 +351,7 @@ def _packed(state: Any, head: Mapping[str, Any], order: tuple[str, ...], short: 
 
 
 def _packed_stages(records: Iterable[Any], config: Mapping[str, Any]) -> str:
-    """Without the config of a stage where it is the state's own, as it nearly always is."""
+    """The stages, without the config of a stage where that is the state's own, as it nearly always is."""
     base, *configs = json.loads(_as_written([config, *(record.config for record in records)]))
     base = {key: value for key, value in base.items() if key not in NOT_IN_STAGE}
     return _as_written(
@@ -426,7 +427,8 @@ def _differences(columns: Mapping[str, Any], sign: int) -> dict[str, Any]:
 
 
 def _by_column(segments: Sequence[Sequence[int]]) -> list[list[int]]:
-    """By column, positions as differences: documents of one source that follow each other are drawn one by one."""
+    """Rows as columns, positions as differences: documents of one source that follow each other are drawn one by
+    one."""
     if not segments:
         return []
     source, position, offset, length = (list(column) for column in zip(*segments, strict=True))

@@ -83,7 +83,7 @@ class Stream:
         check_whole(config, sources)
         check_trained(config, sources)
         check_growing(config, sources)
-        #: over all sources that the run ever had; those that are gone have weight 0.
+        #: the config of today over all sources that the run ever had; those that are gone have weight 0.
         self.config = config
         self.origin = origin
         self.sources = list(sources)
@@ -92,7 +92,7 @@ class Stream:
         copied = copied or {}
         self._skip: tuple[SkipConfig, ...] = copied.get("skip", ())
         self._end: int | None = copied.get("end")
-        #: samples of steps that are skipped, settled when they are first needed.
+        #: the samples of steps that are skipped, settled when they are first needed.
         self._steps: dict[Range, Range] = dict(copied.get("steps", {}))
         self._fingerprints = fingerprints
         self._lock = threading.RLock()
@@ -180,17 +180,18 @@ class Stream:
         config, course, here, base, accepted, names = self._open(state)
         with self._lock:
             self._blocks = Blocks(course, here, base, config)
-            #: it was planned so far once: a loop asks before every step.
+            #: the sample up to which the stream is known to reach: a loop asks before every step.
             self._reaches = 0
             self.config, self.sources, self._course, self.accepted = config, here, course, accepted
-            #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
+            #: the names of the sources that are here: the one that the run knows each by -> that of the config as it
+            #: was given.
             self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
             self.base_state = state
             #: config and fingerprints of every state: always the same objects, so that their text is made once.
             self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
 
     def _open(self, state: StreamState | None, lists: Mapping[str, PieceLists] | None = None) -> _Opened:
-        """What follows from a state (None: from nothing) for a stream that resumes from it. Changes nothing.
+        """Prepare to resume from a state (None: from sample 0). Changes nothing.
 
         Args:
             state: the state.
@@ -274,7 +275,7 @@ class Stream:
 
     @property
     def block_samples(self) -> int:
-        """Samples that are planned at a time."""
+        """The number of samples that are planned at a time."""
         return self._blocks.size
 
     def check(self, state: StreamState) -> None:
@@ -357,7 +358,8 @@ class Stream:
         )
 
     def _all_fingerprints(self) -> dict[str, Fingerprint]:
-        """Of all sources that the run ever had, by the names that it knows them by; those of the gone as they were."""
+        """The fingerprints of all sources that the run ever had, by the names it knows them by; those of the gone as
+        they were."""
         before = {} if self.base_state is None else self.base_state.fingerprints
         return {
             s.name: self.fingerprints[self._first_names[s.name]] if s.name in self._first_names else before[s.name]

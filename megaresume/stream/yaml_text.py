@@ -24,7 +24,8 @@ _PAIR = re.compile(r"(?<!\\)((?:\\\\)*)\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """As YAML wants it: of two values of one key the library would drop the first without a word."""
+    """A loader that refuses a key that is given twice, as YAML wants it; the library would drop the first value
+    silently."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -66,7 +67,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
 
 
 def _as_one(pair: re.Match[str]) -> str:
-    """What JSON escapes as two halves (outside of the first plane of Unicode) is one character in YAML."""
+    """Join what JSON escapes as two halves (outside of the first plane of Unicode) and YAML counts as one character."""
     slashes, high, low = pair.groups()
     return f"{slashes}\\U{0x10000 + ((int(high, 16) & 0x3FF) << 10) + (int(low, 16) & 0x3FF):08x}"
 
