@@ -1,7 +1,7 @@
 """Exact, elastic, provable data resume for every trainer.
 
     megaresume.attach(trainer, data)           any trainer or loop: its data in an exact order, saved with the model
-    megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
+    megaresume.Checkpoints(...), LoaderOptions(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megaresume.batches.data_loader import DataLoader
     from megaresume.batches.loader import StreamDataset, StreamLoader
     from megaresume.batches.open import open_stream
-    from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
+    from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptions
     from megaresume.checkpoint.stopping import StopConditions, Stopped
     from megaresume.hosts.attach import attach
     from megaresume.hosts.megatron.hooks import extra_args_provider, provider
@@ -60,7 +60,7 @@ __all__ = [
     "Checkpoints",
     "DataLoader",
     "DataOptions",
-    "Loader",
+    "LoaderOptions",
     "MegaresumeError",
     "Prompts",
     "StopConditions",
@@ -82,7 +82,7 @@ _HOMES = {
     "Checkpoints": "megaresume.checkpoint.settings",
     "DataLoader": "megaresume.batches.data_loader",
     "DataOptions": "megaresume.checkpoint.settings",
-    "Loader": "megaresume.checkpoint.settings",
+    "LoaderOptions": "megaresume.checkpoint.settings",
     "MegaresumeError": "megaresume.stream.errors",
     "Prompts": "megaresume.hosts.prompts",
     "StopConditions": "megaresume.checkpoint.stopping",

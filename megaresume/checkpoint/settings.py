@@ -1,6 +1,7 @@
 """All settings, each declared once, in the groups in which `megaresume.attach` takes them.
 
-    attach(engine, data, checkpoints=Checkpoints(...), loader=Loader(...), data_options=DataOptions(...), stop=...)
+    attach(engine, data, checkpoints=Checkpoints(...), stop=StopConditions(...),
+           loader_options=LoaderOptions(...), data_options=DataOptions(...))
 
 From here come the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.cluster.training` and of
 ``megaresume plan`` (`megaresume.checkpoint.flags`), and the table in docs/settings.md.
@@ -54,7 +55,7 @@ class DataOptions:
 
 @described
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loader:
+class LoaderOptions:
     """How batches are read ahead, and what they are."""
 
     num_workers: int = setting(0, "worker processes; 0: a thread, which is faster for text")
@@ -284,7 +285,7 @@ class LaunchOptions:
 GROUPS: Mapping[str, type[Any]] = {
     "launch": LaunchOptions,
     "data_options": DataOptions,
-    "loader": Loader,
+    "loader_options": LoaderOptions,
     "checkpoints": Checkpoints,
     "stop": StopConditions,
 }

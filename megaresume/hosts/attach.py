@@ -21,7 +21,7 @@ from typing import Any
 
 from megaresume import uncollected
 from megaresume.checkpoint.replay import Replay
-from megaresume.checkpoint.settings import Checkpoints, Loader
+from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts.options import check_groups, check_options
 from megaresume.stream.errors import UsageError, missing_package
@@ -150,7 +150,6 @@ def attach(
     *,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     stop: StopConditions | None = None,
-    loader: Loader | None = None,
     metrics: Any = None,
     **options: Any,
 ) -> Any:
@@ -170,7 +169,6 @@ def attach(
         checkpoints: where the run saves, what it keeps, and what it may load; a directory stands for
             ``Checkpoints(save_dir=directory)``.
         stop: when it saves and exits, with `megaresume.Stopped`.
-        loader: DeepSpeed: how batches are read ahead, and what they are.
         metrics: live figures, and their sinks: ``"jsonl tensorboard"``; see docs/metrics.md. None: no figures.
         options: options of this trainer only: see its section.
 
@@ -194,10 +192,10 @@ def attach(
         )
     if isinstance(checkpoints, str | os.PathLike):
         checkpoints = Checkpoints(save_dir=checkpoints)
-    check_groups({"checkpoints": checkpoints, "stop": stop, "loader": loader, **options})
+    check_groups({"checkpoints": checkpoints, "stop": stop, **options})
     if metrics is not None:
         checkpoints = replace(checkpoints or Checkpoints(), metrics=metrics)
-    given = {"data": data, "checkpoints": checkpoints, "stop": stop, "loader": loader}
+    given = {"data": data, "checkpoints": checkpoints, "stop": stop}
     options = {name: value for name, value in given.items() if value is not None} | options
     function = _function_of(trainer)
     check_options(trainer.call, function, options)

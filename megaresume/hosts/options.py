@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptions
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.errors import UsageError, near, nearest
 
@@ -17,16 +17,17 @@ from megaresume.stream.errors import UsageError, near, nearest
 _GROUPS: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
     "checkpoints": (Checkpoints, {"save_dir": "run"}),
     "stop": (StopConditions, {"before_end": "auto"}),
-    "loader": (Loader, {"num_workers": 2}),
+    "loader_options": (LoaderOptions, {"num_workers": 2}),
     "data_options": (DataOptions, {"on_change": "stage"}),
 }
-#: what some trainers do by themselves: cause, and what to do instead.
-_LEFT_TO_TRAINERS = {
+#: what is no option of some trainers, or of any: cause, and what to do instead.
+_INSTEAD = {
+    "loader": (None, "the loader is the second argument, without a name"),
     "checkpoints": (
         "this trainer writes, chooses and deletes its checkpoints by itself, and the state of the prompts is in them",
         "leave checkpoints out, and let it save where a new machine finds them (a file system that is mounted there), "
         "or copy a complete checkpoint, and then prompts.jsonl; docs/attach.md says which trainer has which options",
-    )
+    ),
 }
 #: what a trainer may need -> what it is; how to give it, where the call of this trainer does not show it.
 _NEEDED = {
@@ -43,7 +44,7 @@ def check_groups(options: Mapping[str, Any]) -> None:
         if value is None or isinstance(value, cls):
             continue
         is_spelled = isinstance(value, Mapping) and value.keys() <= {one.name for one in dataclasses.fields(cls)}
-        is_loader = name == "loader" and not isinstance(value, Mapping)
+        is_loader = name == "loader_options" and not isinstance(value, Mapping)
         raise UsageError(
             f"bad value of {name}",
             found=f"{name}={value!r:.200}",
@@ -66,7 +67,7 @@ def check_options(call: str, function: Callable[..., Any], options: Mapping[str,
     if len(known) == len(parameters):  # otherwise it looks at further ones by itself
         for name, value in options.items():
             if name not in known:
-                cause, action = _LEFT_TO_TRAINERS.get(name, (None, None))
+                cause, action = _INSTEAD.get(name, (None, None))
                 raise unknown_option(call, name, value, known, cause=cause, action=action)
     for one in parameters:
         if one.default is one.empty and one.name in _NEEDED and one.name not in options:
@@ -127,6 +128,6 @@ def _without_its_group(call: str, settings: Any, known: Collection[str]) -> str 
     given = _given(settings)
     if given and given.keys() <= set(known):
         return f"pass {_words(given)} itself"
-    if given and call.endswith(", loader") and isinstance(settings, Loader | DataOptions):
+    if given and call.endswith(", loader") and isinstance(settings, LoaderOptions | DataOptions):
         return f"pass {_words(given)} where the loader is made"
     return None

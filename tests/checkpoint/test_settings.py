@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.checkpoint.settings import GROUPS, Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.settings import GROUPS, Checkpoints, DataOptions, LoaderOptions
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.errors import UsageError
 
@@ -28,7 +28,7 @@ from megaresume.stream.errors import UsageError
         (StopConditions, "signals", (15,), "a list, each a text", "correct signals"),
         (DataOptions, "on_change", "stag", "'refuse' or 'stage'", "correct on_change"),
         (DataOptions, "objects", [1], "a mapping, or None", "correct objects"),
-        (Loader, "transform", 3, "a function, or None", "correct transform"),
+        (LoaderOptions, "transform", 3, "a function, or None", "correct transform"),
     ],
 )
 def test_of_another_type(group: Any, name: str, value: Any, expected: str, action: str) -> None:
@@ -48,8 +48,10 @@ def test_unknown_settings() -> None:
         Checkpoints(keep_lats=3)  # type: ignore[call-arg]
     assert (caught.value.found, caught.value.action) == ("Checkpoints(keep_lats=3)", "write keep_last")
     assert caught.value.cause == "did you mean 'keep_last'?"
-    with pytest.raises(UsageError, match=r"unknown argument of Loader(.|\n)*num_workers(.|\n)*docs/settings\.md"):
-        Loader(zzz=3)  # type: ignore[call-arg]
+    with pytest.raises(
+        UsageError, match=r"unknown argument of LoaderOptions(.|\n)*num_workers(.|\n)*docs/settings\.md"
+    ):
+        LoaderOptions(zzz=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_unknown_settings() -> None:
     [
         (Checkpoints, "run", "write Checkpoints(save_dir='run')"),
         (StopConditions, 60, "write StopConditions(after_minutes=60)"),
-        (Loader, 4, "write Loader(num_workers=4)"),
+        (LoaderOptions, 4, "write LoaderOptions(num_workers=4)"),
     ],
 )
 def test_settings_without_names(group: Any, value: Any, action: str) -> None:
@@ -79,7 +81,7 @@ def test_what_is_as_good() -> None:
     """Numbers of numpy, paths, lists for tuples; and None where it is allowed."""
     assert Checkpoints(keep_last=np.int64(3), save_retry_wait=2, save_dir=Path("run")).keep_last == 3  # type: ignore[arg-type]
     assert StopConditions(signals=["SIGTERM"], file=Path("stop"), after_minutes=np.float32(0.5))  # type: ignore[arg-type]
-    assert Loader(fields=["labels"], pin_memory=None, transform=None).fields == ["labels"]
+    assert LoaderOptions(fields=["labels"], pin_memory=None, transform=None).fields == ["labels"]
 
 
 def test_every_setting_has_a_type_that_is_checked() -> None:

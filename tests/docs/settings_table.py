@@ -14,7 +14,7 @@ BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 _TITLES = {
     "launch": "What to train on, and what to log",
     "data_options": "Order of the data",
-    "loader": "Reading ahead",
+    "loader_options": "Reading ahead",
     "checkpoints": "Checkpoints",
     "stop": "When to save and exit",
 }

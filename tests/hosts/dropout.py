@@ -171,7 +171,9 @@ def train(engine: Any, data: Any, stop: int, save: Path | None, own: np.random.G
 def attach(case: str, how: dict[str, Any], recorder: Recorder) -> tuple[Any, Any]:
     engine = engine_of(case, recorder)
     transform = toy.as_pair if case == "pipeline" else shifted
-    return engine, megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(transform=transform, **how))
+    return engine, megaresume.attach(
+        engine, toy.DATA, loader_options=megaresume.LoaderOptions(transform=transform, **how)
+    )
 
 
 def facts_of(engine: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ data = megaresume.attach(
     engine,
     {"seed": 1, "seq_length": 32, "packing": "none", "sources": {"web": {"kind": "python"}}},
     data_options=megaresume.DataOptions(objects={"web": Corpus()}),
-    loader=megaresume.Loader(num_workers=int(toy.sys.argv[3])),
+    loader_options=megaresume.LoaderOptions(num_workers=int(toy.sys.argv[3])),
 )
 toy.train(engine, data, 60)
 print("it was not noticed", flush=True)

@@ -444,7 +444,7 @@ def transform_fails(run: Run, accumulation: int) -> None:
             raise OSError("a picture is not there")
         return batch
 
-    run.data = megaresume.attach(run.engine, toy.DATA, loader=megaresume.Loader(transform=fails_once))
+    run.data = megaresume.attach(run.engine, toy.DATA, loader_options=megaresume.LoaderOptions(transform=fails_once))
     with contextlib.suppress(OSError):
         next(run.data)
     usual(run, accumulation)
@@ -784,7 +784,7 @@ def pipelines() -> None:
 
     def go(case: Callable[[Any, Any], None]) -> list[Any]:
         engine = toy.pipeline_engine(batch=8)
-        data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(transform=toy.as_pair))
+        data = megaresume.attach(engine, toy.DATA, loader_options=megaresume.LoaderOptions(transform=toy.as_pair))
         return [error_of(lambda: case(engine, data)), int(engine.global_steps), data.samples_trained]
 
     def usual_pipeline(engine: Any, data: Any) -> None:
@@ -811,7 +811,7 @@ def pipelines() -> None:
     web = {"path": str(toy.DATA.parent / "web"), "max_epochs": 1, "on_exhausted": "stop"}  # 300 samples
     engine = toy.pipeline_engine(micro=40, batch=80)
     mapping = {"seed": 1, "seq_length": 32, "packing": "none", "sources": {"web": web}}
-    data = megaresume.attach(engine, mapping, loader=megaresume.Loader(transform=toy.as_pair))
+    data = megaresume.attach(engine, mapping, loader_options=megaresume.LoaderOptions(transform=toy.as_pair))
     found["ends"] = [error_of(lambda: [engine.train_batch(data_iter=data) for _ in range(99)]), engine.global_steps]
     toy.result("pipelines", found)
 
@@ -836,7 +836,7 @@ if "alone" in sys.argv:  # rank 1 errs, the other one does not
     usual(run, 1)
 for accumulation in (1, 4):
     for name, function in LOOPS.items():
-        run = Run(accumulation, loader=megaresume.Loader(prefetch=accumulation))
+        run = Run(accumulation, loader_options=megaresume.LoaderOptions(prefetch=accumulation))
         error = error_of(functools.partial(function, run, accumulation))
         steps_made = int(run.engine.global_steps)
         run.data.close()

@@ -13,7 +13,7 @@ data = megaresume.attach(
     engine,
     toy.DATA,
     checkpoints=megaresume.Checkpoints(save_dir=save),
-    loader=megaresume.Loader(pad_id=3),
+    loader_options=megaresume.LoaderOptions(pad_id=3),
     log_samples=logs,
 )
 toy.train(engine, data, 5, save)
@@ -24,7 +24,7 @@ data = megaresume.attach(
     engine,
     toy.DATA,
     checkpoints=megaresume.Checkpoints(save_dir=save),
-    loader=megaresume.Loader(pad_id=3, num_workers=1),
+    loader_options=megaresume.LoaderOptions(pad_id=3, num_workers=1),
     log_samples=logs,
 )
 engine.load_checkpoint(str(save), tag="global_step2")

@@ -19,7 +19,9 @@ toy.start()
 def elastic() -> None:
     """Two ranks to one, other micro-batches, other prefetch."""
     engine = toy.engine_of(micro=4)
-    data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(num_workers=2, start_method="fork"))
+    data = megaresume.attach(
+        engine, toy.DATA, loader_options=megaresume.LoaderOptions(num_workers=2, start_method="fork")
+    )
     engine.load_checkpoint(str(toy.ROOT / "zero0"), tag="global_step2")
     seen = toy.train(engine, data, 6)
     assert data.resume is not None

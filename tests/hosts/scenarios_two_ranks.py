@@ -37,7 +37,7 @@ def zero(stage: int) -> None:
     state = data.state()
 
     engine = toy.engine_of(stage=stage)
-    data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(num_workers=stage % 2))
+    data = megaresume.attach(engine, toy.DATA, loader_options=megaresume.LoaderOptions(num_workers=stage % 2))
     path, client = engine.load_checkpoint(str(save), tag="global_step2")
     again = toy.train(engine, data, 6)
     data.close()
@@ -90,7 +90,7 @@ def pipeline() -> None:
 
     def run(steps: int, load: str | None) -> tuple[list[str], Any]:
         engine = toy.pipeline_engine(batch=8)
-        data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(transform=toy.as_pair))
+        data = megaresume.attach(engine, toy.DATA, loader_options=megaresume.LoaderOptions(transform=toy.as_pair))
         if load is not None:
             engine.load_checkpoint(str(save), tag=load)
         losses = []
@@ -120,12 +120,12 @@ def clock() -> None:
     """What counts is what the optimizer has stepped on."""
     save = toy.ROOT / "clock"
     engine = toy.engine_of()
-    data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(prefetch=3))
+    data = megaresume.attach(engine, toy.DATA, loader_options=megaresume.LoaderOptions(prefetch=3))
     toy.train(engine, data, 1)
     ahead = [next(data)["samples"].tolist() for _ in range(2)]  # a step that is not trained
     engine.save_checkpoint(str(save))
     engine = toy.engine_of()
-    data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(prefetch=0))
+    data = megaresume.attach(engine, toy.DATA, loader_options=megaresume.LoaderOptions(prefetch=0))
     engine.load_checkpoint(str(save))
     after = [next(data)["samples"].tolist() for _ in range(2)]
     toy.result("clock", {"ahead": ahead, "after": after, "samples": data.samples_trained})
@@ -353,7 +353,7 @@ def faults() -> None:
         engine,
         mapping,
         data_options=megaresume.DataOptions(objects={"pairs": Pictures()}),
-        loader=megaresume.Loader(prefetch=3),
+        loader_options=megaresume.LoaderOptions(prefetch=3),
     )
     toy.train(engine, data, 6, save)
     own = data.faults.to_plain()
@@ -366,7 +366,7 @@ def faults() -> None:
         engine,
         mapping,
         data_options=megaresume.DataOptions(objects={"pairs": Pictures()}),
-        loader=megaresume.Loader(num_workers=1),
+        loader_options=megaresume.LoaderOptions(num_workers=1),
     )
     _, client = engine.load_checkpoint(str(save), tag="global_step2")
     toy.train(engine, data, 6, toy.ROOT / "faults_again")

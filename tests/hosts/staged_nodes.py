@@ -39,7 +39,7 @@ data = megaresume.attach(
     data_config,
     data_options=megaresume.DataOptions(seq_length=8, seed=1),
     checkpoints=megaresume.Checkpoints(save_dir=local, stage_to=url, keep_last=2),
-    loader=megaresume.Loader(prefetch=0),
+    loader_options=megaresume.LoaderOptions(prefetch=0),
 )
 engine.load_checkpoint(local)
 for batch in data:

@@ -64,7 +64,7 @@ def attach(engine: Any, save_dir: Path | None, **options: Any) -> Any:
         engine,
         DATA,
         checkpoints=megaresume.Checkpoints(save_dir=save_dir),
-        loader=megaresume.Loader(prefetch=0),
+        loader_options=megaresume.LoaderOptions(prefetch=0),
         **options,
     )
 

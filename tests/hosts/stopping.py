@@ -27,7 +27,7 @@ def stopped_by(name: str, conditions: StopConditions, act: Any, *, workers: int 
         engine,
         toy.DATA,
         checkpoints=megaresume.Checkpoints(save_dir=save),
-        loader=megaresume.Loader(num_workers=workers),
+        loader_options=megaresume.LoaderOptions(num_workers=workers),
         stop=conditions,
     )
     reason, status, seen = None, None, []

@@ -191,7 +191,7 @@ def test_options_of_another_trainer() -> None:
         ({"check_points": "x"}, "write checkpoints"),
         ({"save_dir": "q"}, "pass checkpoints=megaresume.Checkpoints(save_dir='q')"),
         ({"keep_lst": 3}, "pass checkpoints=megaresume.Checkpoints(keep_last=3)"),
-        ({"loader": megaresume.Loader(num_workers=2)}, "pass num_workers=2 where the loader is made"),
+        ({"loader_options": megaresume.LoaderOptions(num_workers=2)}, "pass num_workers=2 where the loader is made"),
         (
             {"data_options": megaresume.DataOptions(on_change="stage")},
             "pass on_change='stage' where the loader is made",
@@ -199,6 +199,12 @@ def test_options_of_another_trainer() -> None:
         ({"checkpoints": {"save_dir": "q"}}, "write checkpoints=megaresume.Checkpoints(save_dir='q')"),
         ({"checkpoints": 5}, "write checkpoints=megaresume.Checkpoints(save_dir='run')"),
         ({"stop": "auto"}, "write stop=megaresume.StopConditions(before_end='auto')"),
+        ({"loader": [1]}, "the loader is the second argument, without a name"),
+        (
+            {"loader_options": [1]},
+            "write loader_options=megaresume.LoaderOptions(num_workers=2); a loader itself is the "
+            "second argument, without a name",
+        ),
     ],
 )
 def test_what_to_write_instead(options: dict[str, Any], action: str) -> None:

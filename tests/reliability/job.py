@@ -170,8 +170,8 @@ def attach(task: Task, engine: Any, checkpoints: megaresume.Checkpoints) -> Any:
         taken.extend(batch["samples"].tolist())
         return batch["tokens"], (batch["labels"], batch["loss_mask"])
 
-    loader = megaresume.Loader(prefetch=0, transform=pair if task.kind == "pipeline" else None)
-    data = megaresume.attach(engine, task.data, checkpoints=checkpoints, loader=loader)
+    options = megaresume.LoaderOptions(prefetch=0, transform=pair if task.kind == "pipeline" else None)
+    data = megaresume.attach(engine, task.data, checkpoints=checkpoints, loader_options=options)
     data.taken = taken
     return data
 
@@ -291,7 +291,7 @@ def client_words(step: int) -> str:
 def load_all(task: Task, engine: Any, report: Report) -> None:
     """Load from every directory, in default settings, and make a step: what a start there would do."""
     for number, directory in enumerate(task.loads):
-        data = megaresume.attach(engine, task.data, loader=megaresume.Loader(prefetch=0))
+        data = megaresume.attach(engine, task.data, loader_options=megaresume.LoaderOptions(prefetch=0))
         try:
             _, client = engine.load_checkpoint(str(directory))
         except MegaresumeError as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 from megaresume.checkpoint.flags import flag, group, parse_flags
-from megaresume.checkpoint.settings import Checkpoints, DataOptions, LaunchOptions, Loader
+from megaresume.checkpoint.settings import Checkpoints, DataOptions, LaunchOptions, LoaderOptions
 from megaresume.checkpoint.stopping import SIGNALS, StopConditions
 from megaresume.cluster.local import free_port
 from megaresume.stream.batches import BatchSchedule, micro_batches
@@ -105,7 +105,7 @@ class Arguments:
     # what other hosts have too
     launch: LaunchOptions = group(LaunchOptions)
     data_options: DataOptions = group(DataOptions)
-    loader: Loader = group(Loader)
+    loader_options: LoaderOptions = group(LoaderOptions)
     checkpoints: Checkpoints = group(Checkpoints)
     stop: StopConditions = group(StopConditions)
 

@@ -34,7 +34,7 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.rank_log import RankLog
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.checkpoint.session import Session
-from megaresume.checkpoint.settings import Checkpoints, DataOptions, Loader
+from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptions
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.data.data_config import Data
 from megaresume.hosts.attach import hook
@@ -60,7 +60,7 @@ def attach(
     checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
     on_stop: Callable[[], None] | None = None,
-    loader: Loader = Loader(),
+    loader_options: LoaderOptions = LoaderOptions(),
     data_options: DataOptions = DataOptions(),
     schedule: BatchSchedule | None = None,
     log_samples: str | os.PathLike[str] | None = None,
@@ -80,7 +80,7 @@ def attach(
         stop: at the end of the step in which one of these happens, save and raise `Stopped`, which ends the process
             with exit status 0 (or another of your choice). See docs/stopping.md.
         on_stop: how to save then, on every rank; None: ``engine.save_checkpoint(save_dir)``.
-        loader: how batches are read ahead, and what they are.
+        loader_options: how batches are read ahead, and what they are.
         data_options: what the data config leaves open, and what is to be skipped.
         schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
             engine's own, read again at every step.
@@ -101,14 +101,17 @@ def attach(
     if (kind := _kind_of(data)) != "config":
         stops = () if kind == "items" else (("stop", stop), ("on_stop", on_stop))
         options = (*stops, ("schedule", schedule), ("log_samples", log_samples))
-        changed = (("loader", loader != Loader()), ("data_options", data_options != DataOptions()))
+        changed = (
+            ("loader_options", loader_options != LoaderOptions()),
+            ("data_options", data_options != DataOptions()),
+        )
         on_all_ranks(lambda: _refuse_options(kind, [name for name, value in (*options, *changed) if value]))
         if kind == "items":
             return attach_items(engine, data, checkpoints=checkpoints, stop=stop, on_stop=on_stop)
         return attach_loader(engine, data, checkpoints=checkpoints)
     session = _started(engine, checkpoints, stop, on_stop, lambda: attached.stream)
 
-    balance = on_all_ranks(lambda: loader.balanced)
+    balance = on_all_ranks(lambda: loader_options.balanced)
 
     @functools.cache
     def open_data() -> Stream:
@@ -130,7 +133,7 @@ def attach(
         for line in same_corpora(stream.fingerprints):
             print(f"megaresume: WARNING: {line}", flush=True)
     log = None if log_samples is None else _open_log(log_samples)
-    attached = TrainingData(engine, stream, session, loader, schedule=schedule, log=log)
+    attached = TrainingData(engine, stream, session, loader_options, schedule=schedule, log=log)
     if asked:
         on_all_ranks(lambda: stream.skip(asked))
     _put_hooks(engine, attached)

@@ -39,8 +39,8 @@ _WORDS = Words(
     untrained=(
         "one was used for something else (its shape, a warm-up, an evaluation), was passed over with `continue`, had "
         "no backward, or a wrapper reads ahead; or one was evaluated or dropped, and another trained in its place",
-        "data.peek() shows the next batch without taking it, Loader(prefetch=N) reads ahead, DataOptions(skip=...) "
-        "leaves samples out; docs/deepspeed-loops.md lists each of these loops with its fix",
+        "data.peek() shows the next batch without taking it, LoaderOptions(prefetch=N) reads ahead, "
+        "DataOptions(skip=...) leaves samples out; docs/deepspeed-loops.md lists each of these loops with its fix",
     ),
     incomplete=(
         "a micro-batch was trained twice, or one that is not of this data; iter(data) was called while one was out, "

@@ -24,7 +24,7 @@ from megaresume.checkpoint.rank_log import RankLog, noted
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.session import Session
-from megaresume.checkpoint.settings import Loader
+from megaresume.checkpoint.settings import LoaderOptions
 from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
@@ -56,14 +56,14 @@ class TrainingData(EngineData):
         engine: Any,
         stream: Stream,
         session: Session,
-        loader: Loader,
+        options: LoaderOptions,
         *,
         schedule: BatchSchedule | None,
         log: RankLog | None = None,
     ) -> None:
         super().__init__(engine, session)
-        self.stream, self.loader = stream, loader
-        self.balance, self._planned = loader.balanced, schedule
+        self.stream, self.options = stream, options
+        self.balance, self._planned = options.balanced, schedule
         self._log = log
         self._reader: Iterator[Batch] | None = None
         self._set_base(int(engine.global_steps), None)
@@ -109,7 +109,7 @@ class TrainingData(EngineData):
     @property
     def num_workers(self) -> int:
         """Worker processes of this rank."""
-        return self.loader.num_workers
+        return self.options.num_workers
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
@@ -190,13 +190,13 @@ class TrainingData(EngineData):
             dp_size=facts.data_size(self.engine),
             balance=self.balance,
         )[index]
-        batch = StreamDataset(self.stream, **self.loader.of_batches).__getitems__(numbers)
+        batch = StreamDataset(self.stream, **self.options.of_batches).__getitems__(numbers)
         if not self._is_pipeline:
             self._witness.know(int(fingerprint(batch["tokens"])))
         return self._transformed(batch)
 
     def _transformed(self, batch: Batch) -> Any:
-        return batch if self.loader.transform is None else self.loader.transform(batch)
+        return batch if self.options.transform is None else self.options.transform(batch)
 
     def _open_step(self) -> None:
         """Settle the sizes of the next step and make sure that all of its samples exist."""
@@ -250,7 +250,7 @@ class TrainingData(EngineData):
                 dp=facts.data_size(self.engine),
                 micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
                 balance=self.balance,
-                pad_id=self.loader.pad_id,
+                pad_id=self.options.pad_id,
                 digest=self.stream.digest_at(self._base_sample),
             )
         for batch in batches if seen is None else seen:
@@ -259,7 +259,7 @@ class TrainingData(EngineData):
         self._log.end_step(self._count.step, seen=seen is not None)
 
     def _read_from(self, sample: int) -> Iterator[Batch]:
-        schedule, loading = self._schedule, self.loader
+        schedule, loading = self._schedule, self.options
         later = [segment for segment in schedule.segments if segment[0] > sample]
         loader = StreamLoader(
             self.stream,

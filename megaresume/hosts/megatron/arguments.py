@@ -19,14 +19,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
 from megaresume.checkpoint.flags import PREFIX, add_settings, check_types, flag_of
-from megaresume.checkpoint.settings import GROUPS, Checkpoints, Loader, Mode
+from megaresume.checkpoint.settings import GROUPS, Checkpoints, LoaderOptions, Mode
 from megaresume.checkpoint.stopping import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
 from megaresume.stream.skips import SkipConfig, parse_range, parse_steps, union
 
-G = TypeVar("G", Checkpoints, Loader)
+G = TypeVar("G", Checkpoints, LoaderOptions)
 
 _MODES = get_args(Mode)
 _ON_CHANGE = get_args(OnChange)
@@ -130,7 +130,7 @@ class Settings:
             log_samples=None if said["log_samples"] is None else str(said["log_samples"]),
             checkpoints=checkpoints,
             stop=_stop(args, said["stop_file"], said["stop_before_end"]),
-            balance=_group(Loader, said).balanced,
+            balance=_group(LoaderOptions, said).balanced,
         )
 
 
