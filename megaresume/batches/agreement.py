@@ -28,12 +28,12 @@ _loaders = itertools.count()
 
 
 def order_of(stream: Stream) -> str:
-    """What ranks must have in common to deal out one order of the same data: for comparisons."""
+    """What ranks must have in common to deal out one order of the same data, to be compared."""
     return repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips))
 
 
 class Agreement:
-    """Of one loader."""
+    """The agreement of the ranks on one loader's order."""
 
     def __init__(self) -> None:
         self._key: str | None = None
@@ -44,7 +44,7 @@ class Agreement:
         return Agreement, ()
 
     def check(self, stream: Stream, layout: str) -> None:
-        """At a ``for``, on a rank of torch.distributed.
+        """Check at a ``for``, on a rank of torch.distributed, that all ranks deal out the same order.
 
         Args:
             stream: the order.

@@ -59,7 +59,7 @@ FARTHEST = 1 << 16
 #: bytes read ahead at first, doubled until they are what is allowed: the first batch waits for little besides its own.
 FIRST = 2 << 20
 
-#: samples that are planned together, at most.
+#: The most samples that are planned together.
 TOGETHER = 64
 #: blocks of the stream that are planned ahead: it keeps more, so that nothing is planned twice.
 BLOCKS = 24
@@ -80,7 +80,7 @@ PATIENCE = 1024
 THREADS = 16
 #: batches that waited although they were asked for: then it is such a one.
 IGNORED = 2
-#: of madvise, since Linux 5.14: wait until the pages are there.
+#: The advice of madvise, since Linux 5.14, to wait until the pages are there.
 POPULATE_READ = 22
 
 Int64Array = npt.NDArray[np.int64]
@@ -173,7 +173,7 @@ class ReadAhead:
         self._planned: deque[tuple[tuple[int, ...], int, int]] = deque()
         self._places: deque[Place] = deque()
         self._segments = 0
-        #: of the samples that were planned last: the first one, where the segments of each begin, their records.
+        #: the samples that were planned last: the first one, where the segments of each begin, their records.
         self._first = -2
         self._starts: list[int] = [0, 0]
         self._pairs: list[list[int]] = []
@@ -185,7 +185,7 @@ class ReadAhead:
 
     @contextmanager
     def reading(self, samples: Sequence[int]) -> Iterator[None]:
-        """Around reading the next micro-batch."""
+        """A context around the reading of the next micro-batch."""
         if self._ahead is None:
             yield
             return
@@ -255,7 +255,7 @@ class ReadAhead:
 
     @property
     def _span(self) -> int:
-        """Samples of all ranks from the first that is planned to the last one."""
+        """The number of samples of all ranks, from the first that is planned to the last one."""
         return self._planned[-1][0][0] - self._planned[0][0][0] if self._planned else 0
 
     def _records_of(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
@@ -309,23 +309,23 @@ class ColdPages:
     def __init__(self, stream: Stream, seq_length: int) -> None:
         self._stream = stream
         self._sources = {i: source for i, source in enumerate(stream.sources) if isinstance(source, TokenSource)}
-        #: samples that are asked for ahead: so many, and never so far that a state must plan again.
+        #: the most samples that are asked for ahead: never so many that a state must plan again.
         self._most = max(AHEAD // 4 // seq_length, 1)
         self._farthest = stream.block_samples
         self._guess = Guess()
-        #: all samples that are expected before this one were asked for.
+        #: the sample up to which everything expected was asked for.
         self._told = 0
         #: whether to ask: at the start nobody knows, so it does.
         self._cold = False
         self._clean = self._pause = 0
         self._patience = 1
-        #: of the batch that is being read: when, waits of this thread before it, segments, whether they were asked for.
+        #: the batch that is being read: when, waits of this thread before it, segments, whether they were asked for.
         self._begun = 0.0
         self._before = self._segments = 0
         self._was_told = False
         self._ignored = 0
         self._threads: ThreadPoolExecutor | None = None
-        #: of the sources that are shuffled in blocks.
+        #: the regions of the sources that are shuffled in blocks.
         self._blocks = {
             i: _Regions(shuffle, source, seq_length)
             for i, source in self._sources.items()
@@ -335,7 +335,7 @@ class ColdPages:
             self._expect(cold=True)
 
     def begin(self, plan: Plan, samples: Sequence[int]) -> None:
-        """Before the tokens of a plan are read."""
+        """Note that the tokens of a plan are about to be read."""
         if self._cold:
             with contextlib.suppress(Exception):  # which whoever reads will meet
                 self._ask(plan, samples)
@@ -343,7 +343,7 @@ class ColdPages:
         self._begun = time.perf_counter()
 
     def end(self) -> None:
-        """After that."""
+        """Note that the tokens of the plan were read."""
         if sys.platform != "linux" or time.perf_counter() - self._begun < QUICK:
             return
         before, self._before = self._before, _waits()
@@ -428,7 +428,7 @@ class ColdPages:
 
 
 class _Regions:
-    """Of a source that is shuffled in blocks: its file in regions, each of them asked for once, as a whole.
+    """The file of a source that is shuffled in blocks, in regions, each of them asked for once, as a whole.
 
     The documents of a block are read a few at a time while those of others are; a region is a part of a block.
     """
@@ -439,7 +439,7 @@ class _Regions:
         block = shuffle.block * view.itemsize * min(len(view) // max(len(source), 1), seq_length)
         self._base, self._end = view.ctypes.data, view.ctypes.data + view.nbytes
         self._size = max(min(block // 4, LONGEST) // mmap.PAGESIZE, 1) * mmap.PAGESIZE
-        #: those asked for last, of two windows.
+        #: the regions of two windows that were asked for last.
         self._asked: OrderedDict[int, None] = OrderedDict()
         self._most = 2 * shuffle.window * (block // self._size + 2)
 

@@ -90,7 +90,7 @@ class Assembler:
         self._in_one_array: dict[int, bool] = {}
         #: sources that say which of their tokens are trained, by number.
         self.masked = [i for i, source in enumerate(self.sources) if has_spans(source)]
-        #: of these, those that begin with a preference pair.
+        #: the names of the sources that begin with a preference pair.
         self._pairs = [self.name_of(i) for i in self.masked if has_pairs(self.sources[i])]
         #: documents of which no loss is taken, by the number of their source.
         self._without_loss = masked_documents(names)
@@ -102,11 +102,11 @@ class Assembler:
             self.documents = DocumentReader(with_images, names=names, seed=seed)
 
     def name_of(self, i: int) -> str:
-        """Of a source, for people."""
+        """The name of a source, for people."""
         return f"'{self._names[i]}'" if self._names else f"source {i}"
 
     def lay_out(self, plan: Plan) -> SegmentLayout:
-        """Where the segments of a plan go."""
+        """Lay out the segments of a plan in rows and columns."""
         num_segments, num_samples = len(plan.table), len(plan)
         rows, columns, order = np.empty((3, num_segments), np.int64)
         bounds, num_bounds = np.empty(num_segments + 2 * num_samples, np.int32), np.empty(num_samples, np.int64)
@@ -234,7 +234,8 @@ class Assembler:
         return find_pairs(trained, mine, plan, layout, self.sources[i], self.name_of(i))
 
     def _take_loss_away(self, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
-        """Of documents whose loss is not to be taken. Raises UsageError for a loop without a loss mask."""
+        """Take the loss away from documents that are not to be trained. Raises UsageError for a loop without a loss
+        mask."""
         for i, documents in self._without_loss.items():
             if not out.loss_mask.size:
                 raise UsageError(
@@ -311,7 +312,7 @@ def find_pairs(
 
 
 def refuse_pairs(names: Sequence[str]) -> UsageError:
-    """For a loop that did not ask for pairs: it would train rejected answers as it does chosen ones."""
+    """Refuse pairs for a loop that did not ask for them: it would train rejected answers as it does chosen ones."""
     return UsageError(
         "the blend has preference pairs, and this loop would train both of each",
         found=f"chosen and rejected conversations in {', '.join(names)}",

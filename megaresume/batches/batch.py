@@ -50,7 +50,7 @@ Int64Array = npt.NDArray[np.int64]
 #: Fields of a batch that a loop can do without.
 Field = Literal["labels", "loss_mask", "position_ids", "pairs"]
 FIELDS: tuple[Field, ...] = ("labels", "loss_mask", "position_ids")
-#: and one that a loop has to ask for.
+#: The field that a loop has to ask for.
 PAIRS: Field = "pairs"
 
 
@@ -68,9 +68,9 @@ def check_fields(fields: Collection[str]) -> None:
 
 
 class _Always(TypedDict):
-    #: int64[m, S].
+    #: the tokens, int64[m, S].
     tokens: torch.Tensor
-    #: one int32[segments + 1] a sample: where its segments start, first 0, last S; padding is the last segment.
+    #: where the segments of each sample start, int32[segments + 1], first 0, last S; padding is the last segment.
     cu_seqlens: list[torch.Tensor]
     #: int64[m]: numbers of the samples in the stream.
     samples: torch.Tensor
@@ -156,7 +156,7 @@ def image_places(batch: Batch) -> torch.Tensor:
 class BatchArrays:
     """A batch of m samples of S tokens, before torch. Those that nobody asked for are empty: [0, 0]."""
 
-    #: int64[m, S].
+    #: the tokens, int64[m, S].
     tokens: Int64Array
     #: int64[m, S]: the next token of the same document; 0 if there is none.
     labels: Int64Array
@@ -168,7 +168,7 @@ class BatchArrays:
 
     @classmethod
     def empty(cls, num_samples: int, seq_length: int, fields: Collection[Field] = FIELDS) -> BatchArrays:
-        """Not initialised: the tokens, and these fields."""
+        """Arrays that are not initialised: the tokens, and these fields."""
         shape = (num_samples, seq_length)
         return cls(
             tokens=np.empty(shape, np.int64),
@@ -184,11 +184,11 @@ class SegmentLayout:
 
     #: int64[n], in samples from the first of the batch.
     rows: Int64Array
-    #: int64[n], in tokens.
+    #: where the segments start in their samples, in tokens, int64[n].
     columns: Int64Array
     #: int32[sum of num_bounds]: of each sample the starts of its segments, of the padding after them if any, and S.
     bounds: npt.NDArray[np.int32]
-    #: int64[m].
+    #: how many segment starts each sample has, int64[m].
     num_bounds: Int64Array
     #: int64[n]: the segments grouped by source.
     order: Int64Array
@@ -393,7 +393,7 @@ def separated(pairs: Int64Array, layout: SegmentLayout, out: BatchArrays, align:
 class BatchImages:
     """The n images of a batch, before torch; filled by `Assembler.fill`."""
 
-    #: of each image float32[k, *pixel_shape]; or its levels, if the room takes these.
+    #: the pixels of each image, float32[k, *pixel_shape]; or its levels, if the room takes these.
     pixels: list[npt.NDArray[Any]] = field(default_factory=list)
     #: (frames, rows, columns) of each.
     grids: list[tuple[int, int, int]] = field(default_factory=list)
@@ -401,7 +401,7 @@ class BatchImages:
     positions: list[tuple[int, int, int]] = field(default_factory=list)
     #: documents that were not as the index announced them; `sample` is the row of the batch.
     faults: list[FaultRecord] = field(default_factory=list)
-    #: where processors write; None: each into memory of its own.
+    #: the memory that processors write to; None: each allocates its own.
     room: Room | None = None
 
 
@@ -525,7 +525,7 @@ class DocumentReader:
 
 
 def _write(encoded: EncodedDocument, row: int, column: int, out: BatchArrays) -> None:
-    """Tokens, the next token of each as its label, and whether that one is trained."""
+    """Write the tokens of a document, the next token of each as its label, and whether that one is trained."""
     end = column + len(encoded.tokens)
     out.tokens[row, column:end] = encoded.tokens
     out.labels[row, column : end - 1] = encoded.tokens[1:]
@@ -556,7 +556,7 @@ class _Loan:
 
 
 def left_memory(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """float32[shape], not initialised."""
+    """Memory of this shape, float32, not initialised."""
     num_bytes = 4 * math.prod(shape)
     return np.asarray(_Loan(num_bytes))[:num_bytes].view(np.float32).reshape(shape)
 
@@ -608,7 +608,8 @@ def shown(batch: Any, *, pin_memory: bool = False) -> Any:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin_memory: bool = False) -> torch.Tensor:
-    """Not initialised; in a worker process where the consumer reads it: a copy takes a fifth of its time."""
+    """A tensor that is not initialised; in a worker process, in memory that the consumer reads: a copy takes a fifth of
+    its time."""
     if torch.utils.data.get_worker_info() is None or not shape[0]:
         return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
     return shared_memory(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)

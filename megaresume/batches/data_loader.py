@@ -138,7 +138,7 @@ class DataLoader(RankLoader):
         sources = item_options.sources_of(
             named, of_each, self._packing, directory=directory, num_workers=num_workers, keyed=keyed
         )
-        #: samples that one epoch of all datasets makes: its items; if they are packed, about so many.
+        #: the samples that one epoch of all datasets makes: its items; if they are packed, about so many.
         self.items = item_options.samples_of(
             sources, self._packing, batch_size=batch_size, dp_size=ranks.size, accumulation=accumulation
         )
@@ -252,7 +252,8 @@ class DataLoader(RankLoader):
         return Stream(config, here, state=state)
 
     def places(self, first: int, stop: int, stream: Stream) -> list[tuple[int, int, str, Any]]:
-        """What samples of an order are, each of which is an item: (epoch, item, dataset, place), for `read`.
+        """Find the items of samples, of an order in which each sample is one: (epoch, item, dataset, place), for
+        `read`.
 
         Raises:
             CorpusError: it draws from a dataset that is not there any more.
@@ -269,7 +270,7 @@ class DataLoader(RankLoader):
 
     @property
     def dataset(self) -> Any:
-        """As it was given; another one needs another loader."""
+        """The dataset as it was given; it cannot be replaced."""
         return self._dataset
 
     @property
@@ -279,7 +280,7 @@ class DataLoader(RankLoader):
 
     @property
     def batch_size(self) -> int:
-        """Samples of a micro-batch of this rank."""
+        """The number of samples in a micro-batch of this rank."""
         return self.micro_batch_size
 
     @property
@@ -297,12 +298,12 @@ class DataLoader(RankLoader):
 
     @property
     def step_samples(self) -> int:
-        """Samples of one step, all ranks and micro-batches together."""
+        """The number of samples in one step, of all ranks and micro-batches together."""
         return self.schedule.size_at(0)
 
     @property
     def samples(self) -> int:
-        """Samples handed out since the start of the run, all ranks together."""
+        """The number of samples handed out since the start of the run, of all ranks together."""
         return self._position
 
     @property
@@ -317,7 +318,8 @@ class DataLoader(RankLoader):
         return self._epochs.end_from(self._position)
 
     def epoch_ends(self) -> Iterator[int]:
-        """The same sample, and where each epoch after it ends; with the end of the data the last one."""
+        """The sample at which the epoch ends, and where each epoch after it ends; the last one with the end of the
+        data."""
         return self._epochs.ends(self._position)
 
     @property
@@ -327,7 +329,7 @@ class DataLoader(RankLoader):
 
     @property
     def batch_sampler(self) -> None:
-        """None, which those read that ask for a sampler (Lightning does both)."""
+        """None, for those that ask a loader for its sampler (Lightning does)."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called by loops before each epoch; the loader counts by itself, and checks that the loop counts alike.
@@ -352,7 +354,7 @@ class DataLoader(RankLoader):
             )
 
     def __copy__(self) -> DataLoader:
-        """Another loader, of the same datasets, which continues by itself from the same sample."""
+        """Another loader of the same datasets, which continues on its own from the same sample."""
         return copy.deepcopy(self, {id(one): one for one, _ in item_options.named(self.dataset).values()})
 
     def __len__(self) -> int:
@@ -364,7 +366,7 @@ class DataLoader(RankLoader):
         return self.state_at(self._position).to_dict()
 
     def _repr_html_(self) -> str:
-        """For Jupyter: how far it is."""
+        """How far the loader is, for Jupyter."""
         from megaresume.stream.pictures import picture_of_state
 
         return picture_of_state(self.stream.state_at(self._position))
@@ -408,7 +410,7 @@ class DataLoader(RankLoader):
         self.restore(StreamState.from_json(state))
 
     def restore(self, state: StreamState) -> None:
-        """The same, of a state that is read already."""
+        """Continue from a state that was parsed already."""
         item_options.check_packed_before(self._packing, int(state.config["seq_length"]))
         self.stream.restore(state)
         schedule = BatchSchedule.constant(self.step_samples)
@@ -470,7 +472,7 @@ class DataLoader(RankLoader):
             )
 
     def _warn_of_epochs(self) -> None:
-        """Once after a resume: a loop that never asked in which epoch it is trains as many epochs again."""
+        """Warn once after a resume: a loop that never asks which epoch it is in trains as many epochs again."""
         is_open = self.stop is None and all(source.max_epochs is None for source in self.stream.config.sources)
         if self._resumed_epoch and is_open and not (self._was_asked or self.ends_elsewhere):
             self._was_asked = True
@@ -482,7 +484,7 @@ class DataLoader(RankLoader):
             )
 
     def _asked(self) -> Iterator[Asked]:
-        """What is asked for each batch of a ``for``."""
+        """The samples that are asked for, for each batch of a ``for``."""
         step_start = self._position
         if self.balance is not None:
             step_start -= (self._position - self.stream.start) % self.step_samples

@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
     #: the number of its first sample.
     sample: int
-    #: of its items: see `items`.
+    #: where its items come from: see `items`.
     places: list[Any]
 
 
@@ -112,7 +112,7 @@ class Collated:
         self._fewer: tuple[int, int] | None = None
 
     def check(self, batch: Any, items: int) -> None:
-        """Of so many items.
+        """Check that a collated batch holds this many items.
 
         Raises:
             UsageError: there is no batch.
@@ -142,7 +142,7 @@ class Collated:
 
 
 def _rows(batch: Any) -> int | None:
-    """Of the first tensor; None if it has none."""
+    """The rows of the first tensor in a batch; None if it has none."""
     if not isinstance(batch, torch.Tensor):
         if isinstance(batch, Mapping):
             batch = next(iter(batch.values()), None)

@@ -26,11 +26,11 @@ def item_hash(item: Any) -> int:
 
 
 class _NotPlain(Exception):
-    """It holds something else than text, numbers, lists and mappings by text."""
+    """Raised for an item that holds something other than text, numbers, and lists and mappings of these."""
 
 
 def _plain(value: Any) -> str:
-    """What `_hash_into` hashes, at once: of conversations and other rows in half the time."""
+    """Check at once what `_hash_into` would hash step by step: for conversations and other rows, in half the time."""
     kind = type(value)
     if kind is str:
         return f"str {value!r}:"

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 CHUNK = 256
 #: name of the source, if only one dataset is given.
 ONLY = "data"
-#: what may be said of a dataset, as in a data.yaml.
+#: The options of one dataset, as in a data.yaml.
 OF_A_DATASET = ("weight", "max_epochs", "on_exhausted", "append", "shuffle", "was")
 #: steps within which items are sorted by length, at most.
 WINDOW = 50
@@ -169,7 +169,7 @@ def windows_of(items: int, step: int) -> dict[str, int]:
 def samples_of(
     sources: Mapping[str, ItemSource], packing: Packing, *, batch_size: int, dp_size: int, accumulation: int
 ) -> int:
-    """Samples that one epoch of all datasets makes; if they are packed, nearly.
+    """How many samples one epoch of all datasets makes; about so many if they are packed.
 
     Args:
         sources: the datasets.
@@ -344,7 +344,7 @@ def check_packed_before(packing: Packing, before: int) -> None:
 def lengths_of(
     dataset: Any, name: str, lengths: Any, *, directory: Path | None, num_workers: int
 ) -> tuple[Int64Array, Path | None]:
-    """Tokens of each item of a dataset, int64[items], and the file that they are kept in; None: none.
+    """Measure the tokens of each item of a dataset: int64[items], and the file that keeps them, or None.
 
     Args:
         dataset: map-style.
@@ -470,7 +470,7 @@ _SHOWN = 3
 _FILES = ("files", "original_files", "base_files")
 #: builders whose files `megaresume prepare --index-only` leaves where they are.
 _ROWS = ("parquet", "json", "arrow", "text")
-#: what was done to rows, by the class that does it.
+#: The method that made rows what they are, by the class that it returns.
 _METHODS = {"MappedExamplesIterable": "map", "FilteredExamplesIterable": "filter"}
 
 
@@ -510,7 +510,7 @@ def check_map_style(dataset: Any, name: str) -> None:
 
 
 def _form(dataset: object) -> str:
-    """What can be read only in its own order."""
+    """The kind of a dataset that can only be read in its own order."""
     if isinstance(dataset, torch.utils.data.DataLoader):
         return ", a loader"
     if isinstance(dataset, Iterator):

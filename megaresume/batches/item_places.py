@@ -21,9 +21,9 @@ from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream
 
-#: samples planned at a time.
+#: The number of samples that are planned at a time.
 BLOCK = 4096
-#: samples looked at in one go for the end of an epoch.
+#: The number of samples looked at in one go for the end of an epoch.
 STRIDE = 4096
 
 
@@ -44,7 +44,7 @@ class ItemEpochs:
         )
         #: a sample, and where its epoch ends, as it was planned last.
         self._planned = 0, 0
-        #: samples that are known to be of one epoch, and that epoch: a Trainer asks after every step.
+        #: the samples that are known to be of one epoch, and that epoch: a Trainer asks after every step.
         self._known, self._known_epoch = range(0), 0
 
     def forget(self) -> None:
@@ -77,7 +77,7 @@ class ItemEpochs:
         return first + int(cursors[0].left) if self._item_by_item and not self.stream.skips else None
 
     def end(self, first: int, stop: int) -> int | None:
-        """The same, if it is not after ``stop``; else None."""
+        """The end of the epoch of a sample, if that is not after ``stop``; else None."""
         epoch = self.of(first)
         if self.of(stop) == epoch:
             return None
@@ -91,7 +91,7 @@ class ItemEpochs:
         return high
 
     def end_from(self, first: int) -> int:
-        """The same, however far it is; the end of the stream, if that comes before."""
+        """The end of the epoch of a sample, however far it is; the end of the stream, if that comes before."""
         if (known := self.known_end(first)) is not None:
             return known
         if not self._planned[0] <= first < self._planned[1]:
@@ -99,7 +99,7 @@ class ItemEpochs:
         return self._planned[1]
 
     def ends(self, first: int) -> Iterator[int]:
-        """Where the epoch of a sample ends, and each epoch after it; with the end of the stream the last one."""
+        """The end of the epoch of a sample, and of each epoch after it; the last one with the end of the stream."""
         known = None if self._has_end else self.known_end(first)
         if known is None:
             yield from self._plan_ends(first)
@@ -144,7 +144,7 @@ class Places:
         self._whole_rows = whole_rows
 
     def to_epoch_end(self, start: int, step_start: int, ahead: deque[tuple[int, int]]) -> Iterator[Asked]:
-        """What is asked for each batch, to the step that reaches the end of the epoch.
+        """The samples of each batch, to the step that reaches the end of the epoch.
 
         Args:
             start: the next sample.
@@ -175,7 +175,7 @@ class Places:
                 return
 
     def of(self, plan: Plan, stream: Stream) -> list[Any]:
-        """Of all segments of a plan of a stream."""
+        """The places of all segments of a plan of a stream."""
         table = plan.table
         items = table[:, DOCUMENT]
         if not self._whole_rows and len(self._names) == 1:
@@ -197,5 +197,5 @@ class Places:
 
 
 def _whole(samples: int, step: int) -> int:
-    """Samples of the fewest whole steps that hold so many."""
+    """The number of samples of the fewest whole steps that hold so many."""
     return -(-samples // step) * step

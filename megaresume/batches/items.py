@@ -66,7 +66,7 @@ class ItemSource:
 
     #: the call that made it, for errors.
     call = "DataLoader"
-    #: what to do about an item that is longer than a sample.
+    #: advice about an item that is longer than a sample.
     advice = "raise seq_length; or shorten the items or leave them out; or let packing='split' cut them"
 
     def __init__(
@@ -96,22 +96,22 @@ class ItemSource:
         return self._items
 
     def first(self, items: int) -> ItemSource:
-        """The same without the items that were appended to so many."""
+        """The source before items were appended: its first ``items``."""
         source = copy.copy(self)
         source._items = items
         return source
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest item."""
+        """The number of tokens of the longest item."""
         return 1 if self.tokens is None else int(self.tokens.max())
 
     def lengths(self, ids: Int64Array) -> Int64Array:
-        """Tokens of each, or 1: int64[n] to int64[n]."""
+        """The tokens of each item, or 1: int64[n] to int64[n]."""
         return np.ones(len(ids), np.int64) if self.tokens is None else self.tokens[ids]
 
     def sizes(self, ids: Int64Array) -> Int64Array:
-        """By which they are grouped: int64[n] to int64[n]."""
+        """The sizes by which items are grouped: int64[n] to int64[n]."""
         return self.lengths(ids) if self._sizes is None else self._sizes[ids]
 
     def fingerprint(self, *, first: int | None = None) -> Fingerprint:
@@ -219,7 +219,7 @@ def _ones(ids: Int64Array) -> Int64Array:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """What is drawn within it from the generators of Python, NumPy and torch (of the CPU) was never drawn."""
+    """Leave the generators of Python, NumPy and torch (of the CPU) as they were before, whatever is drawn within it."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -238,7 +238,7 @@ def seed_generators(key: str) -> None:
 
 
 def token_count(item: Any) -> int:
-    """Tokens of an item: ``len(item["input_ids"])``, or ``len(item)`` if it is not a mapping."""
+    """The number of tokens of an item: ``len(item["input_ids"])``, or ``len(item)`` if it is not a mapping."""
     return len(item["input_ids"] if isinstance(item, Mapping) else item)
 
 
@@ -264,7 +264,8 @@ def uncounted(name: str, i: int, item: Any, error: Exception) -> CorpusError:
 
 
 def reader(datasets: Mapping[str, Any], measures: Mapping[str, Measure] | None, *, keyed: bool) -> Any:
-    """What torch reads from: see `ItemReader`; or the dataset itself, if all that it would do is to ask it."""
+    """The object that torch reads from: an `ItemReader`; or the dataset itself, if all that it would do is to ask
+    it."""
     one = next(iter(datasets.values()))
     if len(datasets) == 1 and measures is None and not keyed and not hasattr(one, "__getitems__"):
         return one
@@ -293,7 +294,7 @@ class ItemReader(torch.utils.data.Dataset[Any]):
         self._keyed = keyed
 
     def __getitem__(self, place: Any) -> Any:
-        """One item."""
+        """The item at a place."""
         return self.__getitems__([place])[0]
 
     def __getitems__(self, places: Sequence[Any]) -> list[Any]:
@@ -362,7 +363,7 @@ class ItemReader(torch.utils.data.Dataset[Any]):
 
 
 def part_of(item: Any, offset: int, length: int) -> Any:
-    """Some of the tokens of an item that packing ``split`` cuts: of every list, array or tensor with one entry a token.
+    """Cut tokens out of an item, as packing ``split`` does: of every list, array or tensor with one entry a token.
 
     Args:
         item: a mapping with ``input_ids``, or a sequence of tokens.
@@ -375,7 +376,7 @@ def part_of(item: Any, offset: int, length: int) -> Any:
 
 
 def _entries(value: Any) -> int | None:
-    """How many a list, array or tensor has."""
+    """The number of entries of a list, array or tensor."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return len(value) if value.ndim else None
     return len(value) if isinstance(value, list | tuple) else None

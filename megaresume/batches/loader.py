@@ -123,7 +123,7 @@ class StreamLoader(RankLoader):
 
     @property
     def start(self) -> int:
-        """The sample with which a ``for`` begins. Who sets it, says that the next one shall begin there."""
+        """The sample with which a ``for`` begins; setting it makes the next one begin there."""
         return self._start
 
     @start.setter
@@ -224,7 +224,7 @@ class _InWorkers(torch.utils.data.Dataset[Batch]):
 
 #: micro-batches that are dealt at a time.
 DEALT = 64
-#: tokens read at once, at most; more only if one micro-batch has more.
+#: The most tokens read at once; more only if one micro-batch has more.
 TOKENS = 1 << 17
 #: seconds: what takes longer waits for a disk. Then one at a time is as fast, and nobody waits for all of them.
 QUICK = 0.01
@@ -239,7 +239,7 @@ os.register_at_fork(
 
 
 class StreamDataset(torch.utils.data.Dataset[Batch]):
-    """Samples of a stream by number.
+    """A dataset whose items are the samples of a stream, by number.
 
     With a ``DataLoader``, pass ``collate_fn=whole`` and a batch sampler that gives sample numbers.
 
@@ -270,7 +270,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         self._ahead: ReadAhead | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers that are spawned."""
+        """The state for workers that are spawned."""
         return self.__dict__ | {"_assemblers": {}, "_ahead": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -278,7 +278,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     @property
     def stream(self) -> Stream:
-        """This process's stream, which continues where that of the parent did when this process was started."""
+        """This process's stream; in a worker, it continues where the parent's was when the worker was started."""
         if self._owner != os.getpid():
             # Forked: the parent's lock may have been held at that moment.
             self._stream, self._owner = copy.copy(self._stream), os.getpid()
@@ -322,7 +322,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         return self._assemblers[shape]
 
     def __len__(self) -> int:
-        """Samples of the run.
+        """The number of samples of the run.
 
         Raises:
             TypeError: no number was given; the stream itself has no end.
@@ -344,7 +344,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
             return self.read(samples)
 
     def read(self, samples: Sequence[int], *, pin_memory: bool = False, levels: bool = False) -> Batch:
-        """The same, if asked for in page-locked memory, or with levels of images instead of pixels."""
+        """Read samples as one batch, if asked for in page-locked memory, or with levels of images instead of pixels."""
         plan = self._plan(samples)
         assembler = self.assembler_of(min(samples), max(samples) + 1)
         return make_batch(
@@ -400,7 +400,7 @@ class Together:
 
     def __init__(self, loader: StreamLoader) -> None:
         self._loader = loader
-        #: micro-batches.
+        #: the micro-batches that are read at once, at most.
         self._most = 1
 
     def __iter__(self) -> Iterator[Batch]:

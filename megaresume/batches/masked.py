@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-#: of `megaresume.checkpoint.replay`: the path of JSON, which names documents by their source under ``masked``.
+#: The variable of `megaresume.checkpoint.replay`: the path of JSON that names documents by source under ``masked``.
 VARIABLE = "MEGARESUME_REPLAY"
 
 

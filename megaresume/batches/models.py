@@ -39,7 +39,7 @@ Family = Literal[
 ]
 #: pixels are patches of one size: [patches, values of a patch]; of the others tiles.
 _OF_PATCHES = ("qwen2_vl", "pixtral")
-#: What transformers leave out of a loss.
+#: The label that transformers leave out of a loss.
 IGNORED = -100
 
 
@@ -278,7 +278,8 @@ def _images_for(batch: Batch, family: str) -> dict[str, torch.Tensor]:
 
 
 def _whole_images(batch: Batch) -> torch.Tensor:
-    """float32[n, 3, H, W] of patches: images of several sizes, zeros after the right and the lower edge."""
+    """The images whole, float32[n, 3, H, W], from their patches; if sizes differ, zeros follow the right and the lower
+    edge."""
     pixels, sizes = batch["pixel_values"], batch["image_grid_thw"][:, 1:]
     edge = math.isqrt(pixels.shape[1] // 3)
     height, width = sizes.max(dim=0).values.tolist()

@@ -78,7 +78,7 @@ class DataParallel:
 
 
 def data_parallel(dp_rank: int | None, dp_size: int | None) -> DataParallel:
-    """This rank among the data-parallel ranks: as given; else torch.distributed's, if it is initialised.
+    """Find this rank among the data-parallel ranks: as given; else torch.distributed's, if it is initialised.
 
     Raises:
         UsageError: there is no such rank; or it was left out in one of several processes that have no group yet.
@@ -149,9 +149,9 @@ class RankLoader:
 
     #: micro-batches that are read ahead; without workers by a thread, or by nobody if it is 0.
     prefetch = 0
-    #: of the live figures, once a trainer is attached with ``metrics=``: `megaresume.checkpoint.meter.meter.Meter`.
+    #: the live figures, once a trainer is attached with ``metrics=``: `megaresume.checkpoint.meter.meter.Meter`.
     meter: Any = None
-    #: what a sample is called, for people.
+    #: the word for a sample, for people.
     _unit = "samples"
     #: replicas leave and join while the run goes on: a step is dealt out to any number of ranks, all of it. A rank that
     #: has nothing of a micro-batch is given the first sample of it, which its trainer must give no weight.

@@ -51,7 +51,7 @@ from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-#: of what torch says then, whatever it was that ended the worker.
+#: The beginning of torch's message when a worker has died, whatever ended it.
 _A_WORKER_DIED = "DataLoader worker (pid"
 
 #: seconds that the end of a program waits for a batch that is being read, fewer than a scheduler leaves between its
@@ -70,7 +70,7 @@ _listening = False
 
 
 def outlive_signals(_worker: int = 0) -> None:
-    """In a worker process: only the parent's own SIGTERM, by which torch clears workers away, ends it.
+    """Let only the parent's own SIGTERM, by which torch clears workers away, end this worker process.
 
     May be given to a ``DataLoader`` as ``worker_init_fn``. A second call in one process changes nothing; nor does the
     first on macOS, which does not tell who sent a signal.
@@ -95,14 +95,14 @@ def _wait(parent: int) -> None:
 class TensorPlace(NamedTuple):
     """The place of a tensor in a room."""
 
-    #: bytes.
+    #: where the tensor begins, in bytes.
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def end(self) -> int:
-        """Bytes."""
+        """Where the tensor ends, in bytes."""
         return self.offset + self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -136,7 +136,7 @@ class Outbox:
         self._rooms: deque[tuple[int, torch.Tensor]] = deque()
 
     def __call__(self, items: Any) -> Parcel:
-        """Collate, and pack."""
+        """Collate items, and pack the batch."""
         packed = _Packed()
         contents = packed.add(self._collate_fn(items))
         if self._ahead is None or packed.end >= LARGE:
@@ -169,12 +169,12 @@ class Inbox:
     """
 
     def __init__(self, *, pin_memory: bool = False) -> None:
-        #: whether it does.
+        #: whether batches are copied to page-locked memory.
         self.pin_memory = pin_memory and getattr(torch, "accelerator", torch.cuda).is_available()
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Before workers begin again: the batches that they have on their way will be thrown away."""
+        """Note that workers are started anew: the batches that they have on their way will be thrown away."""
         for room in self._rooms.values():
             room[_FULL] = 0
 
@@ -199,7 +199,7 @@ class _Packed:
 
     def __init__(self) -> None:
         self.end = ALIGN
-        #: by identity, so that one that is in a batch twice is so after it.
+        #: the tensors by identity, so that one that is in a batch twice is so after it.
         self.tensors: dict[int, tuple[TensorPlace, torch.Tensor]] = {}
 
     def add(self, part: Any) -> Any:
@@ -244,7 +244,7 @@ def _view(room: torch.Tensor, place: TensorPlace) -> torch.Tensor:
 
 
 def shared_memory(num_bytes: int) -> torch.Tensor:
-    """uint8[n] in shared memory, as torch's own collation asks for it."""
+    """A block of shared memory, uint8[n], allocated as torch's own collation does."""
     storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
@@ -341,14 +341,15 @@ class Workers:
             raise self._requests.ended
 
     def _drop_workers(self) -> None:
-        """torch keeps ``persistent_workers`` also after one of them has died, and every later ``for`` would fail."""
+        """Forget the workers: torch keeps ``persistent_workers`` also after one has died, and every later ``for`` would
+        fail."""
         kept, self.torch._iterator = self.torch._iterator, None
         if kept is not None:
             kept._shutdown_workers()  # type: ignore[attr-defined]
         self.inbox = Inbox(pin_memory=self._copies_to_pinned)
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be copied, or pickled: without the worker processes that are kept, and without their rooms."""
+        """The state to be copied or pickled: without the worker processes that are kept, and without their rooms."""
         loader = copy.copy(self.torch)
         loader._iterator = loader.worker_init_fn = None
         return self.__dict__ | {"torch": loader, "inbox": Inbox(pin_memory=self._copies_to_pinned)}
@@ -361,7 +362,7 @@ class _Requests:
     def __init__(self, requests: Callable[[], Iterator[Any]]) -> None:
         self._requests = requests
         self.ended: Exception | None = None
-        #: batches.
+        #: the number of batches that were asked for.
         self.asked = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -375,7 +376,7 @@ class _Requests:
 
 
 def begin_worker(worker_init_fn: Callable[[int], object] | None, share: Share | None, worker: int) -> None:
-    """In a worker process, before it reads.
+    """Prepare a worker process, before it reads.
 
     Args:
         worker_init_fn: of the user; None: none.
@@ -389,7 +390,7 @@ def begin_worker(worker_init_fn: Callable[[int], object] | None, share: Share | 
         worker_init_fn(worker)
 
 
-#: what threads of this process have read and nobody has taken.
+#: The queues of what threads of this process have read and nobody has taken.
 _ready: weakref.WeakSet[queue.Queue[Any]] = weakref.WeakSet()
 
 
@@ -456,7 +457,7 @@ def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]
 
 
 def check_main_guard(start_method: str) -> None:
-    """To be called before worker processes are started.
+    """Check before worker processes are started that the script guards its main program.
 
     Args:
         start_method: how.
@@ -500,7 +501,7 @@ def _frame_of_main() -> FrameType | None:
 
 
 def _is_run_by_workers() -> bool:
-    """As multiprocessing.spawn.get_preparation_data decides it."""
+    """Whether workers run the script again, as multiprocessing.spawn.get_preparation_data decides it."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     return bool(getattr(main, "__file__", None)) and not getattr(spec, "name", "").endswith("__main__")

@@ -42,15 +42,15 @@ FaultPolicy = Literal["error", "mask", "truncate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One record of a shard, as it lies there."""
+    """One record of a shard, as it is stored."""
 
-    #: as in the shard: what the members share before the first dot of their file names.
+    #: the record's key in the shard: what its members share before the first dot of their file names.
     key: str
-    #: of the shard.
+    #: the path of the shard.
     path: str
     #: extension in lower case, without the first dot ("jpg", "0.png", "json") to content.
     members: Mapping[str, bytes]
-    #: of a row beside a folder of images: their names, as members, in the order in which the row has them.
+    #: the names of the images of a row beside a folder of images, as members, in the row's order.
     images: tuple[str, ...] | None = None
 
 
@@ -58,13 +58,13 @@ class Record:
 class Key:
     """The identity of a document, forever: the key of its randomness."""
 
-    #: of the stream.
+    #: the seed of the stream.
     seed: int
     #: name of the source.
     source: str
     #: number in the source.
     document: int
-    #: 0-based.
+    #: the epoch, counted from 0.
     epoch: int
 
     def generator(self, image: int = 0) -> np.random.Generator:
@@ -80,10 +80,10 @@ class Key:
 class Measure:
     """The length of a record, measured without decoding its images."""
 
-    #: of the whole document: text, image tokens, end of document.
+    #: tokens of the whole document: text, image tokens, end of document.
     tokens: int
     num_images: int
-    #: of all images.
+    #: image tokens of all images.
     image_tokens: int
     #: named by the page, and not in the record or damaged: the model is not shown them, as the template was told.
     missing_images: int = 0
@@ -91,7 +91,7 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedImage:
-    """One image of a document."""
+    """One image of a document, as pixels."""
 
     #: tokens of the document before the first image token of the image.
     offset: int
@@ -101,7 +101,7 @@ class EncodedImage:
     pixels: npt.NDArray[np.float32]
     #: (frames, rows, columns) of patches, of tiles or of pixels, as the processor says.
     grid: tuple[int, int, int]
-    #: among the images of the document, 0-based; None: as it stands in ``images``, of which none was left out.
+    #: the image's number in the document, from 0; None: as it stands in ``images``, of which none was left out.
     number: int | None = None
 
 
@@ -109,9 +109,9 @@ class EncodedImage:
 class Fault:
     """A record that could not be used as the index announced it."""
 
-    #: what was done: ``mask`` or ``truncate``.
+    #: what was done to the document: ``mask`` or ``truncate``.
     policy: FaultPolicy
-    #: for people: what was found and expected. The same on every machine: no paths of this one, no addresses.
+    #: what was found and expected, for people. The same on every machine: no paths of this one, no addresses.
     reason: str
 
     @classmethod
@@ -238,7 +238,7 @@ def fit_document(document: EncodedDocument, tokens: int, filler: int) -> Encoded
 
 
 def masked_document(tokens: int, filler: int) -> EncodedDocument:
-    """Nothing to be learned: ``tokens`` fillers, no image."""
+    """A document in which nothing is to be learned: ``tokens`` fillers, no image."""
     return EncodedDocument(tokens=np.full(tokens, filler, np.int64), trained=np.zeros(tokens, np.bool_))
 
 

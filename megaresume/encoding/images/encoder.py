@@ -56,12 +56,12 @@ class ImageTextEncoder:
         check_spec(spec)
         self._spec = dict(spec)
         self._steps: tuple[Step, ...] = ()
-        #: what it makes of a record.
+        #: the template, which turns a record into pieces.
         self.template = template_from_options(spec["template"])
         self._images = read(ImageOptions, spec["images"], "images")
         self.processor = processor_from_options(spec["processor"])
         self.image_token_id, self.vocab_size = self._image_token()
-        #: what stands where nothing is to be learned; None without an end-of-document token.
+        #: the filler where nothing is to be learned; None without an end-of-document token.
         self.eod = self.tokenizer.eod
         if spec["eod"] and self.eod is None:
             raise ConfigError(
@@ -204,7 +204,7 @@ class ImageTextEncoder:
         return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images), fault=fault)
 
     def _pieces(self, record: Record) -> list[Piece]:
-        """Of the template; images whose headers cannot be read are missing, if it says so."""
+        """The pieces of the template; images whose headers cannot be read are missing, if it says so."""
         pieces = self.template.pieces(record)
         if not self.template.damaged_images:
             return pieces
@@ -377,7 +377,7 @@ def _name(record: Record, member: str) -> str:
 
 
 def _named(name: str, function: Callable[..., T], *arguments: Any) -> T:
-    """What the function returns; its CorpusError says which image it was."""
+    """Call a function; a CorpusError that it raises says which image it was."""
     try:
         return function(*arguments)
     except CorpusError as error:

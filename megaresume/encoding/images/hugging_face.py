@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-#: of a model's directory; of config.json the type alone.
+#: The files of a model's directory that are read; of config.json the type alone.
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-#: what a processor may return, beside the pixels: text, what follows from the size, and masks without a hole.
+#: The outputs that a processor may have beside the pixels: text, what follows from the size, masks without a hole.
 _UNDERSTOOD = {
     *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"),
     *("pixel_values", "pixel_attention_mask", "image_sizes", "batch_num_images", "num_crops", "rows", "cols"),
@@ -74,7 +74,7 @@ def files_of(directory: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """Of a token as the Hub's files have it: a text, or an object with its content."""
+    """The text of a token as the Hub's files have it: a text, or an object with its content."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
@@ -157,13 +157,15 @@ class TransformersProcessor(Options):
         return known
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """Of patches, their number; of tiles, that of the size: `__call__` has compared it with the processor's."""
+        """The number of tokens of pixels: of patches, their number; of tiles, that of the size, which `__call__` has
+        checked."""
         if pixels.ndim == 2:
             return len(pixels) // self._loaded_processor.merge**2
         return self.num_tokens(grid[2], grid[1])
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
-        """float32[k, *pixel_shape], and (1, height, width) in pixels: ``image_sizes`` of the model. Draws nothing.
+        """Process an image: float32[k, *pixel_shape], and (1, height, width) in pixels, the model's ``image_sizes``.
+        Draws nothing.
 
         Raises:
             CorpusError: the processor cannot take the image, or writes for it another pattern than for its size.
@@ -243,7 +245,7 @@ class _LoadedProcessor:
         return pattern
 
     def _patches(self, values: Pixels) -> tuple[Pixels, Grid]:
-        """Of an image that keeps its shape, [3, H, W]: patches row by row, and its size."""
+        """The patches of an image that keeps its shape, [3, H, W], row by row, and its size."""
         size = int(self._processor.patch_size)
         _, height, width = values.shape
         cut = values.reshape(3, height // size, size, width // size, size).transpose(1, 3, 0, 2, 4)
@@ -267,7 +269,7 @@ class _LoadedProcessor:
 
 @functools.lru_cache(maxsize=8)
 def _loaded(content: str, image_token: str | None, backend: Backend) -> _LoadedProcessor:
-    """Of the files, once a process.
+    """The processor of these files, loaded once a process.
 
     Raises:
         SetupError: transformers, or a library that the processor needs, is missing.

@@ -22,9 +22,9 @@ from megaresume.stream.errors import CorpusError
 
 #: the last part of the names of members that are images.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif")
-#: under which a row names its images: in lists; LLaVA; folders of Hugging Face.
+#: The keys under which a row names its images: in lists; LLaVA; folders of Hugging Face.
 IMAGE_KEYS = ("images", "image", "file_name")
-#: of those that are video or sound.
+#: The extensions of files that are video or sound.
 MEDIA_EXTENSIONS = (
     *("mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg"),
     *("mp3", "m4a", "wav", "flac", "ogg", "opus", "aac"),
@@ -38,7 +38,7 @@ class Text:
     text: str
     #: is it to be predicted.
     trained: bool
-    #: it comes from the template, not from the record: special tokens in it are special tokens.
+    #: whether the text is the template's, not the record's: special tokens in it are special tokens.
     markup: bool = False
 
 
@@ -54,7 +54,7 @@ class Image:
 class Missing:
     """An image that a page names and the record does not have: nothing stands for it, but it is counted."""
 
-    #: as the page has it.
+    #: the name of the image, as the page has it.
     name: str
 
 
@@ -66,7 +66,7 @@ class Template(Protocol):
 
     @property
     def split(self) -> int | None:
-        """Tokens above which a record becomes several documents; None if it is always one."""
+        """The number of tokens above which a record becomes several documents; None if it is always one."""
         ...
 
     @property
@@ -166,7 +166,7 @@ def image_members(record: Record) -> list[str]:
 
 
 def check_shown(record: Record, pieces: Collection[Piece], *, unused: bool) -> None:
-    """Nothing of the record to be seen or heard may be left out without a word.
+    """Check that nothing of the record to be seen or heard is left out silently.
 
     Args:
         record: the record.
@@ -193,7 +193,7 @@ def check_shown(record: Record, pieces: Collection[Piece], *, unused: bool) -> N
 
 
 def find_image(record: Record, name: object) -> str | None:
-    """As `named_image`; None if there is no such member.
+    """Find an image as `named_image` does; None if there is no such member.
 
     Raises:
         CorpusError: the name is none, or that of a video.
@@ -263,7 +263,7 @@ def bad_json(record: Record, headline: str, found: str, expected: str) -> Corpus
 
 
 def no_text(record: Record, where: str) -> CorpusError:
-    """Nothing to predict."""
+    """The error for a record without text: there would be nothing to predict."""
     return CorpusError(
         f"record '{record.key}' has no text",
         found=f"nothing but white space in {where}",
@@ -281,7 +281,7 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("."))
 
 
-#: tokens, and whether they are trained on.
+#: Tokens, and whether they are trained on.
 Words = tuple[list[int], bool]
 Part = Image | Words
 
@@ -291,7 +291,7 @@ class Unit:
     """A text; or an image with the tokens around it, which is never cut."""
 
     parts: Sequence[Part]
-    #: of all parts, those of the image too.
+    #: the tokens of all parts, those of the image too.
     tokens: int
     #: record and member, for errors; None: a text.
     image: str | None = None

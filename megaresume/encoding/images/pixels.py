@@ -57,7 +57,7 @@ class Statistics(Options):
     std: Annotated[tuple[Deviation, Deviation, Deviation], Items()] = (0.5, 0.5, 0.5)
 
 
-#: what published vision encoders were trained with.
+#: The statistics that published vision encoders were trained with.
 CLIP = Statistics(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
 IMAGENET = Statistics(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 STATISTICS = {
@@ -78,7 +78,7 @@ def _statistics(value: Any) -> Any:
 Normalize = Annotated[Statistics, Before(_statistics)]
 
 
-#: ``backend``: whose pixels.
+#: The library whose pixels are reproduced: ``backend``.
 Backend = Literal["pillow", "torchvision"]
 
 
@@ -200,22 +200,22 @@ class Levels:
 
     normalize: Statistics
     backend: Backend
-    #: of one row of the pixels.
+    #: the shape of one row of the pixels.
     pixel_shape: tuple[int, ...]
     #: equal frames of one row of the pixels.
     frames: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of one row of the levels: (3, values of a channel)."""
+        """The shape of one row of the levels: (3, values of a channel)."""
         return 3, math.prod(self.pixel_shape) // (3 * self.frames)
 
     def new(self, count: int) -> npt.NDArray[np.uint8]:
-        """uint8[count, *shape], to be written."""
+        """Memory for levels: uint8[count, *shape], to be written."""
         return new_rows((count, *self.shape), np.uint8)
 
     def fill(self, levels: npt.NDArray[np.uint8], out: Pixels) -> None:
-        """Normalise.
+        """Write normalised pixels.
 
         Args:
             levels: uint8[k, *shape].
@@ -261,7 +261,7 @@ def cut_patches(values, top, left, merge, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def normalize_levels(levels, table, out):  # type: ignore[no-untyped-def]
-    """Normalise.
+    """Write normalised pixels.
 
     Args:
         levels: uint8[n, 3, s].
@@ -317,14 +317,14 @@ class Weights(NamedTuple):
     bits: int
 
     def part(self, begin: int, count: int) -> Weights:
-        """Of some of the rows."""
+        """Only some of the rows."""
         cut = slice(begin, begin + count)
         return Weights(self.first[cut], self.taps[cut], self.weights[cut], self.bits)
 
 
 @functools.lru_cache(maxsize=64)
 def weights_of(size: int, new_size: int, resample: Resampling, *, narrow: bool) -> Weights:
-    """To resize ``size`` rows to ``new_size``.
+    """The weights that resize ``size`` rows to ``new_size``.
 
     Args:
         size, new_size: pixels.
@@ -347,7 +347,7 @@ def weights_of(size: int, new_size: int, resample: Resampling, *, narrow: bool) 
 def resample(
     values: npt.NDArray[np.uint8], columns: Weights | None, rows: Weights | None, *, rows_first: bool
 ) -> npt.NDArray[np.uint8]:
-    """An image resized.
+    """Resize an image.
 
     Args:
         values: uint8[h, w, 4], C-contiguous.

@@ -56,15 +56,15 @@ class Processor(Protocol):
         ...
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tokens of an image of this size. Raises CorpusError for a size that it cannot take."""
+        """The number of tokens of an image of this size. Raises CorpusError for a size that it cannot take."""
         ...
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """Tokens that the vision model makes of this output: the other side of `num_tokens`."""
+        """The number of tokens that the vision model makes of this output: the other side of `num_tokens`."""
         ...
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
-        """float32[k, *pixel_shape], C-contiguous, and the grid of an RGB image."""
+        """Process an RGB image: float32[k, *pixel_shape], C-contiguous, and its grid."""
         ...
 
 
@@ -73,7 +73,7 @@ class Patterned(Protocol):
     """A processor of images that are not one run of image tokens."""
 
     def pattern(self, width: int, height: int) -> Pattern:
-        """Of an image of this size, pixels. Raises CorpusError for a size that it cannot take."""
+        """The runs of tokens of an image of this size, pixels. Raises CorpusError for a size that it cannot take."""
         ...
 
 
@@ -130,7 +130,7 @@ def of_json(value: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonProcessor(Options):
-    """One's own: the object that a factory returns.
+    """A processor of the user's own: the object that a factory returns.
 
         processor: {kind: python, factory: "my_package.images:build", kwargs: {size: 224}}
 
@@ -143,9 +143,9 @@ class PythonProcessor(Options):
 
     kind: ClassVar[str] = "python"
 
-    #: "package.module:callable".
+    #: the factory, as "package.module:callable".
     factory: str = ""
-    #: of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
+    #: arguments of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
     kwargs: Annotated[dict[str, Any], After(of_json)] | None = None
     _inner: Processor = field(init=False, repr=False, compare=False)
 
@@ -165,23 +165,23 @@ class PythonProcessor(Options):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """Of the object."""
+        """The pixel shape of the factory's object."""
         return tuple(self._inner.pixel_shape)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Of the object."""
+        """The number of tokens, as the factory's object counts them."""
         return image_tokens(self.pattern(width, height))
 
     def pattern(self, width: int, height: int) -> Pattern:
-        """Of the object; one run, if it has only `num_tokens`."""
+        """The pattern of the factory's object; one run, if it has only `num_tokens`."""
         return pattern_of(self._inner, width, height)
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """Of the object."""
+        """The number of tokens of pixels, as the factory's object counts them."""
         return self._inner.tokens_of(pixels, grid)
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
-        """Of the object."""
+        """Process an image by the factory's object."""
         return self._inner(image, generator)
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-#: of an image on its way to a square: 4 bytes each. Pillow itself opens no more.
+#: The most pixels of an image on its way to a square: 4 bytes each. Pillow itself opens no more.
 MOST_PIXELS = 178_956_970
 #: largest ratio of the longer edge to the shorter one of ``native``, as in the original.
 _MAX_RATIO = 200
@@ -67,7 +67,7 @@ class Patches(Options):
     size: Annotated[int, Within(1, 8192)] = 336
     #: edge of a patch, pixels.
     patch_size: Annotated[int, Within(1, 1024)] = 14
-    #: how the image comes to be a square: crop, pad or stretch.
+    #: how the image becomes a square: crop, pad or stretch.
     fit: Literal["crop", "pad", "stretch"] = "crop"
     #: patches along each axis that become one token (pixel shuffle of InternVL, scale 1 / merge).
     merge: Annotated[int, Within(1, 64)] = 1
@@ -93,16 +93,16 @@ class Patches(Options):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """(3, size, size)."""
+        """The shape of an image's pixels: (3, size, size)."""
         return (3, self.size, self.size)
 
     @property
     def levels(self) -> Levels:
-        """How 8-bit values become the pixels."""
+        """The table by which 8-bit values become pixels."""
         return Levels(self.normalize, self.backend, self.pixel_shape)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """The same for every size.
+        """The number of tokens, the same for images of every size.
 
         Raises:
             CorpusError: an image so narrow that the square, before it is cut or made small, would fill the memory.
@@ -111,7 +111,7 @@ class Patches(Options):
         return (self._side // self.merge) ** 2 + self.class_tokens
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """Of the grid of patches."""
+        """The number of tokens of a grid of patches."""
         return grid[0] * grid[1] * grid[2] // self.merge**2 + self.class_tokens * len(pixels)
 
     def most_rows(self, num_tokens: int) -> int:
@@ -119,7 +119,7 @@ class Patches(Options):
         return num_tokens // self.num_tokens(1, 1)
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
-        """float32[1, 3, size, size], and (1, rows, columns) of patches."""
+        """Process an image: float32[1, 3, size, size], and (1, rows, columns) of patches."""
         self._check_room(*image.size)
         levels = self.levels.new(1)
         cut_patches(self._square(image), 0, 0, 1, levels.reshape(1, 1, *self.pixel_shape))
@@ -143,7 +143,7 @@ class Patches(Options):
             )
 
     def _square(self, image: Image) -> npt.NDArray[np.uint8]:
-        """uint8[size, size, 4]."""
+        """The image as a square: uint8[size, size, 4]."""
         width, height = image.size
         if self.fit == "crop" and width != height:
             short = min(width, height)
@@ -186,7 +186,7 @@ class Tiles(Options):
     patch_size: Annotated[int, Within(1, 1024)] = 14
     #: patches along each axis that become one token (pixel shuffle, scale 1 / merge).
     merge: Annotated[int, Within(1, 64)] = 2
-    #: without the thumbnail.
+    #: the fewest tiles, without the thumbnail.
     min_tiles: Annotated[int, Within(1, 1000)] = 1
     max_tiles: Annotated[int, Within(1, 1000)] = 12
     #: the whole image once more, as one tile, after the others; not for an image of one tile.
@@ -222,17 +222,17 @@ class Tiles(Options):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """(3, tile_size, tile_size)."""
+        """The shape of a tile's pixels: (3, tile_size, tile_size)."""
         return (3, self.tile_size, self.tile_size)
 
     @property
     def levels(self) -> Levels:
-        """How 8-bit values become the pixels."""
+        """The table by which 8-bit values become pixels."""
         return Levels(self.normalize, self.backend, self.pixel_shape)
 
     @property
     def tokens_per_tile(self) -> int:
-        """Tokens of each tile, the thumbnail too."""
+        """The number of tokens of each tile, the thumbnail too."""
         return (self.tile_size // (self.patch_size * self.merge)) ** 2 + self.extra_tokens
 
     def num_tokens(self, width: int, height: int) -> int:
@@ -241,7 +241,7 @@ class Tiles(Options):
         return (columns * rows + self._thumbnails(columns * rows)) * self.tokens_per_tile
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """Of the tiles that there are."""
+        """The number of tokens of the tiles that there are."""
         return len(pixels) * self.tokens_per_tile
 
     def most_rows(self, num_tokens: int) -> int:
@@ -249,7 +249,7 @@ class Tiles(Options):
         return num_tokens // self.tokens_per_tile
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
-        """float32[k, 3, S, S], tiles row by row, thumbnail last; and (1, rows, columns) of tiles."""
+        """Process an image: float32[k, 3, S, S], tiles row by row, thumbnail last; and (1, rows, columns) of tiles."""
         size = self.tile_size
         columns, rows = self.shape(*image.size)
         tiles = columns * rows
@@ -324,7 +324,7 @@ class Native(Options):
     merge: Annotated[int, Within(1, 64)] = 2
     #: frames in a patch.
     temporal_patch_size: Annotated[int, Within(1, 64)] = 2
-    #: of the resized image.
+    #: the fewest pixels of the resized image.
     min_pixels: Annotated[int, Within(1, 2**31)] = 56 * 56
     max_pixels: Annotated[int, Within(1, 2**31)] = 28 * 28 * 16384
     #: bicubic, bilinear or lanczos.
@@ -351,16 +351,17 @@ class Native(Options):
 
     @property
     def levels(self) -> Levels:
-        """How 8-bit values become the pixels."""
+        """The table by which 8-bit values become pixels."""
         return Levels(self.normalize, self.backend, self.pixel_shape, self.temporal_patch_size)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Of the resized image. Raises CorpusError for an image more than 200 times as long as wide."""
+        """The number of tokens of the resized image. Raises CorpusError for an image more than 200 times as long as
+        wide."""
         width, height = self.target(width, height)
         return (width // (self.patch_size * self.merge)) * (height // (self.patch_size * self.merge))
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """Of the grid of patches."""
+        """The number of tokens of a grid of patches."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def most_rows(self, num_tokens: int) -> int:
@@ -368,7 +369,7 @@ class Native(Options):
         return num_tokens * self.merge**2
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
-        """float32[rows * columns, 3 * T * P * P], and (1, rows, columns) of patches."""
+        """Process an image: float32[rows * columns, 3 * T * P * P], and (1, rows, columns) of patches."""
         width, height = self.target(*image.size)
         rows, columns = height // self.patch_size, width // self.patch_size
         levels = self.levels.new(rows * columns)

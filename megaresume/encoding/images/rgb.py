@@ -49,7 +49,7 @@ Shade = Annotated[int, Within(0, 255)]
 class ImageOptions(Options):
     """The formats that are read as images, and how they become RGB."""
 
-    #: as Pillow calls them; a file of another format is refused.
+    #: the formats that may be read, as Pillow calls them; a file of another format is refused.
     formats: Texts = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
     #: largest width * height; above it the file is taken for a decompression bomb. Pillow itself opens no more than
     #: 178,956,970.
@@ -222,15 +222,15 @@ Radius = Annotated[float, Within(0.0, 100.0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flip(Options):
-    """Left and right exchanged."""
+    """Exchanges left and right."""
 
     kind: ClassVar[str] = "flip"
     main: ClassVar[str] = "p"
-    #: probability.
+    #: the probability of the step.
     p: Share = 0.5
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """One draw."""
+        """Flip the image, or not: one draw."""
         from PIL.Image import Transpose
 
         return image.transpose(Transpose.FLIP_LEFT_RIGHT) if generator.random() < self.p else image
@@ -244,7 +244,7 @@ class Crop(Options):
     main: ClassVar[str] = "scale"
     #: least and largest share of the area that is kept.
     scale: Annotated[tuple[Area, Area], Items()] = (0.8, 1.0)
-    #: probability.
+    #: the probability of the step.
     p: Share = 1.0
 
     def __post_init__(self) -> None:
@@ -273,7 +273,7 @@ class ColorJitter(Options):
     brightness: Share = 0.0
     contrast: Share = 0.0
     saturation: Share = 0.0
-    #: probability.
+    #: the probability of the step.
     p: Share = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
@@ -296,34 +296,34 @@ class ColorJitter(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grayscale(Options):
-    """Without colour."""
+    """Removes the colour."""
 
     kind: ClassVar[str] = "grayscale"
     main: ClassVar[str] = "p"
-    #: probability.
+    #: the probability of the step.
     p: Share = 0.1
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """One draw."""
+        """Remove the colour, or not: one draw."""
         return image.convert("L").convert("RGB") if generator.random() < self.p else image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GaussianBlur(Options):
-    """Out of focus."""
+    """Blurs the image."""
 
     kind: ClassVar[str] = "gaussian_blur"
     main: ClassVar[str] = "radius"
     #: least and largest radius, pixels.
     radius: Annotated[tuple[Radius, Radius], Items()] = (0.1, 2.0)
-    #: probability.
+    #: the probability of the step.
     p: Share = 0.5
 
     def __post_init__(self) -> None:
         _ascending(self.radius, "gaussian_blur.radius")
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """Two draws."""
+        """Blur the image, or not: two draws."""
         from PIL import ImageFilter
 
         applied, draw = generator.random(2)
@@ -340,7 +340,7 @@ class GaussianNoise(Options):
     main: ClassVar[str] = "std"
     #: largest standard deviation, of values from 0 to 255; the one used is drawn from 0 up to it.
     std: Annotated[float, Within(0.0, 255.0)] = 8.0
-    #: probability.
+    #: the probability of the step.
     p: Share = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
@@ -363,7 +363,7 @@ STEPS: dict[str, type[Any]] = {
 
 
 def _step(item: Any) -> Any:
-    """One item of the list as (class, its options)."""
+    """One item of the list of steps as (class, its options)."""
     given = {item: {}} if isinstance(item, str) else item
     if not isinstance(given, Mapping):
         raise refused(expected="keys and values: the name of a step, and its options")

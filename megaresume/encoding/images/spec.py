@@ -304,7 +304,7 @@ def _square(model: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _edge(values: Mapping[str, Any], key: str, edges: set[str], where: str) -> int:
-    """Of a square: 336, or {"height": 336, "width": 336} with both of these edges."""
+    """The edge of a square: 336, or {"height": 336, "width": 336} with both of these edges."""
     size = values[key]
     found = [size] if isinstance(size, int) else []
     if isinstance(size, Mapping) and set(size) == edges:
@@ -325,7 +325,7 @@ def _bad(where: str, key: str, found: str, expected: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Class:
-    """One of transformers' image processors: its defaults, and what it is with us."""
+    """One of transformers' image processors: its defaults, and the processor here that does the same."""
 
     defaults: Mapping[str, Any]
     options: Callable[[dict[str, Any], Mapping[str, Any], str], dict[str, Any]]
@@ -343,7 +343,7 @@ _QWEN = {
 _CROPPED = {"size": 224, "crop_size": 224, "do_center_crop": True, **_OF_CLIP}
 _PAN_AND_SCAN = {"do_pan_and_scan": False, "pan_and_scan_min_crop_size": None, "pan_and_scan_max_num_crops": None}
 _PAN_AND_SCAN |= {"pan_and_scan_min_ratio_to_activate": None}
-#: as transformers 5 has them.
+#: The image processors of transformers 5, by name.
 _CLASSES = {
     "Qwen2VLImageProcessor": _Class(defaults=_QWEN, options=_native),
     "Qwen2_5_VLImageProcessor": _Class(defaults=_QWEN, options=_native),

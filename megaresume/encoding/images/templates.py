@@ -78,7 +78,7 @@ class Chat(Options):
     unused_images: Truth = False
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
-        """Under ``images``, ``image`` or ``file_name``; and those that only a part of a turn names."""
+        """The images named under ``images``, ``image`` or ``file_name``, and those that only a part of a turn names."""
         names = row_images(row)
         turns = next((row[key] for key in self.turns if key in row), None)
         for turn in turns if isinstance(turns, list) else ():
@@ -206,7 +206,7 @@ def _name_in(part: dict[str, Any]) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caption(Options):
-    """One image, one text.
+    """A template of one image and one text.
 
     <image> prompt text <eod>        the prompt is not trained on, text and end of document are
     """
@@ -222,9 +222,9 @@ class Caption(Options):
     text: Texts = ("txt", "caption")
     #: read the text out of the JSON member, under this key, instead.
     json_key: str | None = None
-    #: between image and text; not trained on.
+    #: the text between image and text; not trained on.
     prompt: str = ""
-    #: image before text.
+    #: whether the image comes before the text.
     image_first: Truth = True
     #: records without an image are documents of text alone; otherwise they are errors.
     text_only: Truth = False
@@ -234,7 +234,7 @@ class Caption(Options):
     unused_images: Truth = False
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
-        """Under ``images``, ``image`` or ``file_name``."""
+        """The images named under ``images``, ``image`` or ``file_name``."""
         return row_images(row)
 
     def pieces(self, record: Record) -> list[Piece]:
@@ -289,7 +289,7 @@ class Interleaved(Options):
     texts: str = "texts"
     #: key of the list of names of images and nulls.
     images: str = "images"
-    #: between two texts with no image between them.
+    #: the text between two texts with no image between them.
     separator: str = "\n"
     #: images, video and audio of the record that the lists do not name are left out; otherwise they are errors.
     unused_images: Truth = False
@@ -303,7 +303,7 @@ class Interleaved(Options):
     split: Annotated[int, Within(2, 2**31 - 1)] | None = None
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
-        """In the list of images, or in ``image_info``."""
+        """The images named in the list of images, or in ``image_info``."""
         matched = self.texts not in row and "text_list" in row
         named = row.get("image_info" if matched else self.images)
         items = named if isinstance(named, list) else ()

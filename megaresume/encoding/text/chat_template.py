@@ -262,7 +262,7 @@ class Marks:
 
     @staticmethod
     def parts(message: Message) -> set[Part]:
-        """Of what kinds are the words of a message."""
+        """The kinds of parts that the words of a message are of."""
         marks = Marks("")
         marks.put([message], {0})
         return {part for _, part in marks._labels}
@@ -321,7 +321,7 @@ class Marks:
         return self._content(content, i, thinks=thinks) if isinstance(content, str) else content
 
     def _call(self, call: Any, i: int) -> Any:
-        """Its name, in any of the usual shapes; arguments follow it."""
+        """The name and arguments of a tool call, in any of the usual shapes."""
         if not isinstance(call, dict):
             return call
         if isinstance(call.get("function"), dict):

@@ -22,7 +22,7 @@ from megaresume.encoding.text.tokenizers import HuggingFaceTokenizer
 from megaresume.encoding.text.turns import Selection, TurnFinder
 from megaresume.stream.errors import CorpusError
 
-#: what becomes of a conversation of too many tokens: refused; ended after an answer; cut in the middle; left out.
+#: What becomes of a conversation of too many tokens: refused; ended after an answer; cut in the middle; left out.
 TooLong = Literal["error", "turn", "cut", "skip"]
 TOO_LONG = cast(tuple[TooLong, ...], get_args(TooLong))
 
@@ -34,31 +34,31 @@ class ConversationOptions:
     #: text of the chat template, and its variables for special tokens.
     template: str
     tokens: dict[str, str] = field(default_factory=dict)
-    #: what the template takes for today, ISO.
+    #: the date that the template takes for today, ISO.
     date: str | None = None
-    #: of all rows.
+    #: the shape of all rows.
     shape: RowShape = "messages"
-    #: of the list of messages, if it has an unusual name.
+    #: the key of the list of messages, if it has an unusual name.
     key: str | None = None
     selection: Selection = field(default_factory=Selection)
     #: whether roles may come in any order that the template takes.
     any_order: bool = False
-    #: of a document; None: any number.
+    #: the most tokens of a document; None: any number.
     max_tokens: int | None = None
     too_long: TooLong = "error"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedConversation:
-    """A document."""
+    """A conversation encoded as a document."""
 
-    #: uint32[n].
+    #: the tokens, uint32[n].
     tokens: npt.NDArray[np.uint32]
-    #: bool[n].
+    #: whether each token is trained on, bool[n].
     trained: npt.NDArray[np.bool_]
-    #: of the whole text, in UTF-8.
+    #: bytes of the whole text, in UTF-8.
     text_bytes: int
-    #: of a preference pair, where the rejected conversation begins: tokens.
+    #: the token at which the rejected conversation of a preference pair begins; None if it is no pair.
     rejected_at: int | None = None
     #: whether it was too long, and an end of it is missing.
     shortened: bool = False
@@ -98,7 +98,8 @@ class ConversationEncoder:
         self._finder = TurnFinder(template, tokenizer.special_tokens, options.selection)
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow | None]:
-        """Each conversation as a document; why it is none; None if it is left out because it is too long.
+        """Encode conversations, each as a document; or the reason why it is none; or None if it is too long and left
+        out.
 
         Raises:
             CorpusError: one is too long, and nothing was said of such.

@@ -38,7 +38,7 @@ KEYS: dict[RowShape, tuple[str, ...]] = {
     "prompt-completion": ("prompt", "completion"),
     "preference": ("chosen", "rejected"),
 }
-#: as data sets call them -> as templates know them.
+#: The names of roles: as data sets call them -> as templates know them.
 ROLES = {
     "system": "system",
     "user": "user",
@@ -83,7 +83,7 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
     #: file and row, for errors.
     where: str = ""
-    #: of a preference pair, whose chosen one this is.
+    #: the rejected conversation of a preference pair, whose chosen one this is.
     rejected: Conversation | None = None
 
 
@@ -92,7 +92,7 @@ def shapes_of(row: Mapping[str, Any]) -> list[RowShape]:
     return [shape for shape in SHAPES if all(key in row for key in KEYS[shape])]
 
 
-#: in place of a value that is not there.
+#: A mark in place of a value that is not there.
 MISSING = object()
 
 
@@ -209,7 +209,8 @@ def _messages(turns: object, *, strict: bool) -> list[Message]:
 
 
 def _message(turn: object, i: int, *, strict: bool) -> Message:
-    """With role and content, in OpenAI's words or ShareGPT's; without what is null, as transformers does it."""
+    """A message with role and content, in OpenAI's words or ShareGPT's; without what is null, as transformers does
+    it."""
     if not isinstance(turn, dict):
         raise BadRow(f"message {i} is not an object", type(turn).__name__, "an object with role and content")
     role = turn.get("role", turn.get("from"))
@@ -304,13 +305,13 @@ CHATML = _all("system user assistant tool", "<|im_start|>{role}\n", "<|im_end|>"
 STYLES: dict[str, tuple[Role, ...]] = {
     "chatml": CHATML,
     "llama3": _all("system user assistant tool", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
-    #: LLaVA-1.5.
+    #: The style of LLaVA-1.5.
     "vicuna": (
         Role(role="system", after=" "),
         Role(role="user", before="USER: ", after=" "),
         Role(role="assistant", before="ASSISTANT: ", end="</s>"),
     ),
-    #: for tokenizers without marks of their own.
+    #: A style for tokenizers without marks of their own.
     "plain": _all("system user assistant tool", "{role}: ", "\n"),
 }
 

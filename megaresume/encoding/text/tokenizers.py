@@ -21,7 +21,7 @@ from megaresume.stream.errors import CorpusError, UsageError, require
 
 TokenArray = npt.NDArray[Any]
 
-#: what models call the token at the end of a document; the first one that the vocabulary has.
+#: The names of the token at the end of a document; the first one that the vocabulary has is used.
 EOD_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -38,19 +38,20 @@ EOD_TOKENS = (
 class Tokenizer(Protocol):
     """The tokenizer that `prepare` and `trace --text` need."""
 
-    #: for people: a file name, or "bytes".
+    #: the name for people: a file name, or "bytes".
     name: str
-    #: one above the largest token id.
+    #: the size of the vocabulary: one above the largest token id.
     vocab_size: int
     #: token at the end of a document; None if the vocabulary has none that we know.
     eod: int | None
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Tokens of each text, one-dimensional, an unsigned integer dtype; no token is added or cut off."""
+        """The tokens of each text, one-dimensional, an unsigned integer dtype; no token is added or cut off."""
         ...
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Tokens of one text; with ``special``, the text of a special token is that token, without it is plain text."""
+        """The tokens of one text; with ``special``, the text of a special token is that token, without it is plain
+        text."""
         ...
 
     def token_id(self, token: str) -> int | None:
@@ -71,14 +72,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes."""
+    """A tokenizer whose tokens are UTF-8 bytes."""
 
     name = "bytes"
     vocab_size = 257
     eod: int | None = 256
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """uint8[bytes of the text] for each text."""
+        """The bytes of each text: uint8[bytes of the text]."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -86,7 +87,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def token_id(self, token: str) -> int | None:
-        """None if no token has a text of its own."""
+        """The id of the token with this text; None if no token has a text of its own."""
         return None
 
     def decode(self, ids: npt.ArrayLike) -> str:
@@ -100,11 +101,11 @@ class ByteTokenizer:
         return text
 
     def fingerprint(self) -> str:
-        """A constant."""
+        """The fingerprint, a constant."""
         return xxhash.xxh3_128_hexdigest(b"megaresume bytes 1")
 
     def vocabulary(self) -> str:
-        """A constant."""
+        """The fingerprint of the vocabulary, a constant."""
         return vocabulary_of(None)
 
 
@@ -152,7 +153,7 @@ class HuggingFaceTokenizer:
         self._content = content
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """uint32[tokens of the text] for each text; one alone in the calling thread, as in `encode`."""
+        """The tokens of each text: uint32[n]; one text alone is encoded in the calling thread, as in `encode`."""
         if len(texts) == 1:
             encodings = [self._tokenizer.encode(texts[0], add_special_tokens=False)]
         else:
@@ -160,7 +161,7 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]:
-        """Of each text its tokens, uint32[n], and where they stand in it, int64[n, 2]: characters from, to."""
+        """The tokens of each text, uint32[n], and where they stand in it, int64[n, 2]: characters from, to."""
         if len(texts) == 1:
             encodings = [self._tokenizer.encode(texts[0], add_special_tokens=False)]
         else:
@@ -168,7 +169,8 @@ class HuggingFaceTokenizer:
         return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Tokens of one text, in the calling thread: no pool that a forked worker would have to do without."""
+        """The tokens of one text, encoded in the calling thread: no pool that a forked worker would have to do
+        without."""
         self._tokenizer.encode_special_tokens = not special
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         self._tokenizer.encode_special_tokens = False
@@ -191,7 +193,7 @@ class HuggingFaceTokenizer:
         return text
 
     def fingerprint(self) -> str:
-        """xxh3_128 of the content as canonical JSON, and the end-of-document token."""
+        """The fingerprint: xxh3_128 of the content as canonical JSON, and the end-of-document token."""
         return self._fingerprint
 
     def vocabulary(self) -> str:
@@ -231,7 +233,7 @@ def read_tokenizer_file(path: str | Path | None) -> tuple[bytes | None, str]:
 
 
 def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str | None = None) -> Tokenizer:
-    """As `load_tokenizer`, from what `read_tokenizer_file` returned."""
+    """Make a tokenizer, as `load_tokenizer` does, from what `read_tokenizer_file` returned."""
     if content is not None:
         return HuggingFaceTokenizer(content, name=name, eod_token=eod_token)
     if eod_token is not None:
@@ -245,7 +247,8 @@ def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str |
 
 
 def vocabulary_of(content: bytes | None) -> str:
-    """xxh3_128 of the vocabulary of a ``tokenizer.json``'s model, without tokens that were added to it; None: bytes."""
+    """Hash the vocabulary of a ``tokenizer.json``'s model, without added tokens: xxh3_128; None: the vocabulary of
+    bytes."""
     if content is None:
         return xxhash.xxh3_128_hexdigest(b"megaresume bytes vocabulary 1")
     vocabulary = _description(content, "tokenizer.json")["model"].get("vocab")

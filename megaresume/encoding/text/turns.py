@@ -39,11 +39,11 @@ _TAGS_AFTER = re.compile(r"(?:\s*</?think>)+")
 class Selection:
     """The parts of a conversation that are trained."""
 
-    #: whose messages.
+    #: the roles whose messages are trained.
     roles: tuple[str, ...] = ("assistant",)
-    #: of them all, or those after the last message of the user.
+    #: the turns that are trained: all, or those after the last message of the user.
     turns: Turns = "all"
-    #: of the assistant's messages; the end of a turn is of its last part.
+    #: the parts of the assistant's messages that are trained; the end of a turn is of its last part.
     parts: tuple[Part, ...] = PARTS
 
     @property
@@ -79,7 +79,7 @@ class TurnFinder:
         self._any = re.compile(any_special) if longest_first else None
         #: white space and a special token.
         self._end = re.compile(rf"\s*(?:{any_special})") if longest_first else None
-        #: by options of the template, what it adds to ask the assistant to continue.
+        #: the text by which the template asks the assistant to continue, by options of the template.
         self._prompts: dict[str, str] = {}
         self._ends = self._end_of_answers()
 
@@ -112,8 +112,8 @@ class TurnFinder:
         return self._template.render(said.messages, tools=said.tools, options=said.options, **how)
 
     def end_of_turn(self, text: str, at: int) -> int | None:
-        """Where the special tokens end that stand there to end a turn, white space before them aside; None if none
-        do."""
+        """Find the end of the special tokens that end a turn here, white space before them aside; None if none stand
+        here."""
         found = next((found for end in self._ends if (found := end.match(text, at)) is not None), None)
         return None if found is None else found.end()
 
@@ -184,13 +184,13 @@ class TurnFinder:
 
 
 class _Rendered:
-    """One conversation, rendered."""
+    """One conversation, rendered by the template."""
 
     def __init__(self, finder: TurnFinder, conversation: Conversation, text: str) -> None:
         self._finder, self._conversation, self._text = finder, conversation, text
         self._template, self._selection = finder._template, finder._selection
-        #: what stands before or after turns of a kind, by the white space of their own there, and how many of them had
-        #: it in a row.
+        #: the text before or after turns of a kind, by the white space of their own there, and how often it came in a
+        #: row.
         self._habits: dict[tuple[str, str], tuple[str, int]] = {}
         #: whether what two turns had is believed of others; of these turns it is not.
         self._believes, self._doubted = True, set[int]()
@@ -306,7 +306,7 @@ class _Rendered:
         self._habits[kind] = text, times + 1 if before == text else 1
 
     def _begins_exactly(self, i: int, first: Core, usual: str) -> int:
-        """By the messages before, rendered alone."""
+        """The character at which a turn begins, found from the messages before it, rendered alone."""
         asked = self._before(i, prompt=True)
         if asked is not None and self._text.startswith(asked):
             return min(len(asked), first.first)
