@@ -29,13 +29,13 @@ class Launch:
     #: nodes, and ranks on each.
     nodes: int
     ranks_per_node: int
-    #: of the launch script, after its own.
+    #: flags of the launch script, after its own.
     flags: tuple[str, ...]
     #: set for the launch script, on top of the environment.
     env: tuple[tuple[str, str], ...]
-    #: for checkpoints, logs, records; below the directory of the smoke test.
+    #: the directory for checkpoints, logs, records; below the directory of the smoke test.
     run_dir: Path
-    #: for names of jobs and logs: ``reference``, ``run``.
+    #: the name for jobs and logs: ``reference``, ``run``.
     name: str
 
 
@@ -70,9 +70,9 @@ class RunningLaunch(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts jobs."""
+    """Starts the jobs of a scenario."""
 
-    #: where the jobs run, in words; of a cluster when `check` has asked it.
+    #: where the jobs run, in words; for a cluster once `check` has asked it.
     description: str
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:

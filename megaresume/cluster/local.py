@@ -91,7 +91,7 @@ class Processes:
     def __init__(self, output: Path) -> None:
         self.output = output
         self._mark = f"{MARK}{uuid.uuid4().hex}"
-        #: where the ranks meet, until the job is over.
+        #: the port at which the ranks meet, until the job is over.
         self._port = keep_port()
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -106,7 +106,7 @@ class Processes:
         )
 
     def text(self) -> str:
-        """What it has printed so far."""
+        """What the job has printed so far."""
         raise NotImplementedError
 
     def running(self) -> bool:
@@ -170,8 +170,7 @@ class Processes:
         return len(killed)
 
     def _members(self, value: str | None = None) -> dict[int, bytes]:
-        """Its processes by number, and their environments; those whose mark has this value. Also those that one which
-        has died, a rank or a launcher, has left behind."""
+        """The processes of this job, whose mark has this value, by number, and their environments."""
         mark = f"\0{self._mark}=".encode() + (b"" if value is None else f"{value}\0".encode())
         found = {}
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
@@ -272,7 +271,7 @@ def _identity(rank: int, size: int, port: str) -> dict[str, str]:
 
 
 def ask(*words: str) -> dict[str, Any]:
-    """What a command of the program prints with --json; its exit status is in there too.
+    """Ask a command of the program, with --json; the answer includes its exit status.
 
     Raises:
         SetupError: it printed nothing.
@@ -302,7 +301,7 @@ def visible_gpus() -> list[str]:
 
 
 class Devices:
-    """What the ranks of jobs whose nodes are all this machine train on: a GPU for each, or CPUs for all.
+    """The devices of the ranks of jobs whose nodes are all this machine: a GPU for each, or CPUs for all.
 
     NCCL refuses two ranks on one GPU, and losses of a job on CPUs differ from those on GPUs: if one of the jobs that
     are to be compared has more ranks than there are GPUs, all of them train on CPUs.
@@ -320,7 +319,7 @@ class Devices:
 
     @property
     def warning(self) -> str:
-        """For people, if there are GPUs that are not used; else empty."""
+        """A warning about GPUs that are not used; empty if there is none."""
         return f"   {self.description}" if self._too_few else ""
 
     def of_node(self, node: int, ranks: int) -> dict[str, str]:
@@ -357,7 +356,7 @@ class LocalPrograms:
 
 #: seconds between a signal, or the loss of a rank, and SIGKILL for all that is left, as schedulers have it.
 GRACE = 60.0
-#: what Slurm would send to the script.
+#: The signals that Slurm would send to the script, by kind of stop.
 _SENT = {"sigterm": signal.SIGTERM, "requeue": signal.SIGTERM, "preempt": signal.SIGTERM, "walltime": signal.SIGUSR1}
 
 

@@ -40,17 +40,17 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One trainer's starting point."""
+    """The starting point of one trainer."""
 
     #: file in the package `starts`.
     source: str
-    #: its name at the user's.
+    #: the name of the program in the user's directory.
     program: str
-    #: how it is started; the same words resume it.
+    #: the command that starts it; the same words resume it.
     command: str
-    #: of megaresume, which installs what the program imports.
+    #: the extra of megaresume that installs what the program imports.
     extra: str
-    #: what its data.yaml names; None: it has none.
+    #: the data that its data.yaml names; None: it has none.
     data: Literal["sums", "colours"] | None = None
 
 

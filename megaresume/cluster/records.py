@@ -25,17 +25,17 @@ from megaresume.stream.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecords:
-    """One run, over all of its attempts."""
+    """The records of one run, over all of its attempts."""
 
     #: every start, in order of time.
     starts: tuple[dict[str, Any], ...]
-    #: by step: the last line of it.
+    #: the last line of each step.
     steps: dict[int, dict[str, Any]]
     #: lines of steps that were trained again later: the work that kills cost.
     lost: tuple[dict[str, Any], ...]
-    #: by name of the validation set, by step: the last validation.
+    #: the last validation, by name of the validation set, by step.
     validations: dict[str, dict[int, dict[str, Any]]]
-    #: by step: the last measurement of the held-out accuracy.
+    #: the last measurement of the held-out accuracy, by step.
     held_out: dict[int, dict[str, Any]]
 
 
@@ -156,7 +156,7 @@ def _step(step: int, ranks: dict[int, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-#: in words, for the first difference.
+#: The names of fields, in words, for the first difference.
 _FIELDS = {
     "samples": "samples",
     "order": "identities of the samples",
@@ -168,13 +168,13 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """Of the steps that both runs have a loss of."""
+    """The losses of the steps that both runs have a loss of."""
 
     compared: int
     #: steps that must be equal bit for bit: none before them, and not they, had another layout. And those that are.
     exact: int
     exact_equal: int
-    #: all that are equal bit for bit.
+    #: the number of losses that are equal bit for bit.
     equal: int
     #: largest difference relative to the reference, and its step; what is allowed.
     largest: float
@@ -186,7 +186,7 @@ class Losses:
 class RunComparison:
     """Whether a run trained on what the reference trained on: every step that it did, also those that it did again."""
 
-    #: of the reference.
+    #: the number of steps of the reference.
     steps: int
     #: steps that were done twice, since a kill came between them and the next checkpoint.
     redone: int

@@ -45,7 +45,7 @@ class Watch:
         self._times: list[float] = []
         #: the last step done, and where the last start began.
         self.step = 0
-        #: as read last; None: nothing yet.
+        #: the records as read last; None: nothing yet.
         self.records: RunRecords | None = None
         #: seconds of `time.monotonic` when there was something new.
         self.changed = time.monotonic()
@@ -64,7 +64,7 @@ class Watch:
 
     @property
     def step_seconds(self) -> float:
-        """Of the last steps, on average."""
+        """The seconds of a step, the average of the last ones."""
         last = self._times[-4:]
         return (last[-1] - last[0]) / max(len(last) - 1, 1) if last else 0.0
 
@@ -147,7 +147,7 @@ Say = Callable[[str], None]
 
 
 class GaveUp(MegaresumeError):
-    """It cannot continue; what was found so far is still reported.
+    """Raised when the scenario cannot continue; what was found so far is still reported.
 
     Args:
         headline, more: of every error.
@@ -169,16 +169,16 @@ class Stop:
     """A stop of the run."""
 
     kind: Kind
-    #: it comes when this step is done, in the middle of the next one.
+    #: the step after which it comes, in the middle of the next one.
     step: int
 
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """One start of the run."""
+    """One start of the run, as a part of the scenario."""
 
     number: int
-    #: what it runs on, see `Scenario.layouts`.
+    #: the layout that it runs on, see `Scenario.layouts`.
     layout: Any
     #: the step that it resumed from, and the last one that it did.
     first: int
@@ -201,7 +201,7 @@ class StopResult:
     #: seconds of `time.time`.
     at: float
     resumed_from: int | None = None
-    #: from the stop to the first new step; of these due to the data.
+    #: seconds from the stop to the first new step; and those of them that are due to the data.
     seconds: float | None = None
     data_seconds: float | None = None
 
@@ -236,7 +236,7 @@ class Scenario:
         patience: seconds without anything new after which it gives up.
     """
 
-    #: in words, in front of the bar and in errors; also the name of its launches.
+    #: the name of the reference's launches, also in front of the bar and in errors.
     undisturbed_name = "reference"
 
     def __init__(

@@ -199,7 +199,7 @@ def located(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """With ``$VARIABLES`` and ``~`` filled in; what is not known stays as it is, to be seen in the error."""
+    """A path with ``$VARIABLES`` and ``~`` filled in; what is not known stays as it is, to be seen in the error."""
     return Path(os.path.expanduser(os.path.expandvars(path)))
 
 
@@ -325,13 +325,14 @@ _KINDS: dict[str, Opener] = {
 class Extent:
     """Documents [start, stop) of a corpus."""
 
-    #: what the corpus is in: files by device and number, so that links are seen through; URLs; an object.
+    #: the corpus itself: files by device and number, so that links are seen through; URLs; an object.
     corpus: frozenset[object]
-    #: for people.
+    #: the name for people.
     name: str
     start: int
     stop: int
-    #: what numbers its documents, if these files can be numbered in several ways: their order, and what a document is.
+    #: the object that numbers its documents, if files can be numbered in several ways: their order, and what a document
+    #: is.
     numbered: object = None
 
     def shares(self, other: Extent) -> bool:

@@ -53,14 +53,14 @@ from megaresume.stream.yaml_text import read_mapping
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationSet(Options):
-    """Samples that stay put: of ``sources`` of its own, or a part of the training's."""
+    """Samples that stay the same: of ``sources`` of their own, or a part of the training's."""
 
     sources: dict[Any, Any] | None = None
-    #: of each source; None: the valid part of those that are split, the others whole.
+    #: the part of each source; None: the valid part of those that are split, the others whole.
     part: Part | None = None
     #: ``allow``: it may hold documents that are trained on.
     overlap: Literal["allow", "refuse"] = "refuse"
-    #: as in a data.yaml; None: as the training began.
+    #: the seed, as in a data.yaml; None: that of the training's beginning.
     seed: Any = None
     seq_length: Any = None
     packing: Any = None
@@ -74,12 +74,12 @@ class ValidationSet(Options):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its own seed, seq_length, packing and blend."""
+        """The set's own seed, seq_length, packing and blend."""
         values = {name: getattr(self, name) for name in INHERITED}
         return {name: value for name, value in values.items() if value is not None}
 
 
-#: what a set does not say itself is as the run began with.
+#: The fields that a set takes from the beginning of the run, unless it says them itself.
 INHERITED = tuple(f.name for f in fields(ValidationSet))[3:]
 
 
@@ -110,9 +110,9 @@ _Sets = Annotated[dict[Annotated[str, Before(_set_name)], ValidationSet], Before
 class DataConfig:
     """The data of a run, as it was named."""
 
-    #: that of a data.yaml, without ``validation``; empty if ``words`` name the sources.
+    #: the mapping of a data.yaml, without ``validation``; empty if ``words`` name the sources.
     mapping: Mapping[str, Any]
-    #: as after ``--data-path``.
+    #: the sources as words, as after ``--data-path``.
     words: tuple[str, ...] = ()
     #: relative paths start there.
     directory: Path
@@ -121,7 +121,7 @@ class DataConfig:
 
     @classmethod
     def of(cls, data: Data, base_dir: str | os.PathLike[str] = ".") -> DataConfig:
-        """Read it.
+        """Read a data config.
 
         Args:
             data: path of a data.yaml; the mapping in it; the words after ``--data-path``; or what was read already.
@@ -208,7 +208,7 @@ def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, An
     return {**mapping, "skip": {**skip, "documents": {name: absolute_path(e) for name, e in documents.items()}}}
 
 
-#: what `DataConfig.of` takes.
+#: The forms of a data config that `DataConfig.of` takes.
 Data = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str] | DataConfig
 
 
@@ -553,7 +553,7 @@ def _epochs(max_epochs: Any, leaf: _Leaf, name: str) -> int:
 
 
 def _unit(data: Mapping[str, Any]) -> str | None:
-    """None if the config does not say it."""
+    """The unit of the blend; None if the config does not say it."""
     blend = data.get("blend")
     return str(blend["unit"]) if isinstance(blend, Mapping) and "unit" in blend else None
 

@@ -65,7 +65,7 @@ class TextOptions:
 class Piece:
     """Whole documents of one file, not yet decoded."""
 
-    #: for errors.
+    #: the name of the piece, for errors.
     name: str
     unit: Unit
     #: lines of the file before it.
@@ -75,15 +75,15 @@ class Piece:
     file: int = 0
     #: decompressed bytes of the file before it.
     offset: int = 0
-    #: of a table: first row, from 0, and place of each row group, or record batch, that it has a row of.
+    #: of a table: first row, from 0, and place of each row group, or record batch, that the piece has a row of.
     chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """In place of a document that is left out, as the options say."""
+    """Stands for a document that is left out, as the options say."""
 
-    #: which of them.
+    #: the option that leaves it out.
     option: Literal["invalid", "bad_lines"]
     #: file and line, and what is wrong there.
     why: str
@@ -155,12 +155,12 @@ def _bounds(piece: Piece) -> Iterator[tuple[int, int, int]]:
         yield begun[0], end, begun[1]
 
 
-#: for an action.
+#: The beginning of an action: how to leave bad lines out.
 _LEAVE_OUT = "leave such lines out and count them: --bad-lines skip"
 
 
 def left_out(error: BadLine, options: TextOptions) -> LeftOut:
-    """In place of a bad line.
+    """The stand-in for a bad line.
 
     Raises:
         BadLine: the error itself, if lines may not be left out.
@@ -340,7 +340,7 @@ class EncoderSpec:
 
 
 def library_versions() -> dict[str, str]:
-    """Of those of `LIBRARIES` that are installed."""
+    """The versions of those of `LIBRARIES` that are installed."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -356,17 +356,17 @@ def checksum(tokens: npt.NDArray[Any]) -> int:
 
 
 class MadeDocument(NamedTuple):
-    """A document."""
+    """A document as tokens."""
 
     #: its tokens, and the end of document.
     arrays: tuple[npt.NDArray[Any], ...]
     text_bytes: int
-    #: None if every token is trained.
+    #: the ranges of tokens that are trained; None if every token is.
     spans: list[tuple[int, int]] | None = None
     shortened: bool = False
 
     def tokens(self, dtype: str) -> npt.NDArray[Any]:
-        """In the type of the corpus."""
+        """The tokens in the type of the corpus."""
         return np.concatenate(self.arrays, dtype=dtype, casting="unsafe")
 
 
@@ -386,7 +386,7 @@ class DocumentEncoder:
             self._conversations = ConversationEncoder(spec.text.conversations, self._tokenizer, self._eod)
 
     def encode(self, documents: Sequence[str | Conversation | LeftOut]) -> Iterator[MadeDocument | LeftOut | str]:
-        """Each document; why it is left out; or the count that it goes to.
+        """Encode each document; or say why it is left out, or what it is counted as.
 
         Raises:
             CorpusError: a row is not a conversation, or too long, and no option allows it.

@@ -192,7 +192,7 @@ def _not_ours(where: str, found: str, why: str) -> CorpusError:
     )
 
 
-#: ours -> Energon's.
+#: The names of the parts: ours -> Energon's.
 OUR_PARTS = {"train": "train", "valid": "val", "test": "test"}
 
 
@@ -200,21 +200,21 @@ OUR_PARTS = {"train": "train", "valid": "val", "test": "test"}
 class EnergonDataset:
     """The content of ``.nv-meta``."""
 
-    #: directory or URL.
+    #: the directory or URL.
     path: str
     #: part -> names of its shards, relative to the directory, in its order; excluded shards are gone.
     parts: Mapping[str, tuple[str, ...]]
-    #: shard -> records.
+    #: the number of records of each shard.
     counts: Mapping[str, int]
     #: shard -> keys of records to leave out.
     excluded: Mapping[str, frozenset[str]]
-    #: None if the members are taken as they are (crude data sets).
+    #: the fields of a sample; None if the members are taken as they are (crude data sets).
     fields: Fields | None
     #: xxh3_128 of what was read: changes when the split or the field map does.
     hash: str
 
     def options(self) -> dict[str, str]:
-        """Its options in the header of an index."""
+        """The options of the data set in the header of an index."""
         return {"hash": self.hash}
 
 

@@ -59,7 +59,7 @@ def folder_of(index: ShardIndex) -> str | None:
 
 
 def missing_folder(headline: str, found: str) -> CorpusError:
-    """For a path that is not the folder of the images."""
+    """The error for a path that is not the folder of the images."""
     return CorpusError(
         headline,
         found=found,
@@ -140,7 +140,7 @@ class Folder:
     template: Template
     files: ShardFiles
     image_bytes: int = 1
-    #: what `lines` found.
+    #: what `lines` found, by path.
     plain: dict[str, tuple[str, int]] = field(default_factory=dict)
     #: images that were "found" and "missing" up to now.
     seen: Counter[str] = field(default_factory=Counter)
@@ -158,7 +158,7 @@ class Folder:
         return cls(path=path or known, template=template, files=files, image_bytes=average)
 
     def lines(self, path: str, size: int) -> tuple[str, int]:
-        """As `plain_lines`, of a file that had so many bytes when its index was made; asked once of each file.
+        """Find the lines as `plain_lines` does, of a file whose size its index knows; done once for each file.
 
         Raises:
             CorpusError: it has another size; or as `plain_lines`.
@@ -228,7 +228,7 @@ class Folder:
         return Record(key=row.key, path=place.path, members=members, images=names)
 
     def places(self, data: bytes, place: Place) -> list[Place]:
-        """Where the images of a row are; of a row that cannot be read, nothing."""
+        """Where the images of a row are; none for a row that cannot be read."""
         try:
             return [self._image(name) for name in dict.fromkeys(self._row(data, place)[1])]
         except CorpusError:

@@ -64,11 +64,11 @@ class IndexedDocuments(BaseSource):
         SetupError: no permission, or too many open files.
     """
 
-    #: of the file beside the .idx that says what the tokens are.
+    #: the suffix of the file beside the .idx that says what the tokens are.
     suffix: ClassVar[str]
 
     def __init__(self, path: str | Path) -> None:
-        #: without .bin or .idx.
+        #: the path without .bin or .idx.
         self.prefix = prefix_of(path)
         idx = idx_path(self.prefix)
         self._look_at(idx)
@@ -84,7 +84,7 @@ class IndexedDocuments(BaseSource):
         self._lengths: npt.NDArray[np.int32] = np.frombuffer(data, "<i4", header.sequences, header.lengths_at)
         self._pointers: Int64Array = np.frombuffer(data, "<i8", header.sequences, header.pointers_at)
         self._boundaries: Int64Array = np.frombuffer(data, "<i8", header.documents + 1, header.boundaries_at)
-        #: of `document_lengths`.
+        #: the table of blocks that `document_lengths` fills.
         self._blocks: npt.NDArray[np.uint8] | None = None
         #: bytes of all tokens.
         self._token_bytes = self._check_ends()
@@ -96,7 +96,7 @@ class IndexedDocuments(BaseSource):
 
     @property
     def tokens_path(self) -> Path:
-        """Of the file beside the .idx that says what the tokens are."""
+        """The path of the file beside the .idx that says what the tokens are."""
         return self.prefix.with_name(self.prefix.name + self.suffix)
 
     def _look_at(self, file: Path) -> os.stat_result:
@@ -118,7 +118,7 @@ class IndexedDocuments(BaseSource):
         return self._identity.idx.size
 
     def read_page_by_page(self) -> None:
-        """From now on a look-up in the .idx reads one page of it from the disk, and not 128 KiB around it."""
+        """Let a look-up in the .idx read one page of it from the disk, and not 128 KiB around it."""
         self._is_read_page_by_page = True
         self._advise("MADV_RANDOM")
 
@@ -182,16 +182,16 @@ class IndexedDocuments(BaseSource):
         return f"{type(self).__name__}({str(self.prefix)!r}: {self._documents} documents, {self.num_tokens} tokens)"
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return self._documents
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole corpus, without a scan."""
+        """The number of tokens of the whole corpus, without a scan."""
         return self._token_bytes // self.dtype.itemsize
 
     def tokens_before(self, document: int) -> int:
-        """Tokens of all documents before this one, without a scan; document in [0, len]."""
+        """The number of tokens of all documents before this one, without a scan; document in [0, len]."""
         sequence = int(self._boundaries[document])
         end = self._token_bytes if sequence == len(self._lengths) else int(self._pointers[sequence])
         return end // self.dtype.itemsize

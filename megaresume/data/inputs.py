@@ -32,7 +32,7 @@ FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
-    #: each row as a JSON line.
+    #: The kind of input by suffix; each row of a table is read as a JSON line.
     ".parquet": "jsonl",
     ".arrow": "jsonl",
     ".csv": "csv",
@@ -46,7 +46,7 @@ class Store(Protocol):
     """The reader of object stores: `megaresume.data.shard_files.ShardFiles`."""
 
     def identity(self, path: str) -> str:
-        """Changes when the file is written again: its bytes, a colon, and what the store has."""
+        """An identity that changes when the file is written again: its bytes, a colon, and what the store has."""
         ...
 
     def check_ranges(self, path: str, size: int) -> None:
@@ -64,26 +64,26 @@ class InputFile:
 
     path: Path
     format: Format
-    #: as on disk.
+    #: bytes, as on disk.
     size: int
     mtime_ns: int = 0
-    #: on an object store: its URL, what the store says that changes if it is written again, and what reads it.
+    #: on an object store: the URL, what changes there if it is written again, and what reads it.
     url: str | None = None
     identity: str = ""
     store: Store | None = field(default=None, compare=False, repr=False)
-    #: of the text or the messages in its rows, if it has an unusual name.
+    #: the key of the text or the messages in its rows, if it has an unusual name.
     key: str | None = field(default=None, compare=False)
-    #: of a local file: device and number.
+    #: device and number of a local file.
     inode: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        """For people, and to find it again."""
+        """The name, for people, and to find the file again."""
         return self.url or str(self.path)
 
     @property
     def compressed(self) -> bool:
-        """By its name, or as CSV: it cannot be read from the middle on."""
+        """Whether the file is compressed by its name, or CSV: it cannot be read from the middle on."""
         return self.path.suffix in (*COMPRESSIONS, *TABLES) or self.format == "csv"
 
     def to_dict(self) -> dict[str, object]:
@@ -178,7 +178,7 @@ def _same(inputs: Sequence[InputFile]) -> list[list[InputFile]]:
 
 
 def _links_of(below: Sequence[InputFile]) -> list[InputFile]:
-    """Of the files of a directory the links to others of them."""
+    """The links among the files of a directory to others of them."""
     linked = []
     for same in _same(below):
         kept = next((file for file in same if not file.path.is_symlink()), same[0])

@@ -27,7 +27,7 @@ _UNKNOWN, _ASKED, _PLAIN, _NOT_PLAIN = 0, 1, 2, 3
 
 
 def unknown_blocks(documents: int) -> Array:
-    """Nothing known of any block: uint8[ceil(blocks / 4)]."""
+    """A table in which nothing is known of any block: uint8[ceil(blocks / 4)]."""
     return np.zeros((documents >> BLOCK_SHIFT + 2) + 1, np.uint8)
 
 
@@ -66,7 +66,7 @@ def _plain_lengths(ids: Array, documents: int, lengths: Array, blocks: Array, ou
 
 @compiled
 def document_lengths(ids: Array, boundaries: Array, lengths: Array, blocks: Array, out: Array) -> int:
-    """Tokens of each document: ids int64[n], boundaries int64[D+1], lengths int32[S] to out int64[n].
+    """Write the tokens of each document: ids int64[n], boundaries int64[D+1], lengths int32[S] to out int64[n].
 
     ``blocks`` is `unknown_blocks` at first, and changed in place: where all documents of a block are sequences of the
     same number, one random access is enough.

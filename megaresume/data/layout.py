@@ -84,12 +84,12 @@ def prefix_of(path: str | Path) -> Path:
 
 
 def bin_path(prefix: Path) -> Path:
-    """Where the tokens are."""
+    """The path of the tokens."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """Where the index is."""
+    """The path of the index."""
     return prefix.with_name(prefix.name + ".idx")
 
 
@@ -103,22 +103,22 @@ class IndexHeader:
 
     @property
     def lengths_at(self) -> int:
-        """int32[sequences]."""
+        """Where the lengths begin in the file, int32[sequences]."""
         return HEADER_BYTES
 
     @property
     def pointers_at(self) -> int:
-        """int64[sequences]."""
+        """Where the pointers begin in the file, int64[sequences]."""
         return self.lengths_at + 4 * self.sequences
 
     @property
     def boundaries_at(self) -> int:
-        """int64[documents + 1]."""
+        """Where the boundaries begin in the file, int64[documents + 1]."""
         return self.pointers_at + 8 * self.sequences
 
     @property
     def modes_at(self) -> int:
-        """int8[sequences], or the end of the file."""
+        """Where the modes begin in the file, int8[sequences], or where it ends."""
         return self.boundaries_at + 8 * (self.documents + 1)
 
     def pack(self) -> bytes:
@@ -185,7 +185,7 @@ REBUILD = "copy the .spans again with its .bin and .idx, or rebuild the corpus: 
 
 
 def spans_path(prefix: Path) -> Path:
-    """Where the spans are."""
+    """The path of the spans."""
     return prefix.with_name(prefix.name + ".spans")
 
 
@@ -199,7 +199,7 @@ class Spans:
     spans: Int32Array
 
     def mask(self, k: int, offset: int, length: int) -> npt.NDArray[np.bool_]:
-        """bool[length]: which tokens of document k are trained, from token ``offset`` on."""
+        """Which tokens of document k are trained, from token ``offset`` on: bool[length]."""
         mask = np.zeros(length, np.bool_)
         for first, stop in self.spans[self.starts[k] : self.starts[k + 1]].tolist():
             mask[max(first - offset, 0) : max(stop - offset, 0)] = True
@@ -236,7 +236,7 @@ class SpansHeader(NamedTuple):
 
     documents: int
     spans: int
-    #: of the corpus, and of these in spans.
+    #: tokens of the corpus, and tokens in spans.
     tokens: int
     trained: int
     #: xxh3_64 of what follows.
@@ -426,7 +426,7 @@ class SpansWriter:
         self._put(SPANS_HEADER_BYTES, np.zeros(1, "<i8"))
 
     def add(self, counts: npt.NDArray[np.integer[Any]], spans: Int32Array) -> None:
-        """The next documents.
+        """Add the next documents.
 
         Args:
             counts: integers[n], spans of each.

@@ -160,8 +160,8 @@ class PythonSource(BaseSource):
         return self.get(i)[offset : offset + length]
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """Of all documents the object's own, if it has one (checked against its size); otherwise every length is asked
-        for, and the tokens of 100 documents.
+        """The fingerprint of a range: the object's own for all documents, if it has one; otherwise every length is
+        asked for.
 
         Args:
             start: first document.
@@ -232,7 +232,7 @@ class PythonSource(BaseSource):
 
 
 class ItemNumbers:
-    """As many documents as a dataset has items, of length 1 or of those in a file.
+    """A source with as many documents as a dataset has items, of length 1 or of those in a file.
 
     Args:
         name: for errors.
@@ -261,19 +261,19 @@ class ItemNumbers:
         self._sizes = known if grouped else None
 
     def __len__(self) -> int:
-        """Items."""
+        """The number of items."""
         return self._items
 
     def length(self, i: int) -> int:
-        """Tokens of an item, or 1."""
+        """The number of tokens of an item, or 1."""
         return 1 if self._lengths is None else int(self._lengths[i])
 
     def lengths(self, ids: Int64Array) -> Int64Array:
-        """Tokens of each, or 1: int64[n] to int64[n]."""
+        """The tokens of each item, or 1: int64[n] to int64[n]."""
         return np.ones(len(ids), np.int64) if self._lengths is None else self._lengths[ids]
 
     def sizes(self, ids: Int64Array) -> Int64Array:
-        """By which they are grouped: int64[n] to int64[n]."""
+        """The sizes by which items are grouped: int64[n] to int64[n]."""
         return self.lengths(ids) if self._sizes is None else self._sizes[ids]
 
     def get(self, i: int) -> Int64Array:
@@ -290,7 +290,8 @@ class ItemNumbers:
         return self.get(i)
 
     def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """As the run knew it; of its first items the contents are not known. ``recompute`` makes no difference."""
+        """The fingerprint as the run knew it; of its first items the contents are not known. ``recompute`` makes no
+        difference."""
         items = self._items if first is None else first
         contents = self._contents if items == self._items else None
         what = f"fingerprint of {self.name}"

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 #: bytes that nobody wants, between two places that are read by one request: of small records.
 GAP = 64 << 10
-#: the same of others, a part of it: what lies between them is another record, which would be read for nothing.
+#: The gap between large places, as a part of them, up to which both are read at once: it may be a whole other record.
 BETWEEN_LARGE = 1 / 8
 #: bytes of a request of several places.
 LONGEST = 1 << 20
@@ -43,12 +43,12 @@ class _Reading:
 
     start: int
     stop: int
-    #: of one file; grows while others are wanted that lie within.
+    #: the places in the range, all of one file; grows while others are wanted that lie within.
     places: list[Place]
 
     @property
     def at(self) -> tuple[int, str, int]:
-        """Where it begins."""
+        """The offset at which it begins."""
         return _at(self.places[0], self.start)
 
     def has(self, place: Place) -> bool:
@@ -73,7 +73,7 @@ class Ahead:
         self.requests = requests
         #: bytes of places that are wanted or here.
         self.held = 0
-        #: how often each is wanted; and the bytes of those that are here, None if they are not read here.
+        #: how often each place is wanted; and the bytes of those that are here, None if they are not read here.
         self._users: dict[Place, int] = {}
         self._read: dict[Place, bytes | None] = {}
         #: requests in the order of need; and those that are being made.
@@ -132,7 +132,7 @@ class Ahead:
             return self._read.get(place)
 
     def release(self, places: Iterable[Place]) -> None:
-        """They were used, or will not be."""
+        """Let go of places that were used, or will not be."""
         with self._changed:
             for place in places:
                 users = self._users.get(place, 0)  # none: closed
@@ -176,7 +176,7 @@ class Ahead:
         self._waiting = deque([*soon, *joined([place for place in others if place in self._users])])
 
     def _start(self) -> bool:
-        """One more thread; False: the system has none left, and those that there are continue."""
+        """Start one more thread; False if the system has none left, and the others continue."""
         try:
             threading.Thread(target=self._work, name="megaresume-ahead", daemon=True).start()
         except RuntimeError as error:
@@ -246,7 +246,7 @@ class Ahead:
         log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
 
     def _done(self, read: Mapping[Place, bytes | None]) -> None:
-        """These are here, or will not be."""
+        """Note that these places are here, or will not be."""
         if not read:
             return
         with self._changed:

@@ -38,7 +38,7 @@ from megaresume.stream.errors import CorpusError, SetupError, parse_json
 
 Int64Array = npt.NDArray[np.int64]
 
-#: of the file name of a `ShardIndex`.
+#: The suffix of the file name of a `ShardIndex`.
 SUFFIX = ".shards.idx"
 PREAMBLE_BYTES = 128
 COLUMNS_AT = 4096
@@ -53,7 +53,7 @@ def index_path(output: str | Path) -> Path:
 
 
 def places_path(prefix: Path) -> Path:
-    """Where the `RowIndex` of a corpus is."""
+    """The path of the `RowIndex` of a corpus."""
     return prefix.with_name(prefix.name + ".places")
 
 
@@ -61,9 +61,10 @@ def places_path(prefix: Path) -> Path:
 class IndexedFile:
     """A file of an index."""
 
-    #: of shards: relative to the index, absolute, or a URL; of raw files: relative to the ``root`` of the header.
+    #: the path: of shards relative to the index, absolute, or a URL; of raw files relative to the ``root`` of the
+    #: header.
     path: str
-    #: bytes.
+    #: bytes of the file.
     size: int
     #: number of its first record in the index, and how many it has.
     first: int
@@ -102,7 +103,7 @@ class RecordIndex:
         # a hash of the record; 0 where it was not read.
         "content": np.dtype("<u4"),
     }
-    #: that makes it.
+    #: the command that makes the index.
     COMMAND: ClassVar[str]
 
     def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
@@ -120,7 +121,7 @@ class RecordIndex:
             name: np.frombuffer(data, dtype, records, places[name]) for name, dtype in self.COLUMNS.items()
         }
         counts = [entry["records"] for entry in self.header["files"]]
-        #: one after the last record of each file.
+        #: the number after the last record of each file.
         self._stops = list(accumulate(counts))
         firsts = [stop - count for stop, count in zip(self._stops, counts, strict=True)]
         self.files: Sequence[IndexedFile] = [
@@ -132,7 +133,7 @@ class RecordIndex:
         return f"{type(self).__name__}({str(self.path)!r}: {self._records} records in {len(self.files)} files)"
 
     def __len__(self) -> int:
-        """Records."""
+        """The number of records."""
         return self._records
 
     @classmethod
@@ -162,11 +163,11 @@ class RecordIndex:
         return np.searchsorted(self._stops, ids, "right")
 
     def file_of(self, i: int) -> int:
-        """The same of one record. Not numpy's, which would let another thread run, and wait until that one lets go."""
+        """The file of one record. Not by numpy's search, which would let another thread run, and wait for it."""
         return bisect_right(self._stops, i)
 
     def place(self, i: int) -> RecordPlace:
-        """Of record i, in [0, len).
+        """The place of record i, in [0, len).
 
         Raises:
             CorpusError: the index is damaged there.
@@ -203,7 +204,7 @@ class RecordIndex:
                 raise self.damaged(f"another hash of column {name} than when it was written")
 
     def damaged(self, found: str) -> CorpusError:
-        """For an index that is not what was written."""
+        """The error for an index that is not what was written."""
         return CorpusError(
             f"{self.path} is damaged",
             found=found,
@@ -239,7 +240,7 @@ class RecordIndex:
         return records, header_at, header_hash
 
     def _header(self, content: bytes) -> Mapping[str, Any]:
-        """Its hash fits; a faulty program may have written it all the same."""
+        """Parse the header. Its hash fits; a faulty program may have written it all the same."""
         try:
             header: Mapping[str, Any] = parse_json(content)
             if header["format"] != self.FORMAT:
@@ -291,7 +292,7 @@ class RowIndex(RecordIndex):
             raise self.damaged(f"{len(self)} documents, of {documents} in the .idx")
 
     def last(self, file: int) -> RecordPlace:
-        """Of the last document of a file that has any."""
+        """The last document of a file that has any."""
         return self.place(self._stops[file] - 1)
 
     def _check(self, header: Mapping[str, Any]) -> None:
@@ -364,7 +365,7 @@ class IndexWriter:
         self._done = 0
 
     def add(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """The next records.
+        """Add the next records.
 
         Raises:
             OSError: it cannot be written.
@@ -400,7 +401,7 @@ class IndexWriter:
 
 
 def _reopened(path: Path, header_hash: bytes) -> ShardIndex:
-    """In another process: only the same index will do."""
+    """The index opened again in another process: only the same one will do."""
     index = ShardIndex(path)
     if index._hash != header_hash:
         raise CorpusError(

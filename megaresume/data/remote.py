@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
-#: what brings fsspec and its like, for a library that is missing.
+#: The command that installs fsspec and its like, for a library that is missing.
 INSTALL = "pip install 'megaresume[vlm]' (with s3:// 'megaresume[vlm,s3]')"
 #: seconds before the second attempt; doubled with each, up to `LONGEST_WAIT`.
 FIRST_WAIT = 0.5
@@ -52,16 +52,16 @@ LONGEST_WAIT = 20.0
 PATIENCE = 60.0
 #: seconds between two warnings of attempts that failed.
 QUIET = 30.0
-#: of a store's client, if its configuration says nothing else: as many connections as anybody makes requests at a time.
+#: The options of a store's client, unless its configuration says otherwise: as many connections as requests at a time.
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connections": 64}}}
 #: spreads the attempts of many readers that a busy store turned away. Its own, as Python's global random numbers are
 #: the training's.
 _JITTER = random.SystemRandom()
-#: not worth another attempt: the answer would be the same.
+#: The errors that are not worth another attempt: the answer would be the same.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError, MegaresumeError)
 #: answers of HTTP that mean: not to you.
 _DENIED = (401, 403, 407)
-#: and those that mean: not now.
+#: The statuses that mean: not now.
 _BUSY = (408, 425, 429)
 
 _CHECK = "Check the store (endpoint, credentials) with its own tool"
@@ -84,7 +84,7 @@ def _note_loop() -> None:
 
 
 def _leave_loop() -> None:
-    """In a forked process, of an event loop that does not run there.
+    """Leave, in a forked process, an event loop that does not run there.
 
     Connections that it inherited are closed with the objects that hold them. The loop would take them out of the
     epoll that both processes share, and the parent would wait forever for an answer that has come.
@@ -116,7 +116,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def s3_code(error: BaseException) -> str | None:
-    """What S3 calls an error: s3fs has names of its own, and knows some conditions only as Amazon words them."""
+    """S3's name for an error: s3fs has names of its own, and knows some conditions only as Amazon words them."""
     answer = getattr(error.__cause__, "response", None) or {}
     code: str | None = answer.get("Error", {}).get("Code")
     return code
@@ -139,7 +139,8 @@ def _forbidden(url: str, error: BaseException) -> SetupError:
 
 
 def patience(store: Any, seconds: float | None = None) -> dict[str, float]:
-    """For a request of a filesystem: how long it may take, if that can be told; `PATIENCE` if nothing is said."""
+    """A context in which requests of a filesystem may take so long, if it can be told; `PATIENCE` if nothing is
+    said."""
     return {"timeout": seconds or PATIENCE} if getattr(store, "async_impl", False) else {}
 
 
@@ -154,7 +155,7 @@ class RemoteStore:
     def __init__(self, protocol: str, settings: Callable[[], dict[str, Any]] = dict) -> None:
         self.protocol, self._settings = protocol, settings
         self._opened: tuple[int, Any] | None = None
-        #: what reads ranges instead of the filesystem, and of which one.
+        #: the reader of ranges that replaces the filesystem, and the filesystem that it replaces.
         self._ranges: tuple[Any, S3Ranges | None] = (None, None)
         self._failed, self._quiet_until = 0, 0.0
 
@@ -185,7 +186,8 @@ class RemoteStore:
         return bytes(self.view(url, offset, nbytes).obj)  # bytes are not copied
 
     def view(self, url: str, offset: int, nbytes: int) -> memoryview:
-        """As `read`, in the memory that the client has: a copy of 16 MiB costs a quarter of reading them."""
+        """Read as `read` does, into the memory that the client has: a copy of 16 MiB costs a quarter of reading
+        them."""
         tries = 0
 
         def fetch() -> memoryview:
@@ -231,7 +233,7 @@ class RemoteStore:
         return self.tried(url, "read", lambda: self.whole(url))
 
     def whole(self, url: str) -> bytes:
-        """The same in one request, tried once. Raises what fsspec does."""
+        """Read a whole file in one request, tried once. Raises what fsspec does."""
         store = self.opened()
         # S3's client would ask for the size first, to read large files in parts.
         takes = inspect.signature(getattr(store, "_cat_file", store.cat_file)).parameters
@@ -263,7 +265,7 @@ class RemoteStore:
         self.tried(url, "asked for its size", lambda: self.opened().connect())
 
     def _ranges_of(self, store: Any) -> S3Ranges | None:
-        """What is quicker than the filesystem at ranges, if it can read this store and works."""
+        """The reader that is quicker than the filesystem at ranges, if it can read this store and works."""
         of, ranges = self._ranges
         if of is not store:
             ranges = S3Ranges.of(store)
@@ -271,7 +273,7 @@ class RemoteStore:
         return None if ranges is None or ranges.rests else ranges
 
     def impatient(self) -> Any:
-        """Another filesystem for S3, whose client tries nothing again by itself."""
+        """The filesystem for S3 whose client tries nothing again by itself."""
         import fsspec
 
         options = {**_OPTIONS["s3"], **fsspec.config.conf.get("s3", {})}
@@ -303,7 +305,7 @@ class RemoteStore:
             self._opened = None
 
     def tried(self, url: str, what: str, call: Callable[[], T], *, verb: Literal["read", "written"] = "read") -> T:
-        """What a request gives, tried again with back-off.
+        """Make a request, tried again with back-off.
 
         Args:
             url: for the error.
@@ -364,9 +366,9 @@ class RemoteStore:
             ) from error
 
 
-#: of names: records are spread over so many directories.
+#: The number of directories over which records are spread, by their names.
 DIRECTORIES = 256
-#: what a file takes at least, and is rounded up to.
+#: The least space that a file takes; sizes are rounded up to multiples of it.
 BLOCK = 4096
 #: part of the bound that is free after old records were deleted.
 FREED = 0.1
@@ -405,7 +407,7 @@ class DiskCache:
         return not os.path.exists(f"{self.directory}/used")
 
     def get(self, key: str, nbytes: int | None) -> memoryview | None:
-        """So many bytes (None: however many), if they were kept under this key."""
+        """Get what was kept under this key, if it has so many bytes (None: however many)."""
         data = self._get(key, nbytes)
         store_counts.add("misses" if data is None else "hits")
         return data
@@ -547,7 +549,7 @@ class _Used:
 
 @dataclass(frozen=True, order=True)
 class _CacheEntry:
-    #: seconds since 1970.
+    #: when it was used last, in seconds since 1970.
     used: float
     nbytes: int
     path: str

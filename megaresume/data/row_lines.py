@@ -29,9 +29,10 @@ MAX_FIELD = 1 << 30
 ROWS = 1000
 
 _FILE = b"ARROW1"
-#: where the stream begins that a file of Arrow in the file format is, but for this start and the footer.
+#: The offset at which the stream begins in a file of Arrow's file format, which is one but for this start and the
+#: footer.
 _START = 8
-#: how a stream of Arrow ends that is whole; pyarrow reads one that was cut between two batches as if it were.
+#: The end of a whole stream of Arrow; pyarrow reads one that was cut between two batches as if it were whole.
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 #: columns whose bytes are text, as Spark writes it.
 TEXTS = frozenset({"text", "tools", "system", "input", "history", *(key for keys in KEYS.values() for key in keys)})
@@ -51,7 +52,7 @@ class Lines(io.RawIOBase):
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
-        """True."""
+        """True, as for every file."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -70,7 +71,8 @@ class Lines(io.RawIOBase):
 def bounds_of(
     lines: Iterable[bytes], *, at: int = 0, before: int = 0, ends: bytes = b"\n"
 ) -> Iterator[tuple[int, int, int]]:
-    """Of each line its first byte, the one after its last, and its number, from 1; of white space alone it has no byte.
+    """The first byte of each line, the one after its last, and its number, from 1; a line of white space alone has no
+    byte.
 
     Neither its end nor a mark of UTF-8 at the start of the file belongs to it; elsewhere U+FEFF is a character.
 
@@ -201,7 +203,7 @@ class TableLines(Lines):
     def __init__(self, schema: Any, lines: Iterator[bytes], key: str | None) -> None:
         #: names of those that are read.
         self.columns = columns_of(schema, key)
-        #: first row, from 0, and place of what was read so far: of each row group, or record batch.
+        #: the first row, from 0, and the place of each row group, or record batch, that was read so far.
         self.chunks: list[tuple[int, int]] = []
         super().__init__(lines)
 
@@ -243,7 +245,7 @@ def columns_of(schema: Any, key: str | None = None) -> list[str]:
 
 
 class ParquetLines(TableLines):
-    """Of a Parquet file.
+    """The rows of a Parquet file, as JSON lines.
 
     Args:
         file: open for reading, seekable.
@@ -305,7 +307,7 @@ class ArrowLines(TableLines):
         from pyarrow import ipc
 
         is_file = file.read(len(_FILE)) == _FILE
-        #: after the last batch and the end marker.
+        #: the offset after the last batch and the end marker.
         self._end = _footer(file, size) if is_file else size
         file.seek(max(self._end - len(_END), 0))
         if file.read(len(_END)) != _END:
@@ -334,7 +336,7 @@ class ArrowLines(TableLines):
 
 
 def _footer(file: Any, size: int) -> int:
-    """Where the footer of a file in the file format begins."""
+    """The offset at which the footer of a file in the file format begins."""
     file.seek(max(size - len(_FILE) - 4, 0))
     nbytes, magic = int.from_bytes(file.read(4), "little", signed=True), file.read()
     if magic != _FILE or not 0 < nbytes < size:
@@ -343,7 +345,7 @@ def _footer(file: Any, size: int) -> int:
 
 
 def read_schema(file: Any) -> Any:
-    """Of an Arrow file; the next message follows."""
+    """Read the schema of an Arrow file; the next message follows."""
     from pyarrow import ipc
 
     file.seek(0)

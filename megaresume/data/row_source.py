@@ -40,15 +40,15 @@ from megaresume.data.sidecar import changed, map_file
 from megaresume.data.streams import unpacked
 from megaresume.stream.errors import CorpusError, MegaresumeError
 
-#: tokens of the documents read last that are kept, by each process: neighbouring pieces of one are made once.
+#: The tokens of recent documents that each process keeps: neighbouring pieces of a document are made once.
 RECENT = 1 << 21
 #: bytes of row groups and record batches that are kept decoded, by each process; one is kept whatever its size.
 KEPT = 64 << 20
-#: tables kept open.
+#: The number of tables that are kept open.
 OPEN = 64
 #: bytes fetched at once of a table, at least.
 BLOCK = 64 << 10
-#: for memory of which little is used; Python has no name for it before 3.13. Other systems reserve nothing.
+#: The flag for memory of which little is used; Python has no name for it before 3.13. Other systems reserve nothing.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -120,7 +120,7 @@ class RowSource(IndexedDocuments):
         return tokens[offset : offset + length]
 
     def places(self, i: int) -> list[Place]:
-        """Where the bytes of document i lie; nothing: they are not read by themselves, as those of Parquet."""
+        """Where the bytes of document i are; none if they are not read on their own, as those of Parquet."""
         place = self.raw_files.bytes_of(self._index.place(i))
         return [] if place is None else [place]
 
@@ -202,10 +202,10 @@ class RawFiles:
         self._key = spec.text.json_key
         self._texts = spec.text.conversations is None
         self.files = ShardFiles()
-        #: where compressed files were unpacked, and their size then.
+        #: the files into which compressed ones were unpacked, and their sizes then.
         self._plain: dict[int, tuple[str, int]] = {}
         self._names: dict[int, tuple[str, str]] = {}
-        #: what `_table` opened, and the row groups and record batches read last.
+        #: the tables that `_table` opened, and the row groups and record batches read last.
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._lock = RLock()
@@ -387,7 +387,7 @@ class RawFiles:
 
 
 def _column_ranges(group: Any, columns: Sequence[str], size: int) -> list[tuple[int, int]]:
-    """Where the columns of a row group lie in its file of so many bytes, as few ranges, in order."""
+    """The byte ranges of the columns of a row group in its file, as few as possible, in order."""
     ranges: list[tuple[int, int]] = []
     for number in range(group.num_columns):
         column = group.column(number)

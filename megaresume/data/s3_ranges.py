@@ -19,8 +19,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-#: of s3fs, and of its ``config_kwargs`` and ``client_kwargs``: settings that obstore is given as well, or that do not
-#: matter for a read.
+#: The settings of s3fs, its ``config_kwargs`` and ``client_kwargs`` that obstore is given too, or that no read depends
+#: on.
 _KNOWN = {"key", "secret", "token", "endpoint_url", "profile", "cache_regions", "config_kwargs", "client_kwargs"}
 _KNOWN_CONFIG = {
     *("max_pool_connections", "connect_timeout", "read_timeout", "retries", "region_name", "s3"),
@@ -29,7 +29,7 @@ _KNOWN_CONFIG = {
 _KNOWN_CLIENT = {"region_name", "endpoint_url"}
 #: certificates that botocore is told of, and obstore is not.
 _CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
-#: how long credentials are used that may expire; botocore renews them before they do.
+#: The time for which credentials that may expire are used; botocore renews them before they do.
 _RENEW = timedelta(minutes=5)
 #: requests in a row that fail, after which s3fs makes them, and for how many seconds.
 FAILURES, REST = 8, 60.0
@@ -68,8 +68,7 @@ class S3Ranges:
 
     @classmethod
     def of(cls, filesystem: Any) -> S3Ranges | None:
-        """For a filesystem of fsspec; None if it is not one of s3fs, or is configured as obstore cannot be, or there is
-        no obstore.
+        """Make one for a filesystem of fsspec; None if it is not s3fs's, or is configured as obstore cannot be.
 
         Raises:
             Exception: what s3fs does if it cannot be connected.
@@ -122,7 +121,7 @@ class S3Ranges:
         return meta["size"], meta["e_tag"] or "", data
 
     def _made(self, url: str, request: Callable[[Any, str], Any]) -> memoryview:
-        """What a request of an object's store and path gives."""
+        """Make a request of an object's store and path."""
         bucket, _, path = url.removeprefix("s3://").partition("/")
         try:
             data = memoryview(request(self._store(bucket), path))
@@ -157,7 +156,7 @@ class S3Ranges:
             return self._stores[bucket]
 
     def _credentials(self) -> Any:
-        """As obstore asks for them, in a thread of its own."""
+        """The credentials as obstore asks for them, in a thread of its own."""
         filesystem = self._filesystem
         if filesystem.key and filesystem.secret:
             key, secret, token = filesystem.key, filesystem.secret, filesystem.token

@@ -21,7 +21,7 @@ from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
 #: local shards that are kept open, by each process.
 MAX_OPEN = 64
-#: of one record: an index holds its bytes as uint32.
+#: The most bytes of one record: an index holds them as uint32.
 MAX_RECORD_BYTES = (1 << 32) - 1
 #: bytes read at once when a whole shard is read.
 SCAN_BLOCK = 8 << 20
@@ -32,18 +32,18 @@ REGION = (64 << 10) - 16
 SMALL = REGION // 4
 #: bytes in which lines are counted, for an error.
 COUNTED = 1 << 20
-#: of what is named as a file: nothing is there, or it is none.
+#: The errors that say that a path is no file: nothing is there, or something else.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
 
 _RESTORE = "restore the file, or see on_fault"
 
 
 class RecordError(CorpusError):
-    """One record cannot be read, the shard around it can: what a fault policy may answer to."""
+    """Raised if one record cannot be read while the shard around it can: a fault policy may answer to it."""
 
 
 def local_path(path: str) -> str:
-    """Without ``file://``."""
+    """The path without ``file://``."""
     return path.removeprefix("file://")
 
 
@@ -61,7 +61,7 @@ class ShardFiles:
         #: has bytes that were read before they are needed, if a loader reads ahead.
         self.ahead: ReadBefore | None = None
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
-        #: what `identity` said of each shard.
+        #: the identity of each shard, as `identity` said it.
         self._checked: dict[str, str] = {}
         self._stores: dict[str, RemoteStore] = {}
         #: servers that answered with a range.
@@ -73,11 +73,12 @@ class ShardFiles:
 
     @property
     def num_open(self) -> int:
-        """Descriptors held now."""
+        """The number of descriptors held now."""
         return len(self._open)
 
     def identity(self, path: str) -> str:
-        """Changes when the shard is written again: its bytes, a colon, and the time of change or what its store has.
+        """An identity that changes when the shard is written again: its bytes, a colon, and its time of change, or the
+        store's.
 
         Raises:
             CorpusError: it is missing.
@@ -129,7 +130,7 @@ class ShardFiles:
         self._checked[path] = identity
 
     def check_all(self, shards: Mapping[str, int]) -> None:
-        """As `check`, of several: path -> size. Those on S3 are asked for at a time."""
+        """Check several shards as `check` does: path -> size. Those on S3 are asked at the same time."""
         first = next(iter(shards), "")
         if len(shards) == 1 or not first.startswith("s3://"):
             for path, size in shards.items():
@@ -140,7 +141,7 @@ class ShardFiles:
             list(pool.map(self.check, shards.keys(), shards.values()))
 
     def check_by_reading(self, place: Place, start: int, stop: int) -> Span | None:
-        """As `check`, of the file of a place; if the answer to reading a range of it can say the same, that range.
+        """Check the file of a place as `check` does; if reading a range of it can tell the same, by that read.
 
         Raises:
             as `check`, which is asked if the answer is not as it should be.
@@ -197,7 +198,7 @@ class ShardFiles:
         return Span(start, self.read(place.path, start, stop - start))
 
     def kept(self, places: Sequence[Place]) -> dict[Place, bytes]:
-        """What the cache has of places of one shard, which was checked: each region is read once for all of them."""
+        """Get places of one shard, which was checked, from the cache: each region is read once for all of them."""
         if self.cache is None or self._key(places[0]) is None:
             return {}
         found: dict[Place, bytes] = {}
@@ -343,9 +344,9 @@ class Place(NamedTuple):
     #: bytes of the whole shard, as indexed.
     size: int
     offset: int
-    #: of a whole file, about so many.
+    #: bytes; of a whole file, about so many.
     nbytes: int
-    #: of which no index knows the size: it is read to its end.
+    #: whether no index knows the size: the file is read to its end.
     whole: bool = False
 
     @property
@@ -372,11 +373,11 @@ class Span(NamedTuple):
         return self.start + len(self.data)
 
     def of(self, place: Place) -> bytes:
-        """Those of a place within."""
+        """The bytes of a place within what was read."""
         return bytes(self.view(place))
 
     def view(self, place: Place) -> bytes | memoryview:
-        """The same, not copied if it need not be."""
+        """The bytes of a place, not copied if they need not be."""
         return self.data if place.whole else self.data[place.offset - self.start : place.stop - self.start]
 
 
@@ -430,7 +431,7 @@ def _cannot_open(path: str, error: OSError) -> CorpusError | SetupError:
 
 
 class BlockFile(io.RawIOBase):
-    """What `tarfile` needs of a file, and `read_at`.
+    """A file as `tarfile` needs it, with `read_at`.
 
     Args:
         fetch: (offset, bytes) -> exactly so many bytes of the file.
@@ -447,11 +448,11 @@ class BlockFile(io.RawIOBase):
         self._data = b""
 
     def readable(self) -> bool:
-        """Yes."""
+        """True: it can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """True: it can be sought in."""
         return True
 
     def tell(self) -> int:
@@ -472,7 +473,7 @@ class BlockFile(io.RawIOBase):
         return data
 
     def readinto(self, buffer: Any) -> int:
-        """As `read`, for what is buffered above it."""
+        """Read into a buffer, for what is buffered above it."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)

@@ -36,7 +36,7 @@ def _files(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardOptions(Options):
-    """Of ``kind: webdataset``; what the policies mean: `ShardSource`."""
+    """The options of ``kind: webdataset``; see `ShardSource` for what the policies mean."""
 
     ALSO: ClassVar[tuple[str, ...]] = ("kind", "split", *SOURCE_KEYS)
     #: tar shards, if they are not where the index says.
@@ -52,7 +52,7 @@ class ShardOptions(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFolderOptions(ShardOptions):
-    """Of ``kind: image_folder``: ``path`` are JSON lines."""
+    """The options of ``kind: image_folder``, whose ``path`` names JSON lines."""
 
     #: directory or URL of the images, if it is not where the index says.
     image_folder: Annotated[Any, Before(_directory)] = None
@@ -60,7 +60,7 @@ class ImageFolderOptions(ShardOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnergonOptions(ShardOptions):
-    """Of ``kind: energon``: ``path`` is a directory with .nv-meta."""
+    """The options of ``kind: energon``, whose ``path`` is a directory with .nv-meta."""
 
     split_part: str | None = None
     split_config: str = "split.yaml"
@@ -140,7 +140,7 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
 
 
 def default_index(path: str | os.PathLike[str]) -> str:
-    """Where the index of an Energon directory is when nobody says: beside it, ``DIR.shards.idx``."""
+    """The index of an Energon directory, by default: beside it, ``DIR.shards.idx``."""
     return os.fspath(path).rstrip("/") + SUFFIX
 
 

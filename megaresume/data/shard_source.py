@@ -36,7 +36,7 @@ Int64Array = npt.NDArray[np.int64]
 #: What becomes of documents longer than `max_tokens`.
 TooLong = Literal["error", "truncate", "drop"]
 
-#: what `num_images` says of a record that could not be measured.
+#: The number that `num_images` gives for a record that could not be measured.
 UNMEASURED = -1
 SHOWN = 3
 SCAN = 1 << 20
@@ -95,7 +95,7 @@ class ShardSource(BaseSource):
         self._limit = None if max_tokens is None or self.index.header["longest"] <= max_tokens else max_tokens
         # A wrong path shows at once; that every shard is there is asked when it is first read.
         self.files.check_all({self._paths[k]: infos[k].size for k in ((0, len(infos) - 1) if infos else ())})
-        #: of JSON lines: what reads the images.
+        #: the folder from which the images of JSON lines are read.
         self._folder = Folder.of(self.index, folder, self.files)
         if self._folder is not None:
             self._folder.check()
@@ -119,7 +119,7 @@ class ShardSource(BaseSource):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, or the limit that they are held to."""
+        """The number of tokens of the longest document, or the limit that all are held to."""
         longest = int(self.index.header["longest"])
         return longest if self.max_tokens is None else min(longest, self.max_tokens)
 
@@ -170,7 +170,7 @@ class ShardSource(BaseSource):
         return lengths
 
     def get(self, i: int) -> npt.NDArray[Any]:
-        """Tokens of document i, shape (length(i),); see `encoded` for its images."""
+        """The tokens of document i, shape (length(i),); see `encoded` for its images."""
         from megaresume.encoding.images.document import Key
 
         # Tokens do not depend on the key: augmentation preserves sizes.
@@ -245,7 +245,7 @@ class ShardSource(BaseSource):
         return i - first
 
     def places(self, i: int) -> list[Place]:
-        """Where the bytes of document i lie, or its images, if it is a row; nothing: it is not read.
+        """Where the bytes of document i are, or its images, if it is a row; none if it is not read.
 
         Raises:
             IndexError: no such document.
@@ -318,7 +318,7 @@ class ShardSource(BaseSource):
         return {**place, "key": record.key, "members": members, "images": _image_sizes(record)}
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """As `fingerprint`, of documents start to stop; from the header of the index unless documents are cut.
+        """The fingerprint of documents start to stop; from the header of the index unless documents are cut.
 
         Besides the lengths it holds what made the documents: the encoder, and the contents of every record when the
         index was made; that a record is still the same one is checked whenever it is read.

@@ -59,7 +59,7 @@ from megaresume.stream.state import Fingerprint
 class FileIdentity:
     """A file that is still the same one, as far as the file system can tell without reading it."""
 
-    #: bytes.
+    #: bytes of the file.
     size: int
     mtime_ns: int
     ctime_ns: int
@@ -67,7 +67,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileIdentity:
-        """From `os.stat` or `os.fstat`."""
+        """The identity in what `os.stat` or `os.fstat` gave."""
         return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino)
 
     def is_the_file(self, other: FileIdentity) -> bool:
@@ -82,12 +82,12 @@ class CorpusIdentity:
     idx: FileIdentity
     #: the .bin, or what stands in its place.
     bin: FileIdentity
-    #: None if it has none.
+    #: the file of spans; None if the corpus has none.
     spans: FileIdentity | None = None
 
     @classmethod
     def of(cls, prefix: Path, tokens: str = ".bin") -> CorpusIdentity:
-        """As they are now.
+        """The files of a corpus as they are now.
 
         Args:
             prefix: of the corpus.
@@ -131,7 +131,7 @@ def opened_file(path: Path) -> Iterator[FileIO]:
 
 
 def changed(path: Path, now: FileIdentity | None = None, opened: FileIdentity | None = None) -> CorpusError:
-    """For a file that is not the one that was opened."""
+    """The error for a file that is not the one that was opened."""
     found = "no such file, or another one"
     if now is not None and opened is not None:
         found = f"{now.size} bytes" if now.size != opened.size else "a file of the same size that was written since"
@@ -145,7 +145,7 @@ def changed(path: Path, now: FileIdentity | None = None, opened: FileIdentity | 
 
 
 def cache_directory() -> Path | None:
-    """Of this user; None for one without a home."""
+    """The cache directory of this user; None for one without a home."""
     if base := os.environ.get("MEGARESUME_CACHE"):
         return Path(base)
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -191,7 +191,7 @@ VERSION = 1
 #: entries kept; train, valid and test of a few splits.
 MAX_FINGERPRINTS = 64
 
-#: of fewer documents the long ones are looked for at every start: some milliseconds.
+#: The number of documents below which the long ones are looked for at every start, which takes some milliseconds.
 MIN_DOCUMENTS = 1 << 22
 PIECES_MAGIC = int.from_bytes(b"mgrpiece", "little")
 PIECES_VERSION = 1
@@ -234,7 +234,7 @@ def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: i
 
 
 def _kept(prefix: Path) -> Iterator[Mapping[str, Any]]:
-    """What is known of a corpus: beside it, then in the cache directory, which nobody asks for what the first knows."""
+    """What is known of a corpus: by the file beside it, then by the one in the cache directory."""
     yield _read(sidecar_path(prefix))
     yield _read_cache(cache_path(prefix))
 
@@ -274,7 +274,7 @@ def write_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: 
 
 
 def read_tokenizer(prefix: Path, *, idx_bytes: int, bin_bytes: int) -> Mapping[str, Any] | None:
-    """What `write_tokenizer` wrote for files of these sizes; None if unknown.
+    """Read what `write_tokenizer` wrote for files of these sizes; None if unknown.
 
     Raises:
         CorpusError: the file is damaged or of a newer version.
@@ -340,7 +340,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _read_cache(path: Path | None) -> Mapping[str, Any]:
-    """As `_read`, but nothing is lost with a damaged file in the cache directory: compute it again."""
+    """Read a file in the cache directory, of which nothing is lost if it is damaged: it is computed again."""
     try:
         return {} if path is None else _read(path)
     except CorpusError:
@@ -387,7 +387,7 @@ def kept_list(source: LengthSource, prefix: Path, idx: FileIdentity, piece: int)
 
 
 def _read_pieces(path: Path, header: list[int]) -> LongDocuments | None:
-    """None if there is none, or of another corpus, or damaged."""
+    """Read the lists of pieces; None if there are none, or they are damaged or of another corpus."""
     begin = len(header) + 2
     try:
         with open(path, "rb") as file:

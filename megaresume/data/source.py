@@ -45,19 +45,19 @@ class Source(Protocol):
     """Documents by number: what every opened source has. A user's object needs less: see `PythonSource`."""
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         ...
 
     def length(self, i: int) -> int:
-        """Tokens of document i."""
+        """The number of tokens of document i."""
         ...
 
     def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens of each document: int64[n] to int64[n]."""
+        """The tokens of each document: int64[n] to int64[n]."""
         ...
 
     def get(self, i: int) -> npt.NDArray[Any]:
-        """Tokens of document i, shape (length(i),)."""
+        """The tokens of document i, shape (length(i),)."""
         ...
 
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
@@ -98,7 +98,7 @@ class VisionEncoder(Protocol):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """Of one tile or patch: ``EncodedImage.pixels`` without its first axis. The same for every image."""
+        """The shape of a tile or patch: ``EncodedImage.pixels`` without its first axis. The same for every image."""
         ...
 
 
@@ -113,7 +113,7 @@ class DocumentSource(Source, Protocol):
 
     @property
     def encoder(self) -> VisionEncoder:
-        """Makes its documents."""
+        """The encoder that makes its documents."""
         ...
 
     def encoded(self, i: int, key: Key) -> EncodedDocument:
@@ -141,19 +141,19 @@ class BaseSource(Source):
 
     @property
     def _where(self) -> str:
-        """For an error about a number: in which source."""
+        """The source, for an error about a document's number."""
         return ""
 
     @abstractmethod
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """As `fingerprint`, of documents start to stop."""
+        """The fingerprint of documents start to stop."""
 
     def length(self, i: int) -> int:
-        """Tokens of document i; raises as ``lengths``."""
+        """The number of tokens of document i; raises as ``lengths``."""
         return int(self.lengths(np.array([i], np.int64))[0])
 
     def get(self, i: int) -> npt.NDArray[Any]:
-        """Tokens of document i, shape (length(i),); raises as `read`."""
+        """The tokens of document i, shape (length(i),); raises as `read`."""
         return self.read(i, 0, self.length(i))
 
     def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
@@ -188,7 +188,7 @@ class BaseSource(Source):
 PLACES = 1000
 #: documents of another source that are read: each may be a request to a store, or a picture to decode.
 OBJECT_PLACES = 100
-#: tokens of a window.
+#: The number of tokens of a window.
 WINDOW = 1024
 #: documents asked for their length at once; the hash does not depend on it.
 CHUNK = 1 << 16
@@ -288,7 +288,7 @@ def contents_hash(
 
 
 def hash_tokens(windows: Iterable[npt.NDArray[Any]]) -> str:
-    """xxh3_64 over all tokens of windows as little-endian int64 or float64; 16 hex digits."""
+    """The hash of all tokens of windows, as little-endian int64 or float64: xxh3_64, 16 hex digits."""
     hasher = xxhash.xxh3_64()
     for tokens in windows:
         hasher.update(np.ascontiguousarray(tokens, "<f8" if tokens.dtype.kind == "f" else "<i8").data)
@@ -296,7 +296,7 @@ def hash_tokens(windows: Iterable[npt.NDArray[Any]]) -> str:
 
 
 def _documents(documents: int, places: int) -> Int64Array:
-    """One in each of ``places`` equal ranges, in order; all, if there are no more than that."""
+    """A document in each of ``places`` equal ranges, in order; all, if there are no more than that."""
     if documents <= places:
         return np.arange(documents, dtype=np.int64)
     bounds = [k * documents // places for k in range(places + 1)]

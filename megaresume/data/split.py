@@ -136,19 +136,19 @@ class RangeSource(BaseSource):
         return f"{type(self).__name__}({self.source!r}, {self.start}, {self.stop})"
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return self.stop - self.start
 
     def length(self, i: int) -> int:
-        """Tokens of document i."""
+        """The number of tokens of document i."""
         return self.source.length(self._inner(i))
 
     def lengths(self, ids: Int64Array) -> Int64Array:
-        """Tokens of each document: int64[n] to int64[n]."""
+        """The tokens of each document: int64[n] to int64[n]."""
         return self.source.lengths(self._inner_ids(ids))
 
     def get(self, i: int) -> npt.NDArray[Any]:
-        """Tokens of document i."""
+        """The tokens of document i."""
         return self.source.get(self._inner(i))
 
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
@@ -160,7 +160,7 @@ class RangeSource(BaseSource):
         return spans_of(self.source, self._inner_ids(ids))
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """Of documents start to stop of this range: documents appended after it do not change it."""
+        """The fingerprint of documents start to stop of this range: documents appended after it do not change it."""
         own = getattr(self.source, "range_fingerprint", None)
         if own is not None:  # it knows it without a scan, or keeps it
             found: Fingerprint = own(self.start + start, self.start + stop, recompute=recompute)
@@ -205,11 +205,11 @@ class PlacedRangeSource(RangeSource):
 
     @property
     def files(self) -> Any:
-        """What reads them."""
+        """The reader of its files."""
         return cast(Any, self.source).files
 
     def places(self, i: int) -> list[Any]:
-        """Where the bytes of document i of the range lie; nothing: the source does not say, or does not read it."""
+        """Where the bytes of document i of the range are; none if the source does not say, or does not read it."""
         places = getattr(self.source, "places", None)
         return [] if places is None else list(places(self._inner(i)))
 
@@ -226,18 +226,18 @@ class DocumentRangeSource(PlacedRangeSource):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest document of the whole source; None if it does not say."""
+        """The number of tokens of the longest document of the whole source; None if it does not say."""
         found: int | None = getattr(cast(Any, self.source), "longest", None)
         return found
 
     @property
     def encoder(self) -> VisionEncoder:
-        """Makes its documents."""
+        """The encoder that makes its documents."""
         return self.source.encoder
 
     @property
     def levels(self) -> Any:
-        """As `megaresume.data.shard_source.ShardSource.levels`, of the whole source."""
+        """The levels of the whole source: see `megaresume.data.shard_source.ShardSource.levels`."""
         return getattr(self.source, "levels", None)
 
     def augmented(self, steps: object) -> DocumentRangeSource:
@@ -336,7 +336,8 @@ class IndexedSource(IndexedDocuments):
         return self.token_view[start : start + length]
 
     def _contents(self, start: int, stop: int) -> str:
-        """By reads of a file that is not mapped: a process that only plans keeps no descriptor of the .bin."""
+        """Hash tokens by reads of a file that is not mapped: a process that only plans keeps no descriptor of the
+        .bin."""
         windows = Windows.choose(stop - start, lambda ids: self.lengths(start + ids))
         width = self.dtype.itemsize
         starts = (self.token_starts(start + windows.documents) + windows.offsets) * width

@@ -41,16 +41,16 @@ class StoreCounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._own = [0] * len(KINDS)
-        #: where this process adds, if it is a worker; and which of the slots is its own.
+        #: where a worker adds its counts, and which of the slots is its own; None in the parent.
         self._above: tuple[Share, int] | None = None
         #: shared with the workers of this process, and how many slots were given away.
         self._memory: Any = None
         self._given = 0
-        #: for the process that is being forked.
+        #: the counts for a process that is about to be forked.
         self._forked: Share | None = None
 
     def add(self, kind: Kind) -> None:
-        """Count one."""
+        """Count one request or hit."""
         place = KINDS.index(kind)
         with self._lock:
             self._own[place] += 1
@@ -72,7 +72,7 @@ class StoreCounts:
         return share
 
     def begin_worker(self, share: Share, worker: int) -> None:
-        """From now on this process counts as a worker, with what it has counted since it was started."""
+        """Count as a worker from now on, with what was counted since this process was started."""
         with self._lock:
             for place, number in enumerate(self._own):  # it may have opened its data already
                 share.add(worker, place, number)
@@ -83,14 +83,14 @@ class StoreCounts:
         self._forked = self.share(1)
 
     def after_fork(self) -> None:
-        """In the new process."""
+        """Begin to count in a forked process."""
         forked = self._forked
         assert forked is not None
         self.__init__()  # type: ignore[misc]  # what the parent has counted is the parent's; and the lock may be held
         self._above = forked, 0
 
 
-#: of this process.
+#: The counts of this process.
 store_counts = StoreCounts()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=store_counts.before_fork, after_in_child=store_counts.after_fork)

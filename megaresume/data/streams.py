@@ -109,17 +109,17 @@ class InputStream:
             )
 
     def read(self, size: int) -> bytes:
-        """Up to size bytes; fewer only at the end."""
+        """Read up to size bytes; fewer only at the end."""
         with self._errors():
             return self._stream.read(size)
 
     def readline(self, limit: int) -> bytes:
-        """Up to and with the next newline, or limit bytes."""
+        """Read up to and with the next newline, or limit bytes."""
         with self._errors():
             return self._stream.readline(limit)
 
     def chunks_from(self, row: int) -> tuple[tuple[int, int], ...]:
-        """First row and place of each row group, or record batch, from that of a row on; of no table: none."""
+        """The first row and place of each row group, or record batch, from that of a row on; none if it is no table."""
         chunks = [] if self._table is None else self._table.chunks
         return tuple(chunks[max(bisect_right(chunks, row, key=itemgetter(0)) - 1, 0) :])
 
@@ -254,7 +254,7 @@ def _decompressed(raw: io.BufferedReader, file: InputFile) -> _Peekable:
 
 
 class _ZstdReader(io.RawIOBase):
-    """zstandard's own stream reader takes a file that was cut short for a complete one; this one does not."""
+    """A reader that notices a file that was cut short; zstandard's own takes it for complete."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -326,7 +326,7 @@ _MARKS = (
 )
 _COMPRESSED = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "zstd": ".zst"}
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-#: what no text has, besides white space, form feeds and escapes of terminals.
+#: The control characters that no text has, besides white space, form feeds and escapes of terminals.
 _CONTROL = re.compile(rb"[\x00-\x07\x0e-\x1a\x1c-\x1f\x7f]")
 
 

@@ -34,7 +34,7 @@ _POSIX, _GNU = b"ustar\x0000", b"ustar  \x00"
 
 @dataclass(slots=True)
 class Header:
-    """One member."""
+    """The header of one member."""
 
     name: str
     #: bytes of its content.
@@ -43,7 +43,7 @@ class Header:
     offset: int
     data: int
     stop: int
-    #: None for an ordinary file; otherwise what `tarfile` read.
+    #: what `tarfile` read; None for an ordinary file.
     info: tarfile.TarInfo | None = None
 
 
@@ -107,7 +107,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x
 
 @dataclass(slots=True)
 class RecordExtent:
-    """Where a record lies."""
+    """Where a record is in its shard."""
 
     key: str
     #: bytes from the start of the shard to the header of the first member.
@@ -116,7 +116,7 @@ class RecordExtent:
     nbytes: int
     #: number of members.
     members: int = field(default=1)
-    #: of a row of JSON lines, its line in what was walked, from 1.
+    #: the line of a row of JSON lines in what was walked, from 1.
     line: int = 0
 
 
@@ -133,7 +133,7 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
     """
     check_plain(file, shard, "a plain .tar: records are read by their offset")
     current: RecordExtent | None = None
-    #: of each key, the extensions; nearly all records have the same ones.
+    #: the extensions of each key; nearly all records have the same ones.
     seen: dict[str, tuple[str, ...]] = {}
     known: dict[tuple[str, ...], tuple[str, ...]] = {}
     for header in _members(file, shard):
@@ -220,7 +220,7 @@ def content_hash(record: Record) -> int:
 
 
 def _members(file: BlockFile, shard: str) -> Iterator[Header]:
-    """Regular files."""
+    """The members that are regular files."""
     try:
         for header in headers(file):
             if isinstance(header, int):

@@ -188,10 +188,10 @@ class _Run(Scenario):
         return self.out / f"{name}.log"
 
     def keep_log(self, name: str, number: int, text: str) -> None:
-        """It is there."""
+        """Do nothing: the log was written where it stays."""
 
     def may_stop(self, attempt: Attempt, step: int) -> bool:
-        """Not before a save of this start is committed: there would be nothing to resume from."""
+        """Whether a save of this start is committed: before it, there would be nothing to resume from."""
         return committed_since(self.out / "run", self._before())
 
     def began(self, number: int, layout: DemoStart) -> None:
@@ -248,7 +248,7 @@ class ReportedStart:
     #: the first and the last step that it did.
     steps: tuple[int, int]
     killed: bool
-    #: what ended it, in words.
+    #: how it ended, in words.
     end: str
     #: the line that it printed when it resumed.
     resumed: str | None
@@ -265,7 +265,7 @@ class Facts:
     twin: RunRecords
     run: RunRecords
     starts: Sequence[ReportedStart]
-    #: of ``megaresume verify``.
+    #: the result of ``megaresume verify``.
     verified: dict[str, Any]
     #: sources and fill of the run's samples: what ``megaresume stream --summary --json`` prints.
     summary: dict[str, Any]
@@ -432,7 +432,7 @@ def _losses(facts: Facts) -> str:
 
 
 def _shares(facts: Facts, stream: Stream) -> str:
-    """Tokens of each source so far over all tokens so far, against the weights."""
+    """The tokens of each source so far over all tokens so far, against the weights."""
     import numpy as np
 
     plan = stream.plan(facts.summary["first"], facts.summary["stop"])

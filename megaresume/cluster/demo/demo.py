@@ -22,7 +22,7 @@ from megaresume.cluster.local import ask
 from megaresume.cluster.scenario import Say
 from megaresume.stream.errors import counted
 
-#: tokens of a sample; samples of a step.
+#: The number of tokens of a sample, and of samples of a step.
 SEQ_LENGTH, GLOBAL_BATCH_SIZE = 256, 16
 
 
@@ -32,7 +32,7 @@ class DemoStart:
 
     processes: int
     workers: int
-    #: samples.
+    #: samples of a micro-batch.
     micro_batch_size: int
     start_method: str | None = None
     #: fraction of the run's steps after which everything is killed, in the middle of the next step; None if it ends.
@@ -42,7 +42,7 @@ class DemoStart:
 
     @property
     def ranks_per_node(self) -> int:
-        """As `megaresume.cluster.scenario` asks for it."""
+        """The number of ranks of a node, as `megaresume.cluster.scenario` asks for it."""
         return self.processes
 
     ranks = ranks_per_node
@@ -101,11 +101,11 @@ class Extra:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:
-    """One demo."""
+    """A demo: its data, its model and its steps."""
 
     #: command, as the report's heading has it.
     title: str
-    #: of the run, by default.
+    #: the number of steps of the run, by default.
     steps: int
     #: the run that nobody disturbs, and the starts of the one that is killed.
     twin: DemoStart = DemoStart(processes=2, workers=0, micro_batch_size=4)
@@ -114,12 +114,12 @@ class Demo:
         DemoStart(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
         DemoStart(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
     )
-    #: what the data is, in words, and what the model gets of it besides which samples.
+    #: the data in words, and what the model gets of it besides which samples.
     data: str
     content: str
     #: what packing did not do; None if a sample is an item.
     packing: str | None = None
-    #: what the weights count.
+    #: the unit that the weights count.
     unit: str = "tokens"
     #: the training program, a module.
     program: str = "megaresume.cluster.training"

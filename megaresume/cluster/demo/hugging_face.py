@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
 class Recorder(Trainer):
     """A Trainer that notes the rows of every training step."""
 
-    #: of this rank, by micro-batch: a hash of each row without its padding.
+    #: the rows of this rank, by micro-batch: a hash of each without its padding.
     rows: list[list[int]]
     #: the loss of each micro-batch.
     losses: list[float]

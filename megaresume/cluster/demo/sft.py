@@ -31,7 +31,7 @@ from megaresume.cluster.local import ask
 from megaresume.cluster.scenario import Say
 from megaresume.render import escape
 
-#: each byte is a token, and these are: from 256 on, as `masks` knows them.
+#: The special tokens, from 256 on, as `masks` knows them; every byte is a token, too.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 )
 #: bytes of an answer, at most, so that conversations differ in their number of turns.
 _LONGEST_ANSWER = 160
-#: of trained tokens.
+#: The weights, which count trained tokens.
 WEIGHTS = {"chat": 0.6, "manual": 0.4}
 
 
@@ -138,7 +138,7 @@ def _marked(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_]) -> st
 
 _NAMES = ("tokens", "position_ids", "labels", "loss_mask")
 _END_OF_HEADER = ord("\n")
-#: tokens of the demo: bytes, and these.
+#: The numbers of the special tokens.
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 
 
@@ -147,9 +147,9 @@ class Given:
     """One sample, as a model was given it; all arrays have S places."""
 
     sample: int
-    #: int64.
+    #: the tokens, int64.
     tokens: npt.NDArray[np.int64]
-    #: 0 where a document, or the padding, begins.
+    #: the positions: 0 where a document, or the padding, begins.
     positions: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     #: whether the loss of the label counts.

@@ -42,7 +42,7 @@ from megaresume.cluster.records import read_records
 from megaresume.cluster.scenario import Say
 from megaresume.render import COLOURS, escape, svg
 
-#: For ``megaresume prepare``: bytes as tokens; squares of 16 pixels, 4 patches of 8, become one token.
+#: The encoder for ``megaresume prepare``: bytes as tokens; squares of 16 pixels, 4 patches of 8, become one token.
 ENCODER: dict[str, Any] = {
     "tokenizer": None,
     "template": {"kind": "chat", "style": {"user": {"after": " "}, "assistant": {"end": "\n"}}},
@@ -61,13 +61,13 @@ ENCODER: dict[str, Any] = {
 #: pictures. What is small and alone is learned first: the demo has minutes.
 _HEIGHTS = (16, 48)
 _SMALL, _ALONE, _TWO_PICTURES = 0.65, 0.4, 0.06
-#: of the 1797 digits.
+#: The number of the 1797 digits that are held out.
 _HELD_OUT_DIGITS = 360
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """Some shards."""
+    """The shards of one set of pictures."""
 
     #: file names are ``<name>-000000.tar`` and so on.
     name: str
@@ -219,7 +219,7 @@ def _extra(out: Path) -> Extra:
 
 
 def _accuracy(record: dict[str, Any]) -> float:
-    """Of digits alone: neither the spaces between them nor the end of an answer."""
+    """The accuracy over digits alone: neither the spaces between them nor the end of an answer count."""
     counts = [record["by_token"].get(str(token), (0, 0)) for token in _DIGITS]
     right, total = (sum(column) for column in zip(*counts, strict=True))
     return float(right / max(total, 1))

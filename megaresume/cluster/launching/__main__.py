@@ -17,7 +17,7 @@ from megaresume.cluster.launching import local, slurm
 from megaresume.cluster.launching.local import LocalSettings
 from megaresume.cluster.launching.slurm_job import SlurmSettings
 
-#: between the lists of words after ``--``.
+#: The separator between the lists of words after ``--``.
 _SEPARATOR = ":::"
 
 

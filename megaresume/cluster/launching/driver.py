@@ -46,7 +46,7 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupErro
 Action = Literal["finish", "again", "requeue", "chain", "refuse"]
 #: why Slurm has ended an attempt. ``requeue``: somebody's `scontrol requeue`.
 Reason = Literal["cancelled", "time limit", "preemption", "node failure", "requeue"]
-#: nobody's fault that an attempt with such an end has saved nothing.
+#: The ends of an attempt that excuse it from having saved: they are nobody's fault.
 _FROM_OUTSIDE: tuple[Reason | None, ...] = ("preemption", "requeue")
 #: exit status of a program that was called in a wrong way.
 USAGE = 2
@@ -121,7 +121,7 @@ class AttemptHistory:
     fruitless: int = 0
     #: the furthest step that an attempt has saved; None if none has saved.
     best: int | None = None
-    #: how many the run comes back from (MAX_RESTARTS).
+    #: how many failures the run comes back from (MAX_RESTARTS).
     max_restarts: int = 3
     #: nodes that are left out, and how many may be (EXCLUDE_NODES).
     excluded: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class Decision:
     """The next action."""
 
     action: Action
-    #: one line for people.
+    #: the reason, one line for people.
     why: str
     #: attempts in a row without a new checkpoint, with this one.
     fruitless: int = 0
@@ -250,7 +250,7 @@ def _exclude(nodes: tuple[BadNode, ...], slurm: SlurmState, history: AttemptHist
     return tuple(new[: max(room, 0)])
 
 
-#: what runs a script or a module with the hooks.
+#: The words that run a script or a module with the hooks.
 _RUN = ("-m", "megaresume.run")
 
 
@@ -265,7 +265,7 @@ class LaunchSettings:
     max_restarts: str
     script: str
     train: tuple[str, ...]
-    #: given to the script.
+    #: the flags given to the script.
     flags: tuple[str, ...]
 
     def check_numbers(self, names: Iterable[str]) -> None:
@@ -325,7 +325,7 @@ class LaunchDriver:
         ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
         ours += ["--megaresume-stop-file", str(self.stop_file), "--megaresume-elastic"]
         ours += ["--megaresume-log-samples", str(run_dir / "samples.jsonl")]
-        #: what follows PYTHON.
+        #: the words after PYTHON.
         self.training = (*settings.train, *ours, *settings.flags)
         #: the first one that came.
         self.signal: str | None = None
@@ -349,7 +349,8 @@ class LaunchDriver:
             raise UsageError(f"RUN_DIR={self.run_dir} cannot be created: {error.strerror}", action=action) from error
 
     def touch_stop_file(self) -> None:
-        """For ranks that do not listen yet, on other nodes, in containers. Removed by the run when it has saved."""
+        """Ask the run to stop by a file, for ranks that cannot be signalled, on other nodes, in containers. The run
+        removes it."""
         try:
             self.stop_file.touch()
         except OSError as error:
@@ -396,7 +397,7 @@ _PINS = ("--ckpt-step",)
 class Attempts:
     """The attempts of a job, or of a chain of them."""
 
-    #: in a row without a new checkpoint.
+    #: the number of attempts in a row without a new checkpoint.
     fruitless: int = 0
     #: the furthest step that one of them has saved; None if none has saved.
     best: int | None = None
@@ -441,7 +442,7 @@ def write_attempts(path: Path, attempts: Attempts) -> None:
 
 
 def checkpoint_roots(words: Sequence[str], directory: Path) -> tuple[Path, ...]:
-    """Where a training command saves to: the last one given of each flag.
+    """The directories that a training command saves to: the last one given of each flag.
 
     Args:
         words: of the command; ``--save DIR`` and ``--save=DIR``, dashes or underscores.

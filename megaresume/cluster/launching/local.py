@@ -61,7 +61,7 @@ def run(launcher: str, settings: LocalSettings) -> int:
 
 
 class LocalDriver(LaunchDriver):
-    """One call of a script."""
+    """One call of a launch script, on this machine."""
 
     def __init__(self, launcher: str, settings: LocalSettings) -> None:
         super().__init__(settings, Path(settings.run_dir))
@@ -279,7 +279,7 @@ class LocalDriver(LaunchDriver):
 
 
 def _own_address(other: str) -> str:
-    """By which a machine reaches another one. Raises UsageError."""
+    """The address by which another machine reaches this one. Raises UsageError."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((other, 9))  # sends nothing

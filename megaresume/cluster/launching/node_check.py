@@ -161,7 +161,7 @@ def start_import(module: str) -> subprocess.Popen[str]:
 
 
 def why_not_imported(process: subprocess.Popen[str], patience: float = _IMPORT_PATIENCE) -> str:
-    """Its error, in a line; "": it can be imported, or has not ended in time, and the training will tell.
+    """Why the package cannot be imported, in a line; "" if it can, or was not imported in time: the training will tell.
 
     Args:
         process: of `start_import`.
@@ -183,7 +183,7 @@ def _is_there(path: Path) -> bool:
 
 
 def meet(name: str, *, is_first: bool, address: str, port: int, count: int, patience: float = _MEETING) -> list[str]:
-    """One number from each node to all: who came to the first one.
+    """Exchange one number among all nodes: who came to the first one.
 
     Args:
         name: of this node.

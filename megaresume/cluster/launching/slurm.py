@@ -82,7 +82,7 @@ class SlurmDriver(LaunchDriver):
         #: why Slurm has ended this attempt, once it has, and whether it queued the job again.
         self.reason: Reason | None = None
         self.requeued = False
-        #: what was decided, once it is done; until when it may still wait for a checkpoint.
+        #: the decision, once the job is done; until when it may still wait for a checkpoint.
         self._done: Decision | None = None
         self._decide_by: float | None = None
         self._step: subprocess.Popen[bytes] | None = None
@@ -108,12 +108,12 @@ class SlurmDriver(LaunchDriver):
 
     @property
     def attempt(self) -> str:
-        """Its name, which no other attempt has."""
+        """The name of this attempt, which no other has."""
         return f"{self.job.id}.{self._number}"
 
     @property
     def logs(self) -> Path:
-        """Of this attempt."""
+        """The directory of this attempt's logs."""
         return self.run_dir / "logs" / self.attempt
 
     def run(self) -> int:

@@ -42,7 +42,7 @@ FINAL = frozenset(
     ]
 )
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted")
-#: of a node that jobs can be given to, now or when others have ended.
+#: The states of a node that jobs can be given to, now or when others have ended.
 _USABLE = ("idle", "mixed", "allocated", "completing")
 
 
@@ -53,11 +53,11 @@ class JobInfo:
     state: str
     #: why it is pending.
     reason: str
-    #: how often it was queued again.
+    #: how often the job was queued again.
     restarts: int
-    #: that it runs on, or ran on last, as Slurm writes them.
+    #: the nodes that the job runs on, or ran on last, as Slurm writes them.
     node_list: str
-    #: of the batch script.
+    #: the node of the batch script.
     batch_host: str
     num_nodes: int
     num_tasks: int
@@ -66,12 +66,12 @@ class JobInfo:
     time_limit: int | None
     #: seconds that it has run.
     run_time: float
-    #: of the batch script; 128 and the signal where that ended it.
+    #: the exit status of the batch script; 128 and the signal where that ended it.
     exit_status: int
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """By name; () while it waits for the first. Asks Slurm, which most looks at a job need not."""
+        """The nodes by name; () while the job waits for its first. Asks Slurm, which most looks at a job need not."""
         return hostnames(self.node_list)
 
     @property
@@ -82,7 +82,7 @@ class JobInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A partition."""
+    """A partition of the cluster."""
 
     name: str
     default: bool
@@ -252,7 +252,7 @@ def hostnames(nodes: str) -> tuple[str, ...]:
 
 
 def version() -> str:
-    """Of the controller."""
+    """The version of the controller."""
     return _config().get("SLURM_VERSION", "unknown")
 
 
@@ -303,7 +303,7 @@ def _number(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    """``1-02:03:04`` in seconds."""
+    """The seconds of a time such as ``1-02:03:04``."""
     days, _, clock = text.rpartition("-")
     parts = [int(part) for part in clock.split(":")] if clock.replace(":", "").isdigit() else [0]
     seconds = 0

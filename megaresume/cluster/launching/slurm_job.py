@@ -36,9 +36,9 @@ from megaresume.cluster.launching.node_check import Verdict
 from megaresume.cluster.launching.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 from megaresume.stream.errors import UsageError
 
-#: how often, and how many seconds apart, a controller that is away is asked to queue the job again.
+#: How often, and how many seconds apart, a controller that is away is asked to queue the job again.
 _TRIES, _PAUSE = 30, 5.0
-#: what Slurm writes to the batch log about the end of an attempt.
+#: The reasons for the end of an attempt, by what Slurm writes to the batch log about it.
 _REASONS: dict[str, Reason] = {
     "TIME LIMIT": "time limit",
     "PREEMPTION": "preemption",
@@ -70,11 +70,11 @@ done"""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
-    """This job."""
+    """The Slurm job that this process is in."""
 
-    #: as Slurm's commands are told it: ``17``, or ``12_3`` of an array.
+    #: the id as Slurm's commands take it: ``17``, or ``12_3`` of an array.
     id: str
-    #: how often it was queued again.
+    #: how often the job was queued again.
     attempt: int
     name: str
     nodes: tuple[str, ...]
@@ -83,7 +83,7 @@ class SlurmJob:
 
     @classmethod
     def of_environment(cls) -> SlurmJob:
-        """From the variables of a batch script."""
+        """The job that the variables of a batch script describe."""
         env = os.environ
         array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
         node_list = env["SLURM_JOB_NODELIST"]
@@ -101,7 +101,7 @@ class SlurmJob:
         return fields_of(run("scontrol", "show", "job", "--oneliner", job or self.id).stdout)
 
     def state(self) -> str:
-        """Such as RUNNING; "" if nobody knows."""
+        """The state, such as RUNNING; "" if it is not known."""
         return run("squeue", "-h", "-j", self.id, "-o", "%T").stdout.strip()
 
     def is_preempted(self) -> bool:
@@ -109,7 +109,7 @@ class SlurmJob:
         return self.show().get("PreemptTime", "None")[:1].isdigit()
 
     def end_time(self) -> int | None:
-        """Of the time limit, seconds since 1970."""
+        """The time limit, in seconds since 1970."""
         end = self.show().get("EndTime", "")
         return int(datetime.fromisoformat(end).timestamp()) if end[:1].isdigit() else None
 
@@ -118,7 +118,7 @@ class SlurmJob:
         return any("gpu" in value for name, value in self.show().items() if name.startswith("TresPer"))
 
     def address_of(self, node: str) -> str:
-        """As Slurm reaches it: its name may not be known on the other nodes."""
+        """The address by which Slurm reaches a node: its name may not be known on the other nodes."""
         return fields_of(run("scontrol", "show", "node", "--oneliner", node).stdout).get("NodeAddr", node)
 
     def nodes_left(self) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def listen(heard: Callable[[str], None]) -> None:
     signal.signal(signal.SIGTERM, handler)
 
 
-#: of the first job of a chain, and how many jobs may still follow; for the next job.
+#: The variables of the first job of a chain, and of how many jobs may still follow; for the next job.
 _HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
 
 LAUNCHERS = ("torchrun", "srun", "deepspeed")
@@ -364,7 +364,7 @@ class Chain:
 
     def __init__(self, settings: SlurmSettings, job: SlurmJob, run_dir: Path, say: Callable[[str], None]) -> None:
         self._settings, self._job, self._run_dir, self._say = settings, job, run_dir, say
-        #: its first job; and the next one, once it was submitted.
+        #: the first job of the chain; and the next one, once it was submitted.
         self.head = job.id
         self.successor: str | None = None
         #: how many jobs may still follow.
@@ -379,7 +379,7 @@ class Chain:
             self.successor = self._file.read_text().strip() or None
 
     def submit(self, excluded: Collection[str]) -> None:
-        """Before anything is trained: nothing that happens to this job can keep the next from being there.
+        """Submit the next job before anything is trained: whatever happens to this job, the next one is queued.
 
         Args:
             excluded: nodes that it is to leave out.

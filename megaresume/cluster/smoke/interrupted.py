@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-#: by default the last two end a program at once, with all that it has started left behind.
+#: The signals on which the process cleans up: by default two of them end it at once, with its children left running.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -38,24 +38,24 @@ class SmokeOptions:
 
     out: Path
     launcher: Literal["local", "slurm"] = "local"
-    #: of our own launch scripts, for the local launcher.
+    #: the kind of our launch scripts, for the local launcher.
     launch: Literal["torchrun", "deepspeed"] = "torchrun"
     #: the user's launch script.
     script: Path | None = None
     kinds: tuple[str, ...] = ("sigkill", "sigterm")
-    #: by attempt.
+    #: the number of nodes of each attempt.
     nodes: tuple[int, ...] = ()
     ranks_per_node: tuple[int, ...] = ()
     workers: tuple[int, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
-    #: samples a step; steps of the run; steps between checkpoints.
+    #: samples of a step; steps of the run; steps between checkpoints.
     global_batch_size: int | None = None
     steps: int | None = None
     save_interval: int | None = None
     zero_stage: int | None = None
     model: Literal["gpt", "vlm"] = "gpt"
     data: Path | None = None
-    #: None: as fast as it goes.
+    #: the least seconds of a step; None: as fast as it goes.
     min_step_seconds: float | None = None
 
 
@@ -66,12 +66,12 @@ class LaunchLayout:
     nodes: int
     ranks_per_node: int
     workers: int | None
-    #: samples.
+    #: samples of a micro-batch.
     micro_batch_size: int | None
 
     @property
     def ranks(self) -> int:
-        """On all nodes."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class LaunchLayout:
 
     @property
     def short(self) -> str:
-        """For tables: ``2x1 m4 w0``."""
+        """A short form for tables: ``2x1 m4 w0``."""
         micro = "" if self.micro_batch_size is None else f" m{self.micro_batch_size}"
         workers = "" if self.workers is None else f" w{self.workers}"
         return f"{self.nodes}x{self.ranks_per_node}{micro}{workers}"
@@ -93,13 +93,13 @@ class SmokePlan:
     """The launches and stops of a test."""
 
     options: SmokeOptions
-    #: by attempt; the reference has the first.
+    #: the layout of each attempt; the reference has the first.
     layouts: tuple[LaunchLayout, ...]
-    #: between the attempts.
+    #: the stops between the attempts.
     stops: tuple[Stop, ...]
     steps: int
     save_interval: int
-    #: samples; None: as the script says.
+    #: samples of a step; None: as the script says.
     global_batch_size: int | None
 
     @property
@@ -109,11 +109,11 @@ class SmokePlan:
 
     @property
     def out(self) -> Path:
-        """Directory of everything."""
+        """The directory of everything."""
         return self.options.out
 
     def run_dir(self, name: str) -> Path:
-        """Of ``reference`` or ``run``: checkpoints, records, logs."""
+        """The directory of ``reference`` or ``run``: checkpoints, records, logs."""
         return self.out / name
 
     def records(self, name: str) -> Path:
@@ -314,7 +314,7 @@ def _stops(steps: int | None, interval: int, number: int) -> tuple[int, list[int
 
 
 SEQ_LENGTH = 128
-#: documents of text.
+#: The number of documents of text.
 NUM_TEXTS = 1500
 
 

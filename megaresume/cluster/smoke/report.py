@@ -23,12 +23,12 @@ class Result(Found):
     """Everything that was found."""
 
     plan: SmokePlan
-    #: see `Launcher.description`.
+    #: where it ran: see `Launcher.description`.
     where: str
     reference: RunRecords | None = None
     run: RunRecords | None = None
     outcome: RunComparison | None = None
-    #: what ``megaresume verify`` found of the run; None if it could not be asked.
+    #: the verdict of ``megaresume verify`` on the run; None if it could not be asked.
     verified: bool | None = None
     seconds: float = 0.0
     reference_seconds: float = 0.0
@@ -52,7 +52,7 @@ _HEAD = ("stop", "before", "after", "at step", "resumed from", "steps lost", "fi
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """As plain JSON."""
+    """The result as plain JSON."""
     plan = result.plan
     return {
         "holds": result.holds,
@@ -92,7 +92,7 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """For the terminal."""
+    """The result as a table, for the terminal."""
     lines = ["", *_columns([_HEAD, *map(_row, result.stops)]), ""]
     lines += [
         "  nodes x ranks on each, m: micro-batch, w: workers",
@@ -141,7 +141,7 @@ def write_report(path: Path, result: Result) -> None:
 
 
 def _verdict(result: Result) -> str:
-    """Of a test that does not hold: what differs, or why nothing is proved."""
+    """The verdict on a test that does not hold: what differs, or why nothing is proved."""
     differs = result.outcome is not None and result.outcome.first is not None
     return f"NOT {'EXACT' if differs else 'PROVED'}: {(result.first_difference or '').splitlines()[0]}"
 

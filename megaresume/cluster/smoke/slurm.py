@@ -84,7 +84,7 @@ class SlurmLauncher:
 
     @cached_property
     def partition(self) -> Partition:
-        """Where the jobs run.
+        """The partition in which the jobs run.
 
         Raises:
             UsageError: see `choose_partition`.
@@ -94,7 +94,7 @@ class SlurmLauncher:
 
     @property
     def urgent(self) -> Partition:
-        """Whose jobs preempt.
+        """The partition whose jobs preempt.
 
         Raises:
             UsageError, SetupError: see `choose_urgent`.
@@ -204,7 +204,7 @@ echo "megaresume|$name|clock|$(date +%s.%N)|"
 class _Answers:
     """The answers of the nodes, by name."""
 
-    #: what they read of the token, and whether they could write beside it.
+    #: what the nodes read of the token, and whether they could write beside it.
     seen: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: their time; this machine's when they were asked and when all had answered. Seconds of `time.time`.
     clocks: dict[str, float] = field(default_factory=dict)
@@ -283,7 +283,7 @@ def _ask_nodes(partition: Partition, count: int, token: Path, options: Sequence[
 
 
 def _lines(process: subprocess.Popen[str], timeout: float) -> Iterator[str]:
-    """Its output, line by line, until its end or for ``timeout`` seconds."""
+    """The output of a process, line by line, until its end or for ``timeout`` seconds."""
     stdout = process.stdout
     assert stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()

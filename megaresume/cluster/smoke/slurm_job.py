@@ -87,7 +87,7 @@ class SlurmAttempt:
         self._launch, self._urgent, self._grace = launch, urgent, grace
         self.id, self.restarts = job, restarts
         self.partition = partition
-        #: what a stop has done to the cluster.
+        #: the resources that a stop has taken from the cluster.
         self.lost = Lost()
         #: minutes; shortened to stop it by the wall time.
         self.time_limit: int | None = None

@@ -199,7 +199,8 @@ def _skip(args: Arguments) -> Any:
 
 
 def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
-    """Samples at the end of the run, by the batch sizes that it had and will have; None if it has no end."""
+    """The number of samples at the end of the run, by the batch sizes that it had and will have; None if it has no
+    end."""
     if args.train_iters is None and args.train_samples is None:
         return None
     return end_of_run(data.schedule, int(engine.global_steps), data.samples_trained, **args.length)[1]

@@ -114,7 +114,7 @@ class Arguments:
 
     @property
     def length(self) -> dict[str, int | None]:
-        """Of the run, for `is_over` and `end_of_run`."""
+        """The length of the run, for `is_over` and `end_of_run`."""
         return {"train_iters": self.train_iters, "train_samples": self.train_samples}
 
 
@@ -192,7 +192,7 @@ def _check_vision(args: Arguments) -> None:
 
 
 def stop_conditions(args: Arguments) -> StopConditions | None:
-    """When to save and exit; None if no flag says it.
+    """The conditions on which to save and exit; None if no flag says any.
 
     Raises:
         UsageError: times that are none, or an unknown end of the job.
@@ -253,7 +253,8 @@ def check_layout(args: Arguments, world_size: int) -> tuple[int, BatchSchedule]:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process and how many there are, as torchrun, deepspeed or a Slurm script say; (0, 1) without a launcher."""
+    """The rank of this process and how many there are, by torchrun, deepspeed or a Slurm script; (0, 1) without a
+    launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -312,7 +313,7 @@ def launch(args: Arguments) -> torch.device:
 
 
 def restart_warning(env: Mapping[str, str]) -> str | None:
-    """What to say where torchrun would restart ranks in place and they could not meet; None: nothing.
+    """The warning where torchrun would restart ranks in place and they could not meet; None if they can.
 
     The agents keep one store for all restarts (pytorch issue 135712): ranks that come again find the addresses of those
     before them in it, and end in "Connection refused".

@@ -41,7 +41,7 @@ class Stopwatch:
     """Runs within its ``with`` statements, and within the methods that it watches."""
 
     def __init__(self) -> None:
-        #: so far.
+        #: the seconds so far.
         self.seconds = 0.0
         self._began = 0.0
 
@@ -98,7 +98,7 @@ class StepRecord:
     #: None if no log is written.
     order: str | None
     content: str | None
-    #: by data-parallel rank: hash over the identities of its samples, and over their tokens and pixels, as
+    #: of each data-parallel rank: hashes over its samples, and over their tokens and pixels, as
     #: `megaresume.checkpoint.rank_log` takes them.
     ranks: tuple[tuple[str, str], ...] | None
     #: rolling digest of the stream after the step, 16 hex digits.
@@ -117,7 +117,7 @@ class StepRecord:
     tokens_per_second: float
 
     def line(self, total_steps: str) -> str:
-        """As Megatron prints it."""
+        """The step as a line that Megatron prints."""
         norm = "" if self.grad_norm is None else f" grad norm: {self.grad_norm:.3f} |"
         return (
             f" iteration {self.step:8d}/{total_steps:>8} | consumed samples: {self.samples[1]:12d} | "

@@ -89,8 +89,7 @@ class Validation:
     def losses(
         self, model: torch.nn.Module, token_losses: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
     ) -> dict[str, dict[str, Any]]:
-        """By name of the set: ``loss`` per token over all samples, ``tokens``, and the rolling ``digest`` of the
-        samples: the same digest, the same samples. The model is back in training mode after it.
+        """The losses of each set, by name: ``loss`` per token over all samples, ``tokens``, and the rolling ``digest``.
 
         Args:
             model: what is measured.
@@ -143,7 +142,7 @@ class Validation:
 
 
 def _answers(stream: Stream, batch: Batch, predicted: torch.Tensor) -> list[dict[str, Any]]:
-    """Of every document of the batch that has trained tokens."""
+    """The answers of every document of the batch that has trained tokens."""
     found = []
     for row, sample in enumerate(batch["samples"].tolist()):
         bounds = batch["cu_seqlens"][row].tolist()
@@ -267,7 +266,7 @@ class Trainer:
             announce(f"  successfully saved checkpoint at iteration {step} to {self.args.save}")
 
     def _step(self) -> StepRecord:
-        """All micro-steps of one optimizer step."""
+        """Train all micro-steps of one optimizer step."""
         began = time.perf_counter()
         engine, first = self.engine, self.data.samples_trained
         lr = self.rate.at(first)
@@ -312,7 +311,7 @@ class Trainer:
         )
 
     def _token_losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """float[m, S] losses and float32[m, S] loss mask, on the device."""
+        """The losses, float[m, S], and the loss mask, float32[m, S], on the device."""
         self._check_tokens(batch)
         tokens, labels, mask, positions = (
             batch[name].to(self.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask", "position_ids")
@@ -321,7 +320,7 @@ class Trainer:
         return losses, mask
 
     def _logits(self, batch: Batch) -> torch.Tensor:
-        """float[m, S, vocabulary], on the device."""
+        """The logits, float[m, S, vocabulary], on the device."""
         self._check_tokens(batch)
         tokens, positions = (batch[name].to(self.device) for name in ("tokens", "position_ids"))
         logits = self._forward(batch, tokens, positions, None)

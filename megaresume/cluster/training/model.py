@@ -54,7 +54,7 @@ class ModelParallelUnit:
         )
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among them."""
+        """The rank of this process among the model-parallel ones."""
         return dist.get_rank(parallel_state.get_model_parallel_group())
 
 
@@ -250,7 +250,7 @@ class LearningRate:
         return self.lowest + left * (self.highest - self.lowest)
 
 
-#: of matrices.
+#: The weight decay of matrices.
 WEIGHT_DECAY = 0.01
 #: DeepSpeed's own default, in elements: 2 GB a rank in float32, whatever the size of the model.
 _BUCKET = 500_000_000
@@ -393,14 +393,14 @@ class ImageModel(nn.Module):
 
 
 def _places(rows: int, columns: int, merge: int) -> torch.Tensor:
-    """float32[rows * columns, 2]: row and column of the centre of each patch, in heights of the image."""
+    """The row and column of the centre of each patch, in heights of the image: float32[rows * columns, 2]."""
     grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
     squares = grid.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2)
     return (squares.reshape(-1, 2) + 0.5) / rows
 
 
 def _sines(places: torch.Tensor, width: int) -> torch.Tensor:
-    """float32[K, width]: sines and cosines of both coordinates."""
+    """The sines and cosines of both coordinates: float32[K, width]."""
     steps = torch.arange(width // 4) / max(width // 4 - 1, 1)
     waves = 2 * math.pi / (_LONGEST * (_SHORTEST / _LONGEST) ** steps)
     angles = (places[:, :, None] * waves).flatten(1)
@@ -545,7 +545,7 @@ class VisionLanguageModel(nn.Module):
         labels: torch.Tensor | None = None,
         images: Images | None = None,
     ) -> torch.Tensor:
-        """As GPTModel's.
+        """Compute the model's output as GPTModel does.
 
         Args:
             tokens, position_ids, labels: int64[m, S].

@@ -32,7 +32,7 @@ COUNTED = 1 << 20
 class Position:
     """A place in the input, between two documents; ordered as the input is."""
 
-    #: index into the files.
+    #: the file, as an index into the files.
     file: int = 0
     #: decompressed bytes before it in the file.
     offset: int = 0
@@ -42,7 +42,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One unit of work."""
+    """A unit of work: some of the input's bytes."""
 
     pieces: tuple[Piece, ...] = field(repr=False)
     #: where the next block starts.
@@ -171,7 +171,7 @@ MOST = 99_999
 class Stretch:
     """The part of the input that one machine prepares."""
 
-    #: from 1, of how many.
+    #: the number of the stretch, from 1, and of how many.
     number: int
     of: int
     #: where its first block starts; ``line`` is not counted yet.
@@ -183,17 +183,17 @@ class Stretch:
 
     @property
     def directory(self) -> str:
-        """Of its blocks, in the directory of the whole prepare."""
+        """The directory of its blocks, in the directory of the whole prepare."""
         return "" if self.of == 1 else f"{self.number:05d}-of-{self.of:05d}"
 
     def name(self, index: int) -> str:
-        """Of a block; the order of the names is the order of the input."""
+        """The name of a block; the order of the names is the order of the input."""
         block = f"part-{index:08d}"
         return block if self.of == 1 else f"{self.directory}/{block}"
 
 
 def cut(files: Sequence[InputFile], text_unit: TextUnit, of: int) -> list[Stretch]:
-    """All stretches, in order; some are empty if there is too little to cut.
+    """Cut the input into stretches, in order; some are empty if there is too little to cut.
 
     Args:
         files: the input.

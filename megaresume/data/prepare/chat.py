@@ -33,14 +33,14 @@ class ChatOptions:
 
     #: a file, or a name in `megaresume.encoding.text.conversations.STYLES`; None: the tokenizer's own.
     template: str | Path | None = None
-    #: what the template takes for today: YYYY-MM-DD.
+    #: the date that the template takes for today: YYYY-MM-DD.
     date: str | None = None
-    #: None: that of the first row.
+    #: the shape of the rows; None: that of the first row.
     shape: RowShape | None = None
     selection: Selection = field(default_factory=Selection)
     #: roles may come in any order that the template takes.
     any_order: bool = False
-    #: of a document; None: any number.
+    #: the most tokens of a document; None: any number.
     max_tokens: int | None = None
     too_long: TooLong = "error"
 
@@ -179,7 +179,7 @@ def _hint_at_arguments(template: ChatTemplate, shape: RowShape, key: str | None,
 
 
 def _first_rows(files: Sequence[InputFile]) -> Iterator[dict[str, Any]]:
-    """Of the first rows of each file those that are JSON objects."""
+    """Those of the first rows of each file that are JSON objects."""
     for file in files:
         with closing(InputStream(file)) as stream:
             for _ in range(LOOKED_AT):
@@ -193,7 +193,7 @@ def _first_rows(files: Sequence[InputFile]) -> Iterator[dict[str, Any]]:
 
 
 def _first_shape(files: Sequence[InputFile]) -> RowShape:
-    """Of the first row that has one: all others must have it, too."""
+    """The shape of the first row that has one: all others must have it, too."""
     keys: list[str] = []
     for row in _first_rows(files):
         shapes = shapes_of(row)

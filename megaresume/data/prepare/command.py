@@ -300,7 +300,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def chat_options(args: argparse.Namespace) -> ChatOptions | None:
-    """What the flags say of conversations; None if rows are none.
+    """The options of conversations in the flags; None if rows are none.
 
     Raises:
         UsageError: a flag of conversations without --chat, or a bad value.

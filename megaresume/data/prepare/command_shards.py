@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megaresume.data.prepare.shards import ShardSummary
     from megaresume.encoding.images.encoder import ImageTextEncoder
 
-#: what files of JSON lines are called, beside a folder of images.
+#: The suffixes of files of JSON lines, beside a folder of images.
 _LINES = (".jsonl", ".ndjson", ".json")
 
 

@@ -33,7 +33,7 @@ from megaresume.encoding.text.tokenizers import Tokenizer, read_tokenizer_file, 
 from megaresume.stream.errors import CorpusError, UsageError, require
 from megaresume.stream.progress import progress
 
-#: of tokens, that Megatron knows.
+#: The types of tokens that Megatron knows.
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values() if dtype.kind in "iu")
 
 
@@ -44,17 +44,18 @@ class PrepareOptions:
     #: file or directory; None: bytes.
     tokenizer: str | Path | None = None
     eod_token: str | None = None
-    #: None: after texts, not after conversations, whose template says how they end.
+    #: whether documents end in the token for it; None: texts do, conversations do not, whose template says how they
+    #: end.
     append_eod: bool | None = None
     #: "auto": uint16 for vocabularies below 65500, otherwise int32, as Megatron does.
     dtype: str = "auto"
-    #: for directories.
+    #: the pattern of files in directories.
     glob: str = "**/*"
-    #: of all files; None: by their names.
+    #: the format of all files; None: by their names.
     format: Format | None = None
     #: what a document is in a text file.
     text_unit: TextUnit = "file"
-    #: what a document is in rows; conversations are asked for by ``chat``.
+    #: where the text of a row is; conversations are asked for by ``chat``.
     text: TextOptions = field(default_factory=TextOptions)
     #: rows are conversations; None: texts.
     chat: ChatOptions | None = None
@@ -120,7 +121,7 @@ class PrepareSummary:
     resumed_blocks: int
 
 
-#: of all parts.
+#: The numbers that are summed over all parts.
 _SUMS = ("documents", "tokens", "empty", "skipped", "bad_lines", "too_long", "shortened", "text_bytes")
 
 

@@ -53,7 +53,7 @@ def make_parts(
     encoder: Encoder,
     workers: int,
 ) -> tuple[dict[str, Part], int]:
-    """All parts of some stretches by their names, in order, and how many of them were there already.
+    """Make the parts of some stretches: by their names, in order, and how many of them were there already.
 
     Args:
         files: the input.
@@ -214,7 +214,7 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One finished block."""
+    """A finished block."""
 
     documents: int
     tokens: int
@@ -231,7 +231,7 @@ class Part:
     #: spans of trained tokens, and these tokens; None if every token is trained.
     spans: int | None
     trained: int | None
-    #: of the documents, UTF-8 bytes; of conversations, as the template writes them.
+    #: bytes of the documents in UTF-8; of conversations, as the template writes them.
     text_bytes: int
     #: read for it from disk (about).
     raw_bytes: int

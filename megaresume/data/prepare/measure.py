@@ -43,10 +43,10 @@ from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.files import fsync_dir
 from megaresume.stream.errors import CorpusError
 
-#: what becomes of a record that cannot be measured: stop; one masked token; length 0.
+#: What becomes of a record that cannot be measured: stop; one masked token; length 0.
 Invalid = Literal["error", "mask", "drop"]
 
-#: of a part, records named in the header of the index.
+#: The most records of a part that the header of the index names.
 SHOWN = 32
 #: length of a record that could not be measured and is kept: the place of an end of document.
 MASKED_TOKENS = 1
@@ -56,27 +56,27 @@ MASKED_TOKENS = 1
 class IndexSpec:
     """The task of a worker. Small: the tokenizer is built in the worker."""
 
-    #: of the index; parts go beside it.
+    #: the path of the index; parts go beside it.
     output: Path
     encoder: ImageTextEncoder
     invalid: Invalid
     #: every image is decoded, not only its header.
     decode: bool = False
-    #: of an Energon data set.
+    #: the fields of an Energon data set.
     fields: Fields | None = None
-    #: of images that rows of JSON lines name; None: tar shards.
+    #: the folder of the images that rows of JSON lines name; None: tar shards.
     folder: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardTask:
-    """One shard."""
+    """One shard to be measured."""
 
     #: local path or URL.
     path: str
-    #: bytes.
+    #: bytes of the shard.
     size: int
-    #: changes when the shard is written again.
+    #: an identity that changes when the shard is written again.
     identity: str
     #: keys of records to leave out.
     excluded: frozenset[str] = frozenset()

@@ -53,10 +53,10 @@ class ShardSummary:
 
     index: str
     shards: int
-    #: of the shards; of JSON lines, with the images: bytes.
+    #: bytes of the shards; of JSON lines, with the images.
     bytes: int
     records: int
-    #: more than records if pages were split (template.split).
+    #: the number of documents: more than records if pages were split (template.split).
     documents: int
     tokens: int
     images: int
@@ -73,7 +73,7 @@ class ShardSummary:
     ignored_files: int
     #: records that the split of an Energon data set leaves out.
     excluded: int
-    #: of images that rows of JSON lines name; None: of tar shards.
+    #: the folder of the images that rows of JSON lines name; None: tar shards.
     folder: str | None
     #: part of an Energon data set -> documents.
     parts: Mapping[str, int]
@@ -178,7 +178,7 @@ def summary_of(
     seconds: float,
     resumed_shards: int = 0,
 ) -> ShardSummary:
-    """Of an index that was written just now."""
+    """Summarise an index that was written just now."""
     parts = header.get("energon", {}).get("parts", {})
     return ShardSummary(
         index=str(index),
@@ -397,7 +397,7 @@ def _parts_of(index: ShardIndex) -> list[ShardTask]:
 
 
 def _heads(index: ShardIndex) -> list[dict[str, Any]]:
-    """Of each shard, what the head of its part said; counts of the whole index are in that of its first shard."""
+    """The head of each shard's part; the counts of the whole index are in that of its first shard."""
     unmeasured = index.column("num_images")
     heads = []
     for k, shard in enumerate(index.files):

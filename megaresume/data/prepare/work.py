@@ -190,7 +190,7 @@ class WorkDirectory:
 
 
 def _hash(head: Mapping[str, Any], bodies: Iterable[Any]) -> str:
-    """xxh3_64 of what a part says of itself, and of its arrays; 16 hex digits."""
+    """The hash of a part's head and arrays: xxh3_64, 16 hex digits."""
     hasher = xxhash.xxh3_64(json.dumps(head).encode())
     for body in bodies:
         hasher.update(body)
@@ -204,7 +204,7 @@ def _arrays(head: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
 
 
 def disk_error(path: Path, error: OSError) -> SetupError:
-    """For what cannot be written."""
+    """The error for what cannot be written."""
     full = error.errno in (28, 122)  # ENOSPC, EDQUOT
     return SetupError(
         f"{path} cannot be written",
@@ -261,7 +261,7 @@ def _check_alike(path: Path, plan: Mapping[str, Any], afresh: str) -> None:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """At most a few, in words."""
+    """The differences between two heads, in words; at most a few."""
     keys = sorted({*old, *new} - {"inputs"})
     found = [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
     before = {f["path"]: f for f in old.get("inputs", [])}
@@ -327,7 +327,7 @@ def run(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-#: what a worker process calls, with what all calls share.
+#: The function that a worker process calls, with the arguments that all calls share.
 _function: Callable[..., Any] | None = None
 
 
