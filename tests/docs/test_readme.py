@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megaresume.program import COMMANDS
 
@@ -47,3 +50,46 @@ def test_every_page_is_two_clicks_away() -> None:
 def test_every_command_is_in_its_table() -> None:
     named = re.findall(r"^\| `megaresume ([a-z-]+)", (DOCS / "commands.md").read_text(), re.MULTILINE)
     assert set(COMMANDS) <= {*named, "completion"}
+
+
+class Killed(Exception):
+    pass
+
+
+def taught(monkeypatch: pytest.MonkeyPatch, directory: Path, stop: int | None = None) -> list[list[float]]:
+    """Run README.md's first program. Returns the targets of each step; it dies in step ``stop``."""
+    torch = pytest.importorskip("torch")
+    import megaresume
+
+    monkeypatch.chdir(directory)
+    torch.manual_seed(1)
+    x = torch.randn(800, 4, generator=torch.Generator().manual_seed(2))
+    model = torch.nn.Linear(4, 1)
+    targets_of: list[list[float]] = []
+
+    def loss_of(predicted: Any, targets: Any) -> Any:
+        if len(targets_of) == stop:
+            raise Killed
+        targets_of.append(targets.flatten().tolist())
+        return torch.nn.functional.mse_loss(predicted, targets)
+
+    dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    program, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names = {"megaresume": megaresume, "dataset": dataset, "model": model, "loss_of": loss_of}
+    exec(program, names | {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)})
+    return targets_of
+
+
+def died(monkeypatch: pytest.MonkeyPatch, directory: Path, stop: int) -> None:
+    with pytest.raises(Killed):
+        taught(monkeypatch, directory, stop)
+
+
+@pytest.mark.process
+def test_its_first_program_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole = taught(monkeypatch, tmp_path / "whole")
+    assert len(whole) == 300  # three epochs of 100 steps
+    died(monkeypatch, tmp_path / "cut", 250)
+    assert taught(monkeypatch, tmp_path / "cut") == whole[200:]
