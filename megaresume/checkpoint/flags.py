@@ -11,18 +11,14 @@ A program's own flags are fields too: ``micro_batch_size: int = flag(...)`` is `
 from __future__ import annotations
 
 import argparse
-import ast
-import contextlib
 import dataclasses
-import functools
-import numbers
-import os
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
-from megaresume.stream.errors import UsageError, near, nearest
+from megaresume.stream.arguments import checked
+from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
 #: whose command line has a flag for a setting: a script of Megatron, or one with Hugging Face's Trainer (under the
@@ -61,138 +57,11 @@ def setting(
 
 
 def described(cls: type[T]) -> type[T]:
-    """Give a dataclass of settings the check of what it is made with, by name and type, and its docstring a line for
-    each."""
-    made: Any = cls.__init__
-
-    @functools.wraps(made)
-    def __init__(self: T, *unnamed: Any, **given: Any) -> None:
-        check_names(cls, unnamed, given)
-        check_types(cls, given)
-        made(self, **given)
-
-    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    """Give a dataclass of settings the check of what it is made with, and its docstring a line for each."""
     lines = [f"    {field.name}: {field.metadata['help']}." for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     first, *rest = (cls.__doc__ or "").rstrip().split("\n\n")
     cls.__doc__ = "\n\n".join([first, "\n".join(["    Args:", *(f"    {line}" for line in lines)]), *rest])
-    return cls
-
-
-def check_names(cls: type[Any], unnamed: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Raise a UsageError for a setting that a dataclass of settings does not have, and for one without its name.
-
-    Args:
-        cls: a dataclass of settings.
-        unnamed: values that were given without a name.
-        given: values by name.
-    """
-    call, known = cls.__name__, [field.name for field in dataclasses.fields(cls)]
-    for name, value in given.items():
-        if name not in known:
-            raise unknown_name(f"{call}(", name, value, known, "docs/settings.md says what each setting does")
-    if unnamed:
-        hints, (value, *_) = typing.get_type_hints(cls), unnamed
-        name = next((one for one in known if hints[one] is not Any and _fits(value, hints[one])), known[0])
-        raise UsageError(
-            f"{call} takes its settings by name",
-            found=f"{call}({value!r:.80})",
-            expected=f"one of {', '.join(known)}",
-            action=f"write {call}({name}={value!r:.80})",
-        )
-
-
-def unknown_name(call: str, name: str, value: Any, known: Sequence[str], otherwise: str) -> UsageError:
-    """The refusal of an argument that a call does not have.
-
-    Args:
-        call: its beginning: "Checkpoints(".
-        name, value: of the argument.
-        known: the arguments that it has.
-        otherwise: what to do if no name is similar.
-    """
-    close = nearest(name, known)
-    return UsageError.unknown(
-        f"argument of {call.partition('(')[0]}",
-        name,
-        known,
-        found=f"{call}{name}={value!r:.80})",
-        action=otherwise if close is None else f"write {close}",
-    )
-
-
-def check_types(cls: type[Any], given: Mapping[str, Any], *, as_flags: bool = False) -> None:
-    """Raise a UsageError for a value that is not of the type of its field. Nothing is converted.
-
-    Args:
-        cls: a dataclass of settings.
-        given: values by field.
-        as_flags: they were given as flags, or by the names of flags in a file.
-    """
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.name not in given or _fits(value := given[field.name], hint := hints[field.name]):
-            continue
-        name = flag_of(field) if as_flags else field.name
-        call = f"{name} {{}}" if as_flags else f"{cls.__name__}({name}={{!r:.80}})"
-        literals = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Literal]
-        meant = _meant(value, hint)
-        raise UsageError(
-            f"bad value of {name}",
-            found=call.format(value),
-            expected=_expected(hint),
-            cause=near(value, typing.get_args(literals[0])) if literals else None,
-            action=f"correct {name}" if as_flags or meant is None else f"write {call.format(meant)}",
-        )
-
-
-#: kind of a field -> what a value of it is an instance of, numpy's numbers included, and its name for people.
-_KINDS: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "True or False"),
-    int: (numbers.Integral, "a whole number"),
-    float: (numbers.Real, "a number"),
-    str: (str, "a text"),
-    types.NoneType: (types.NoneType, "None"),
-    os.PathLike: (os.PathLike, "a path"),
-    Mapping: (Mapping, "a mapping"),
-    Callable: (Callable, "a function"),
-}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin is Any:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is Literal:
-        return isinstance(value, str) and value in parts
-    if origin in (tuple, Sequence):
-        is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
-        return is_list and all(_fits(one, parts[0]) for one in value)
-    return isinstance(value, _KINDS[origin][0]) and (origin is bool or not isinstance(value, bool))
-
-
-def _expected(hint: Any) -> str:
-    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return ", or ".join(_expected(part) for part in parts)
-    if origin is Literal:
-        return " or ".join(map(repr, parts))
-    if origin in (tuple, Sequence):
-        return f"a list, each {_expected(parts[0])}"
-    return _KINDS[origin][1]
-
-
-def _meant(value: Any, hint: Any) -> Any:
-    """What was meant: the number that a text spells, a list of one; None if neither is of the type."""
-    read: Any = int(value) if isinstance(value, float) and value.is_integer() else value
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, SyntaxError):
-            read = ast.literal_eval(value)
-    for meant in (read, (value,)):
-        if meant is not None and _fits(meant, hint):
-            return meant
-    return None
+    return checked()(cls)
 
 
 def group(cls: type[Any]) -> Any:

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_hash import item_hash
 from megaresume.batches.rank_loader import process_rank
-from megaresume.checkpoint.flags import unknown_name
 from megaresume.checkpoint.prompt_ledger import PromptLedger
 from megaresume.hosts.prompt_order import OF_ORDER, PromptOrder, loader_of
 from megaresume.hosts.tickets import Tickets, reached_of
+from megaresume.stream.arguments import unknown_name
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.in_flight import Flight, InFlight, OnStale, PromptOrRollout, as_number
 from megaresume.stream.state import StreamState, open_envelope

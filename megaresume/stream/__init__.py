@@ -9,6 +9,7 @@
         config.py           the same without its places; sources that were renamed
         skips.py            what is not to be trained: documents, ranges of samples
         left_out.py         since when; and the documents that failed
+        arguments.py        what settings in Python are made with
         batches.py          which samples belong to which step, rank and micro-step
         dealing.py          the same, so that all ranks have as much to do
         source.py           what is asked of a source; its pieces; is it one of a state, and has it grown since?

@@ -10,8 +10,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from operator import index
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from megaresume.stream.arguments import checked
 from megaresume.stream.errors import StateError, UsageError
 
 #: step: a rank's samples of a step together, if ranks wait for each other once a step. micro-step: each micro-batch, if
@@ -25,6 +26,7 @@ MOST_COST = 1 << 30
 ALGORITHM = 1
 
 
+@checked("BatchSchedule.constant(SIZE) for one size, BatchSchedule.ramp_up(...) for a growing one", types_too=False)
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
     """Global batch sizes over a run. All positions are in samples."""
@@ -228,6 +230,7 @@ def check_sizes(schedule: BatchSchedule, sample: int, *, micro_batch_size: int, 
         micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=0, dp_size=dp_size)
 
 
+@checked("docs/batches.md says what each setting of it does")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
     """The way in which the samples of a global batch are dealt out so that all ranks have as much to do.
@@ -240,7 +243,7 @@ class Balance:
         algorithm: the version of megaresume's.
 
     Raises:
-        UsageError: another objective, or a cost that is not a whole number from 0 to `MOST_COST`.
+        UsageError: another objective, another argument, or a cost that is not a whole number from 0 to `MOST_COST`.
     """
 
     objective: Objective = "step"
@@ -248,13 +251,6 @@ class Balance:
     algorithm: int = ALGORITHM
 
     def __post_init__(self) -> None:
-        if self.objective not in get_args(Objective):
-            raise UsageError(
-                "bad balance",
-                found=repr(self.objective),
-                expected=" or ".join(get_args(Objective)),
-                action="docs/batches.md says what each does",
-            )
         if type(self.token_cost) is not int or not 0 <= self.token_cost <= MOST_COST:
             raise UsageError(
                 "bad cost of a token",

@@ -25,6 +25,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
+from megaresume.stream.arguments import checked
 from megaresume.stream.data_yaml import (
     IMAGE_KINDS,
     MIN_FRAGMENT,
@@ -114,6 +115,7 @@ class StageConfig:
         return {"name": self.name, f"from_{self.unit}": self.at} | changes
 
 
+@checked("StreamConfig.from_dict({...}) takes what a data.yaml holds: docs/stream.md", types_too=False)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig:
     """The normalised data config. Two equal configs over the same corpora give the same stream."""

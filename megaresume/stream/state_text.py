@@ -131,6 +131,13 @@ class LazyTuple(Sequence[T]):
     def __eq__(self, other: object) -> bool:
         return self._items == tuple(other) if isinstance(other, Sequence) else NotImplemented
 
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> tuple[T, ...]:
+        """The tuple itself, which `dataclasses.asdict` then hands to whoever writes JSON."""
+        return self._items
+
     def __repr__(self) -> str:
         return repr(self._items)
 

@@ -151,7 +151,7 @@ def test_what_is_refused() -> None:
     plan = stream().plan(0, 16)
     with pytest.raises(StateError, match=r"algorithm 2(.|\n)*version of megaresume that the run was trained with"):
         dealt_order(plan, Balance(algorithm=2), micro_batch_size=2, dp_size=4)
-    with pytest.raises(UsageError, match="step or micro-step"):
+    with pytest.raises(UsageError, match="bad value of objective"):
         Balance(objective="ranks")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a whole number"):
         Balance(token_cost=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -45,9 +46,17 @@ def test_a_state_that_was_never_looked_into_is_the_one_that_was(stream_of: Calla
     assert waiting
 
 
+def test_the_fields_of_a_state_can_be_written_as_json(stream_of: Callable[..., Stream]) -> None:
+    stream = stream_of({"seq_length": 64, "packing": "best_fit", "sources": {"a": {}}}, {"a": [3, 90, 5, 41, 7]})
+    state = stream.state_at(5)
+    assert state.bins and hash(state.bins) == hash(StreamState.from_json(state.to_json()).bins)
+    fields = json.loads(json.dumps(dataclasses.asdict(state)))
+    assert fields["bins"] == json.loads(json.dumps([*state.bins])) and fields["bins"][0][1]
+
+
 def test_a_lazy_tuple_is_a_tuple_to_whoever_reads_it() -> None:
     lazy, plain = LazyTuple("[[1,2,3,4],[5,6,7,8]]", Segment._make), (Segment(1, 2, 3, 4), Segment(5, 6, 7, 8))
     assert lazy == plain and plain == lazy and lazy != plain[:1] and lazy != "ab"
     assert len(lazy) == 2 and lazy[-1] == plain[-1] and lazy[:1] == plain[:1] and [*lazy] == [*plain]
-    assert repr(lazy) == repr(plain)
+    assert repr(lazy) == repr(plain) and hash(lazy) == hash(plain)
     assert pickle.loads(pickle.dumps(lazy)) == copy.deepcopy(lazy) == plain

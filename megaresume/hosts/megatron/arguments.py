@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
-from megaresume.checkpoint.flags import PREFIX, add_settings, check_types, flag_of
+from megaresume.checkpoint.flags import PREFIX, add_settings, flag_of
 from megaresume.checkpoint.settings import GROUPS, Checkpoints, LoaderOptions, Mode
 from megaresume.checkpoint.stopping import SIGNALS, StopConditions, minutes_before_end
+from megaresume.stream.arguments import check_types
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
@@ -172,7 +173,7 @@ def _refuse(said: Mapping[str, Any], mode: str) -> None:
 def _group(group: type[G], said: Mapping[str, Any]) -> G:
     """A group of settings, as far as flags say something of it."""
     given = {field.name: value for field in fields(group) if (value := said.get(field.name)) is not None}
-    check_types(group, given, as_flags=True)  # a YAML config's values, which no parser checks
+    check_types(group, given, flag_of=flag_of)  # a YAML config's values, which no parser checks
     return group(**given)
 
 

@@ -1,0 +1,182 @@
+"""The arguments that a dataclass of settings is made with: each by its name and of its type. Where Python would raise a
+TypeError, any other is refused in our words, which name the nearest one.
+
+    @checked()
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Retries:
+        tries: int = 3
+
+    Retries(trys=2)      UsageError: unknown argument of Retries; did you mean 'tries'?
+    Retries(tries="2")   UsageError: bad value of tries; write Retries(tries=2)
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from megaresume.stream.errors import UsageError, near, nearest
+
+T = TypeVar("T")
+
+
+def checked(
+    otherwise: str = "docs/settings.md says what each setting does", *, types_too: bool = True
+) -> Callable[[type[T]], type[T]]:
+    """A decorator that gives a dataclass the check of what it is made with.
+
+    Args:
+        otherwise: what to do about a name that it does not have, or that is missing, if none is similar.
+        types_too: compare types as well as names.
+    """
+
+    def decorated(cls: type[T]) -> type[T]:
+        made: Any = cls.__init__
+
+        @functools.wraps(made)
+        def __init__(self: T, *unnamed: Any, **given: Any) -> None:
+            _check_names(cls, unnamed, given, otherwise)
+            if types_too:
+                check_types(cls, given)
+            made(self, *unnamed, **given)
+
+        cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorated
+
+
+def _check_names(cls: type[Any], unnamed: Sequence[Any], given: Mapping[str, Any], otherwise: str) -> None:
+    """Raise a UsageError for an argument that the class does not have, for one without its name, and for none where
+    there must be one."""
+    call, fields = cls.__name__, dataclasses.fields(cls)
+    known, by_place = [field.name for field in fields], [field.name for field in fields if not field.kw_only]
+    for name, value in given.items():
+        if name not in known:
+            raise unknown_name(f"{call}(", name, value, known, otherwise)
+    if len(unnamed) > len(by_place):
+        hints, value = typing.get_type_hints(cls), unnamed[len(by_place)]
+        name = next((one for one in known if hints[one] is not Any and _fits(value, hints[one])), known[0])
+        raise UsageError(
+            f"{call} takes its settings by name",
+            found=f"{call}({value!r:.80})",
+            expected=f"one of {', '.join(known)}",
+            action=f"write {call}({name}={value!r:.80})",
+        )
+    there = {*given, *by_place[: len(unnamed)]}
+    missing = [field.name for field in fields if _is_needed(field) and field.name not in there]
+    if missing:
+        raise UsageError(
+            f"{call} is given no {missing[0]}",
+            found=f"{call}({', '.join(f'{name}={value!r:.40}' for name, value in given.items())})",
+            expected=f"also {', '.join(missing)}",
+            action=otherwise,
+        )
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def unknown_name(call: str, name: str, value: Any, known: Sequence[str], otherwise: str) -> UsageError:
+    """The refusal of an argument that a call does not have.
+
+    Args:
+        call: its beginning: "Checkpoints(".
+        name, value: of the argument.
+        known: the arguments that it has.
+        otherwise: what to do if no name is similar.
+    """
+    close = nearest(name, known)
+    return UsageError.unknown(
+        f"argument of {call.partition('(')[0]}",
+        name,
+        known,
+        found=f"{call}{name}={value!r:.80})",
+        action=otherwise if close is None else f"write {close}",
+    )
+
+
+def check_types(
+    cls: type[Any], given: Mapping[str, Any], *, flag_of: Callable[[dataclasses.Field[Any]], str] | None = None
+) -> None:
+    """Raise a UsageError for a value that is not of the type of its field. Nothing is converted.
+
+    Args:
+        cls: a dataclass of settings.
+        given: values by field.
+        flag_of: the name of a field's flag, if they were given as flags, or by the names of flags in a file.
+    """
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in given or _fits(value := given[field.name], hint := hints[field.name]):
+            continue
+        name = field.name if flag_of is None else flag_of(field)
+        call = f"{cls.__name__}({name}={{!r:.80}})" if flag_of is None else f"{name} {{}}"
+        literals = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Literal]
+        meant = _meant(value, hint)
+        raise UsageError(
+            f"bad value of {name}",
+            found=call.format(value),
+            expected=_expected(hint),
+            cause=near(value, typing.get_args(literals[0])) if literals else None,
+            action=f"correct {name}" if flag_of is not None or meant is None else f"write {call.format(meant)}",
+        )
+
+
+#: kind of a field -> what a value of it is an instance of, numpy's numbers included, and its name for people.
+_KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+    types.NoneType: (types.NoneType, "None"),
+    os.PathLike: (os.PathLike, "a path"),
+    Mapping: (Mapping, "a mapping"),
+    Callable: (Callable, "a function"),
+}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return isinstance(value, str) and value in parts
+    if origin in (tuple, Sequence):
+        is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+        return is_list and all(_fits(one, parts[0]) for one in value)
+    return isinstance(value, _KINDS[origin][0]) and (origin is bool or not isinstance(value, bool))
+
+
+def _expected(hint: Any) -> str:
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(_expected(part) for part in parts)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin in (tuple, Sequence):
+        return f"a list, each {_expected(parts[0])}"
+    return _KINDS[origin][1]
+
+
+def _meant(value: Any, hint: Any) -> Any:
+    """What was meant: the number that a text spells, a list of one; None if neither is of the type."""
+    read: Any = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, SyntaxError):
+            read = ast.literal_eval(value)
+    for meant in (read, (value,)):
+        if meant is not None and _fits(meant, hint):
+            return meant
+    return None
