@@ -30,6 +30,7 @@ One file a trainer:
     megatron_bridge.py Megatron-Bridge's pretrain and finetune; megatron_bridge_manager.py: by its own protocols
     deepspeed/         a DeepSpeed engine in the user's own loop
     megatron/          Megatron-LM and Megatron-DeepSpeed: hooks in their functions
+    endless.py         a DataLoader under those that count steps alone: DeepSpeed's engine, Megatron
     loaders.py         other people's loaders (Energon, torchdata), for both; loader_states.py: in the checkpoint
     token_losses.py    the loss of each label without a call, from the logits of a model
     importing.py       how hooks come into programs that do not know us; startup/: into those that they start

@@ -389,14 +389,21 @@ def check_shares(feed: Feed) -> None:
     )
 
 
-def check_same_data(feed: Feed) -> None:
-    """Raise a StateError on every rank unless the loaders of all have the same order of the same data. Collective."""
-    stream = feed.stream
+def check_same_data(feed: Feed | None) -> None:
+    """Raise a StateError on every rank unless the loaders of all have the same order of the same data. Collective.
+
+    Args:
+        feed: of this rank; None on one that reads no data, which is not rank 0.
+    """
+
+    def order() -> str:
+        assert feed is not None
+        return order_of(feed.stream)
+
     # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
-    on_rank_0(lambda: bool(stream.fingerprints))
-    on_all_ranks(lambda: bool(stream.fingerprints))
+    of_rank_0 = on_rank_0(order)
     same_on_all_ranks(
-        order_of(stream),
+        on_all_ranks(lambda: of_rank_0 if feed is None else order()),
         "the data",
         cause="each rank has its own part of it; the nodes have different copies; or it was made with random numbers, "
         "or with other skips",

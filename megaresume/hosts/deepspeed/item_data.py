@@ -8,7 +8,7 @@ the samples that ``engine.global_steps`` steps have trained.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
@@ -19,11 +19,10 @@ from megaresume.checkpoint.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.witness import MicroBatch
+from megaresume.hosts.endless import Endless, check_endless, check_steps
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.errors import StateError, UsageError
-
-_END = object()
+from megaresume.stream.errors import StateError
 
 
 class ItemData(EngineData):
@@ -33,7 +32,7 @@ class ItemData(EngineData):
         super().__init__(engine, session)
         self.feed, self.loader, self.stream = feed, feed.loader, feed.stream
         self.balance, self.loader.meter = self.loader.balance, session.meter
-        self._batches: Iterator[Any] | None = None
+        self._batches = Endless(feed)
         #: a micro-batch that was looked at and not taken, and its key.
         self._ahead: list[tuple[Any, MicroBatch]] = []
         self._count_from(int(engine.global_steps), 0)
@@ -100,12 +99,8 @@ class ItemData(EngineData):
         return self._ahead.pop() if self._ahead else self._next()
 
     def _next(self) -> tuple[Any, MicroBatch]:
-        begin, batch = self._count.end, _END
-        while batch is _END:
-            if self._batches is None:
-                self._batches = self.feed.read(begin)
-            if (batch := next(self._batches, _END)) is _END:  # of the epoch
-                self._batches = None
+        begin = self._count.end
+        batch = self._batches.next(begin)
         name = f"samples {begin} to {self.loader.samples - 1}"
         return batch, self._as_known(batch, name)
 
@@ -118,10 +113,7 @@ class ItemData(EngineData):
 
     def _close(self) -> None:
         """Stop reading ahead: what comes next is what follows the trained samples."""
-        batches, self._batches = self._batches, None
-        if batches is not None:
-            batches.close()  # type: ignore[attr-defined]
-            self.loader.rewind(self._count.samples)
+        self._batches.close(self._count.samples)
         self._ahead.clear()
 
     def _not_restored(self) -> StateError:
@@ -136,42 +128,15 @@ class ItemData(EngineData):
 
 def check_loader(engine: Any, loader: Any) -> None:
     """Raise a UsageError unless it is a `DataLoader` without an end, of the engine's rank and sizes."""
-    if not isinstance(loader, DataLoader):
-        raise UsageError(
-            "some ranks have a megaresume.DataLoader, and others have not",
-            found="None" if loader is None else type(loader).__name__,
-            expected="a megaresume.DataLoader on every rank, also on those whose batches other ranks read as well",
-            action="make it on every rank, with the dp_rank and dp_size of the engine; on a pipeline's middle stages "
-            "it reads nothing",
-        )
-    if any(source.max_epochs is not None for source in loader.stream.config.sources):
-        raise UsageError(
-            "a loader that ends cannot be attached to an engine",
-            found="DataLoader(max_epochs=...)",
-            expected="a DataLoader without max_epochs: the batches of an engine never end",
-            cause="the engine counts steps, and the last one of the data may be short",
-            action="leave max_epochs out, and stop when engine.global_steps is "
-            "EPOCHS * len(dataset) // engine.train_batch_size()",
-        )
-    own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
-    if own != ours:
-        raise UsageError(
-            "the loader and the engine are on different data-parallel ranks",
-            found="rank {} of {}".format(*own),
-            expected="rank {} of {}".format(*ours),
-            action="leave dp_rank and dp_size out, or, with pipeline or sequence parallelism, give those of the engine",
-        )
+    end = "stop when engine.global_steps is EPOCHS * len(dataset) // engine.train_batch_size()"
+    check_endless(loader, "the engine", (facts.data_rank(engine), facts.data_size(engine)), end)
     check_sizes(engine, loader)
 
 
 def check_sizes(engine: Any, loader: DataLoader) -> None:
     """Raise a UsageError if the loader makes other steps than the engine, whose batch size may change in mid-run."""
     micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
-    if (loader.micro_batch_size, loader.accumulation) != (micro, accumulation):
-        raise UsageError(
-            "the loader and the engine have different batch sizes",
-            found=f"DataLoader(batch_size={loader.micro_batch_size}, accumulation={loader.accumulation})",
-            expected=f"train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {accumulation}, "
-            "of the DeepSpeed config",
-            action=f"DataLoader(batch_size={micro}, accumulation={accumulation})",
-        )
+    said = (
+        f"train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {accumulation}, of the DeepSpeed config"
+    )
+    check_steps(loader, "the engine", micro, accumulation, said)

@@ -20,8 +20,9 @@ One training process, as the host of a session:
 The stream as its data:
 
     streams.py         flags -> streams; the stream as what a checkpoint saves
-    iterators.py       around build_train_valid_test_data_iterators: a stream, the guard, or other people's loaders;
+    iterators.py       around build_train_valid_test_data_iterators: a stream, the guard, or the script's own loaders;
                        a log of what every process was handed
+    loaders.py         those loaders: a megaresume.DataLoader, or one with a state of its own
     provider.py        streams -> datasets; which form of a sample get_batch expects
     samples.py         samples of that form; `RankDeal`: balanced ranks, which sample lies at a place of the sampler
 

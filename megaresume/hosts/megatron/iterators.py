@@ -6,25 +6,13 @@ also those that read no data, so this is where what concerns all of them is sett
     stream   open the streams (rank 0 first: it leaves fingerprints that the others find) -> resume from the state
              -> every replica holds the same? -> Megatron's own function, with our provider
     guard    Megatron's own function, with the script's provider under guard -> every replica holds the same?
-    loaders  Megatron's own function, with the script's provider, whose loaders have a state of their own
-             -> restored where training continues
+    loaders  Megatron's own function, with the script's provider, which returns loaders (``loaders.py``)
 
 With a virtual pipeline it is called once for every chunk; the chunks of a process share its streams.
-
-A loader with a state of its own, under ``--dataloader-type external``:
-
-    def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
-        ...
-        return train_loader, valid_loader, test_loader      # Energon's or torchdata's; None on ranks without data
-    pretrain(megaresume.provider(train_valid_test_datasets_provider), ...)
-
-Its clock is ``args.consumed_train_samples``: a checkpoint of it holds the states after exactly those samples, whatever
-was fetched beyond. They are written beside the checkpoint before its commit.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
@@ -37,21 +25,19 @@ import xxhash
 
 from megaresume.checkpoint.rank_log import RankLog, images_of
 from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import DataState, stream_of
+from megaresume.checkpoint.step_file import stream_of
 from megaresume.data.layout import has_spans
 from megaresume.data.source import is_document_source
-from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states
-from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.hosts.megatron.calls import check_load, is_built
 from megaresume.hosts.megatron.checks import check_flags
 from megaresume.hosts.megatron.host import MegatronHost, megatron_host
-from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_mode
+from megaresume.hosts.megatron.load_rules import check_mode
+from megaresume.hosts.megatron.loaders import build_with_loaders
 from megaresume.hosts.megatron.project import coordinates, data_parallel, end_of_document
 from megaresume.hosts.megatron.provider import form_of, stream_provider, warnings_of
 from megaresume.hosts.megatron.samples import HASH_KEY, SAMPLE_KEY, SampleForm
 from megaresume.hosts.megatron.streams import StreamOrder
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.errors import StateError
 from megaresume.stream.source import same_corpora
 
 log = logging.getLogger(__name__)
@@ -316,122 +302,3 @@ class _Logged:
             self._step, self._sample = self._step + 1, self._sample + size
             self._log.end_step(self._step)
         return batch
-
-
-class MicroBatchesOfLoader:
-    """The training loader as Megatron iterates it: ``iter()`` changes nothing, and it never ends."""
-
-    def __init__(self, reader: LoaderReader) -> None:
-        self.reader = reader
-
-    def __iter__(self) -> MicroBatchesOfLoader:
-        return self
-
-    def __next__(self) -> Any:
-        """The next micro-batch, as the loader made it."""
-        return next(self.reader)
-
-
-class LoaderOrder(LoaderStates):
-    """A training loader of the script's own.
-
-    Args:
-        host: of which the checkpoint is loaded.
-        layout: data-parallel rank and size.
-    """
-
-    def __init__(self, host: MegatronHost, layout: tuple[int, int]) -> None:
-        self._args = host.args
-        self.dp_rank, self.dp = layout
-        self.reader: LoaderReader | None = None
-        self._base = host.samples()
-        self._begin(NO_LOADER.to_state(0) if host.loaded is None else host.loaded.state)
-        self.record = NO_LOADER if host.loaded is None else LoaderRecord.from_state(host.loaded.state)
-
-    def trained(self) -> int:
-        """Batches of each data-parallel rank that ``consumed_train_samples`` stands for."""
-        samples = int(self._args.consumed_train_samples) - self._base
-        return self.record.batches + samples // (self.dp * int(self._args.micro_batch_size))
-
-    def attach(self, loader: Any) -> MicroBatchesOfLoader | None:
-        """Take the training loader of this process."""
-        if loader is None:
-            return None
-        if self.reader is not None:
-            raise UsageError(
-                "this process has two training loaders",
-                found="a provider that makes one for every virtual-pipeline chunk",
-                expected="one, on the process that sends its batches to the chunks",
-                action="return None where vp_stage is not 0",
-            )
-        self.reader = LoaderReader(adapter_of(loader), self.trained)
-        return MicroBatchesOfLoader(self.reader)
-
-    def prepare(self) -> None:
-        """See `Data`: the states of all ranks' loaders for exactly the consumed samples."""
-        sizes = ((0, int(self._args.global_batch_size)),)
-        samples = int(self._args.consumed_train_samples)
-        self._take(samples, dp_rank=self.dp_rank, dp_size=self.dp, trained=self.trained(), sizes=sizes)
-
-    def restore(self, state: DataState, choice: Choice) -> None:
-        """See `Data`."""
-        restore_states(
-            self.reader,
-            LoaderRecord.from_state(state),
-            root=choice.load_dir,
-            iteration=choice.iteration or 0,
-            tag=choice.tag,
-            dp_rank=self.dp_rank,
-            dp=self.dp,
-        )
-
-
-def build_with_loaders(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored where training continues. Collective.
-
-    Raises, on every rank:
-        StateError: training continues and there is no state, or it does not fit (`restore_states`).
-        UsageError: a loader without a state.
-    """
-    from megaresume.hosts.megatron.checkpointing import after_data_is_built
-
-    on_all_ranks(lambda: _check_state_of_loader(current))
-    is_first = not isinstance(current.order, LoaderOrder)
-    order = on_all_ranks(lambda: LoaderOrder(current, data_parallel(current.project))) if is_first else current.order
-    assert isinstance(order, LoaderOrder)
-    failed: list[Exception] = []
-
-    @functools.wraps(provider)
-    def provide(*args: Any, **kwargs: Any) -> Any:
-        train, *others = provider(*args, **kwargs)
-        try:
-            return (order.attach(train), *others)
-        except Exception as error:  # noqa: BLE001  raised below, on all ranks: this runs on some of them only
-            failed.append(error)
-            return (None, *others)
-
-    result = original(provide)
-
-    def check() -> None:
-        for error in failed:
-            raise error
-
-    on_all_ranks(check)
-    if is_first:
-        current.order = order
-        after_data_is_built(current)
-    return result
-
-
-def _check_state_of_loader(current: MegatronHost) -> None:
-    args, loaded = current.args, current.loaded
-    position = int(args.consumed_train_samples)
-    if position and (loaded is None or loaded.kind != "loader" or loaded.samples != position):
-        has = "none" if loaded is None else f"{loaded.kind}, sample {loaded.samples}"
-        raise StateError(
-            "training continues, but no state of the loader belongs to its position",
-            found=f"iteration {args.iteration}, {position} samples trained; state in the checkpoint: {has}",
-            expected=f"the states of all loaders after sample {position}",
-            cause="it was saved without megaresume or with another --dataloader-type; or the counter was overridden",
-            action=f"start the data over: {BEGIN_ANEW}; or load a checkpoint that has them: megaresume inspect DIR",
-        )

@@ -43,7 +43,10 @@ BEGIN_ANEW = "--finetune and another --save"
 
 #: kind of a data state -> the mode that trains it, and how to ask for it.
 _MODES: dict[Kind, tuple[str, str]] = {
-    "stream": ("mode stream", "--megaresume-data or --megaresume-mode stream"),
+    "stream": (
+        "mode stream",
+        "--megaresume-data or --megaresume-mode stream; for a megaresume.DataLoader, --dataloader-type external",
+    ),
     "order": ("mode guard", "--megaresume-mode guard"),
     "loader": ("a loader of the script's", "--dataloader-type external, and no --megaresume-data"),
 }

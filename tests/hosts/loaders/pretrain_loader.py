@@ -1,5 +1,6 @@
 """A training script with a loader of its own, for the stand-in of Megatron's training package."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
         return None, None, None
     args, data = get_args(), Numbers()
     size, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    if "OURS" in os.environ:
+        batch = args.micro_batch_size
+        steps = args.global_batch_size // (batch * size)
+        options = {"num_workers": args.num_workers, "dp_rank": rank, "dp_size": size} | json.loads(os.environ["OURS"])
+        return megaresume.DataLoader(data, **{"batch_size": batch, "accumulation": steps} | options), None, None
     sampler = StatefulDistributedSampler(data, num_replicas=size, rank=rank, seed=9)
     batch = args.micro_batch_size
     loader = StatefulDataLoader(data, batch_size=batch, sampler=sampler, num_workers=args.num_workers, drop_last=True)

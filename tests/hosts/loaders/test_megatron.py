@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,40 @@ def test_fewer_ranks_are_refused(mini: Any, save: Path, killed: Any) -> None:
     fewer = mini(*words(save), script=SCRIPT, hooks=False, num_processes=1)
     assert fewer.status == 1 and "the data-parallel size changed" in fewer.output, fewer.output
     assert "Traceback" not in fewer.output
+
+
+@pytest.fixture(scope="module")
+def of_items(mini: Any) -> dict[int, list[str]]:
+    run = mini(*WORDS, script=SCRIPT, hooks=False, env={"OURS": "{}"})
+    assert run.status == 0 and len(run.steps()) == 12, run.output
+    steps: dict[int, list[str]] = run.steps()
+    assert len(set([sample for step in steps.values() for sample in step][:60])) == 60
+    return steps
+
+
+def test_a_loader_of_ours_on_tensor_ranks_and_then_on_others(
+    mini: Any, tmp_path: Path, of_items: dict[int, list[str]]
+) -> None:
+    """One of the two tensor-parallel ranks has no loader: it is told the state, which it saves with its part."""
+    ours = {"script": SCRIPT, "hooks": False}
+    where = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 3]
+    killed = mini(*WORDS, *where, "--tensor-model-parallel-size", 2, **ours, env={"OURS": "{}", "MINI_KILL": "step:5"})
+    assert killed.status == -9 and killed.steps() == {step: of_items[step] for step in killed.steps()}, killed.output
+    again = mini(*WORDS, *where, "--num-workers", 1, "--micro-batch-size", 4, **ours, env={"OURS": "{}"})
+    assert again.status == 0 and "resumed at sample 24" in again.output, again.output
+    assert again.steps() == {step: of_items[step] for step in range(4, 13)}
+    assert not list(tmp_path.glob("megaresume/*.loader"))
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "said"),
+    [
+        ({"accumulation": 1}, [], "different batch sizes"),
+        ({"max_epochs": 2}, [], "a loader that ends"),
+        ({"dp_rank": 0, "dp_size": 1}, [], "on different data-parallel ranks"),
+        ({}, ["--rampup-batch-size", 4, 4, 16], "global batch size is to change"),
+    ],
+)
+def test_other_loaders_of_ours_are_refused(mini: Any, options: dict[str, Any], flags: list[object], said: str) -> None:
+    run = mini(*WORDS, *flags, script=SCRIPT, hooks=False, env={"OURS": json.dumps(options)})
+    assert run.status == 1 and said in run.output and "Traceback" not in run.output, run.output
