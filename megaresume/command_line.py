@@ -41,7 +41,7 @@ def or_near(word: str, known: Collection[str]) -> str:
 class Parser(argparse.ArgumentParser):
     """Says first which flag it does not know, whatever else is missing for the want of it."""
 
-    #: of the command line.
+    #: the words of the command line.
     words: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """For argparse: a whole number, this or more."""
+    """A type for argparse: a whole number, this or more."""
 
     def number(text: str) -> int:
         if int(text) < lowest:

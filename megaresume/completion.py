@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """Of a command; of `run`, whose flags are the script's, an empty one."""
+    """The parser of a command; of `run`, whose flags are the script's, an empty one."""
     from megaresume.program import module_of
 
     parser = argparse.ArgumentParser(prog=f"megaresume {name}")

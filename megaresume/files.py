@@ -125,7 +125,7 @@ _CAUSES = {
 }
 
 
-#: what to do about a file that is there and cannot be read.
+#: The action for a file that is there and cannot be read.
 READABLE = "check its permissions, and that its file system is mounted and answers"
 
 
@@ -136,7 +136,7 @@ def write_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """As `write_error`, for a file or directory of a checkpoint that is there and cannot be read."""
+    """The error for a file or directory of a checkpoint that is there and cannot be read."""
     return CheckpointError(f"cannot read {path}", found=error.strerror or str(error), action=READABLE)
 
 
@@ -257,7 +257,7 @@ def delete_soon(places: Sequence[Path]) -> None:
 
 
 def _delete(places: Sequence[Path]) -> None:
-    """What cannot be deleted has the name of a temporary file: the next start tries again."""
+    """Delete places; what cannot be deleted has the name of a temporary file, and the next start tries again."""
     for place in places:
         if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place, ignore_errors=True)

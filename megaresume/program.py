@@ -54,7 +54,7 @@ GROUPS = {
     "the shell": ("completion",),
 }
 
-#: where each command is, but for `run`, which is `megaresume.run`.
+#: The module of each command, but for `run`, which is `megaresume.run`.
 _HOMES = {
     "completion": "completion",
     "convert": "hosts.deepspeed.conversion",
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) -> list[str]:
-    """The same command line, with a directory for the URL of a run."""
+    """The same command line, with a directory in place of the URL of a run."""
     # Only here: it needs the client of a store.
     from megaresume.runs.mirrored import check_command, defaults, mirrored, url_in
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from megaresume.stream.errors import one_line, require, visible
 
-#: of lines in figures, in this order; told apart by the colour-blind too.
+#: The colours of lines in figures, in this order; told apart by the colour-blind too.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
 
 _STYLE = """
@@ -128,7 +128,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def page_head(title: str, style: str = "") -> str:
-    """What a page begins with.
+    """The beginning of a page.
 
     Args:
         title: text, of the window.

@@ -32,7 +32,7 @@ from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 USAGE = "usage: megaresume run SCRIPT [ARGS]   or   megaresume run -m MODULE [ARGS]"
 
-#: How a script puts the checkout of Megatron on the path by itself.
+#: The ways in which a script puts the checkout of Megatron on the path.
 _CHANGES_PATH = ("sys.path", "addsitedir")
 
 
@@ -41,7 +41,7 @@ class _Command:
     #: a file, or the dotted name of a module.
     target: str
     is_module: bool
-    #: what the script finds in sys.argv[1:].
+    #: the arguments of the script: its sys.argv[1:].
     args: tuple[str, ...]
 
 

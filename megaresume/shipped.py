@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped_dir(place: str, *, holds: str, what: str, install: str) -> Path:
-    """Where such a folder is.
+    """The place of a folder that ships with the package.
 
     Args:
         place: inside the package.

@@ -38,11 +38,11 @@ class LengthList:
         return len(self._lengths)
 
     def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens of each document: int64[n] to int64[n]."""
+        """The tokens of each document: int64[n] to int64[n]."""
         return np.asarray(self._lengths[ids])
 
     def fingerprint(self, *, first: int | None = None) -> Fingerprint:
-        """What the source is; with ``first``, what it would be with so many documents."""
+        """The fingerprint of the source; with ``first``, that of its first documents."""
         return hash_lengths(self if first is None else LengthList(self._lengths[:first]))
 
 

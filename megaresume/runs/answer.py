@@ -72,7 +72,7 @@ class Check:
     name: str
     status: Status
     found: str
-    #: what it means, where that is not plain.
+    #: the meaning of what was found, where that is not plain.
     cause: str | None = None
-    #: what to do next.
+    #: the next thing to do.
     action: str | None = None

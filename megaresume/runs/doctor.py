@@ -75,12 +75,12 @@ class Diagnosis(Answer):
 
     @told
     def problems(self) -> int:
-        """How many problems were found."""
+        """The number of problems that were found."""
         return sum(check.status == "problem" for check in self.checks)
 
     @property
     def status(self) -> int:
-        """1 if there is a problem."""
+        """The exit status: 1 if there is a problem."""
         return 1 if self.problems else 0
 
 
@@ -124,7 +124,7 @@ def _text(found: Diagnosis) -> str:
 
 #: starts from one place without a save in between, from which on something is wrong.
 _STARTS = 3
-#: what saves leave that were killed before their rename: ours, VeRL's tracker, older releases of transformers.
+#: The names of what killed saves leave before their rename: ours, VeRL's tracker, older releases of transformers.
 _TEMPORARY = re.compile(r".+\.tmp|tmp-checkpoint-\d+")
 
 

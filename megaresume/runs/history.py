@@ -32,9 +32,9 @@ class Point:
     """A checkpoint on the path to the present."""
 
     iteration: int
-    #: samples trained.
+    #: the number of samples trained.
     samples: int
-    #: of them, 16 hex digits.
+    #: the digest of those samples, 16 hex digits.
     digest: str
     #: the file of its data state, which is read when it is needed.
     path: Path
@@ -49,7 +49,7 @@ class History:
     read_step: ReadStep
     #: every checkpoint on the path, also where its state is gone; ascending.
     points: list[Point]
-    #: those whose states are there; ascending. What turns out to be damaged is left out from then on.
+    #: the points whose states are there, ascending. One that turns out to be damaged is left out from then on.
     saved: list[Point]
     #: the newest of them.
     newest: StepFile
@@ -319,13 +319,13 @@ UNKNOWN = -1
 class Span:
     """Consecutive samples of one batch size and one layout."""
 
-    #: [first, stop) samples.
+    #: the samples, [first, stop).
     first: int
     stop: int
     #: first sample and number (from 1) of a step at or before ``first`` from which on all are of this size.
     step_sample: int
     step: int
-    #: samples of a step.
+    #: the number of samples of a step.
     batch_size: int | None
     topology: Topology | None
 

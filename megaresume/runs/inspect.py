@@ -56,7 +56,7 @@ class Inspection(Answer):
     run: Run = live()
     #: the newest, and the one that a resume takes.
     examined: Sequence[Examined] = live()
-    #: what each of the pointers names.
+    #: the checkpoint that each of the pointers names.
     named: Sequence[Examined | None] = live()
     reading: LedgerReading = live()
     #: lines of the ledger to show.
@@ -66,7 +66,7 @@ class Inspection(Answer):
 
     @property
     def status(self) -> int:
-        """1 if a resume would not find weights and their data state."""
+        """The exit status: 1 if a resume would not find weights and their data state."""
         return 0 if self.resumable else 1
 
     @property
@@ -108,7 +108,7 @@ class Inspection(Answer):
 
     @told
     def notes(self) -> list[str]:
-        """What else is worth knowing, in sentences."""
+        """Notes on what else is worth knowing, in sentences."""
         return [*([] if self.run.choice is None else self.run.choice.notes), *self.remarks]
 
     @told
@@ -178,7 +178,7 @@ def _checkpoint(examined: Examined) -> dict[str, Any]:
 
 
 def _random(manifest: Manifest | None) -> dict[str, Any] | None:
-    """How many ranks have a random state in a checkpoint, and the digest of all of them."""
+    """How many ranks have a random state in a checkpoint, and the digest of all those states."""
     found = None if manifest is None else random_digest(manifest)
     return None if found is None else {"ranks": found[0], "digest": found[1]}
 
@@ -315,7 +315,7 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
 
 
 def _unit(state: StreamState) -> str:
-    """What the stream counts: of a map-style dataset that is not packed, each item as one token."""
+    """The unit of the stream; of a map-style dataset that is not packed, each item counts as one token."""
     return "items" if StreamConfig.recorded(state.stages[-1].config).is_of_items else "tokens"
 
 

@@ -52,7 +52,7 @@ class Newest(Answer):
     has_manifest: bool = live(default=False)
     #: newer ones that were not taken.
     passed_over: tuple[Rejected, ...] = ()
-    #: sentences.
+    #: notes for people, in sentences.
     notes: tuple[str, ...] = ()
     #: why there is none.
     error: str | None = None
@@ -69,7 +69,7 @@ class Newest(Answer):
 
     @told
     def by(self) -> str:
-        """What says that it is complete."""
+        """The rule by which the checkpoint is complete."""
         return "manifest" if self.has_manifest else "files"
 
 
@@ -159,7 +159,7 @@ def look_at(root: Path, layout: Layout, name: str) -> Look:
 
 
 def named_by(run: Run, layout: Layout, names: list[str]) -> tuple[str | None, int | None, str | None]:
-    """What a layout's pointer names: (directory that is there, its iteration, what is wrong with the pointer)."""
+    """Read the pointer of a layout: (directory that is there, its iteration, what is wrong with the pointer)."""
     if layout.pointer is None:
         return None, None, None
     pointer = run.pointers[layout.pointer != LATEST]
@@ -183,12 +183,12 @@ class _Walk:
         if layout.pointer == LATEST and latest.status == "ok" and latest.tag is not None and latest.tag not in names:
             names.append(latest.tag)
         self.numbers = {name: self._number(name) for name in names}
-        #: newest first.
+        #: the names of the checkpoints, newest first.
         self.names = sorted(names, key=lambda name: (-self._order(name), name))
         self.passed: list[Rejected] = []
         self.notes: list[str] = []
         managed = layout.managed and records_dir(self.root).is_dir()
-        #: those with records of ours.
+        #: the checkpoints with records of ours.
         self.candidates = {c.tag: c for c in (run.candidates if managed else ()) if c.records and c.has_dir}
 
     def _number(self, name: str) -> int | None:

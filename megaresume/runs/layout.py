@@ -16,7 +16,7 @@ _LAUNCHERS: Mapping[str, tuple[str, str]] = {
     "deepspeed": ("--num_nodes", "--num_gpus"),
     "accelerate": ("--num_machines", "--num_processes"),
 }
-#: of these the second flag is the number of all processes.
+#: The launchers whose second flag is the number of all processes.
 _TOTAL = ("accelerate",)
 
 

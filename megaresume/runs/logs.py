@@ -54,7 +54,7 @@ class Hit:
     """A symptom that a log shows."""
 
     symptom: Symptom
-    #: of the first one, counted from 1, and its text.
+    #: the number of the first line, counted from 1, and its text.
     line: int
     text: str
     #: lines that show it.
@@ -152,7 +152,7 @@ def _look(block: bytes, lines: int, hits: dict[str, Hit]) -> None:
 
 
 def log_checks(path: Path, progress: Callable[[int], object] | None = None) -> list[Check]:
-    """One check for each symptom that a log shows, in order of their first line. Raises UsageError."""
+    """Find the symptoms that a log shows, each a check, in order of their first line. Raises UsageError."""
     status: dict[str, Status] = {"error": "problem", "warning": "warning", "note": "note"}
     found = []
     for hit in scan(path, progress):
@@ -215,10 +215,10 @@ class FirstError:
     """Which rank failed first, as far as the logs tell."""
 
     node: str
-    #: None if not known.
+    #: the rank that printed it; None if not known.
     rank: int | None
     exit: int | None
-    #: what it printed; (): nothing that looks like an error.
+    #: the lines that it printed; (): nothing that looks like an error.
     lines: tuple[str, ...]
     #: whether it says that something is missing, as no other node has said.
     is_lacking: bool = False

@@ -21,7 +21,8 @@ from megaresume.runs.answer import Answer, live, told
 from megaresume.stream.errors import UsageError
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
-#: what is in front of it (rank, time) and what stands between (learning rate, ...) differs between versions.
+#: Megatron's line of a step; what is before it (rank, time) and within it (learning rate, ...) differs between
+#: versions.
 _MEGATRON = re.compile(rf"(?<!loss at )\biteration\s+(\d+)/\s*(?:\d+|-)\s*\|.*?\blm loss:\s*({_NUMBER})", re.IGNORECASE)
 _DEEPSPEED = re.compile(rf"\bsteps:\s*(\d+)\s+loss:\s*({_NUMBER})", re.IGNORECASE)
 _VALIDATION = re.compile(
@@ -34,7 +35,7 @@ class Loss:
     """The loss of one step, with the precision of its log."""
 
     value: float
-    #: as printed; None if the value is exact.
+    #: the loss as printed; None if the value is exact.
     text: str | None = None
 
     def rounded_as(self, text: str) -> float:
@@ -51,11 +52,11 @@ class LossLog:
     """The losses of one run."""
 
     path: Path
-    #: by step, from 1: the last line of it.
+    #: the last line of each step, by step, from 1.
     steps: dict[int, Loss]
     #: (step that the run resumed from, steps that had been done beyond it).
     restarts: tuple[tuple[int, int], ...] = ()
-    #: by name of the validation set, by step.
+    #: the validation losses, by name of the set, then by step.
     validations: dict[str, dict[int, Loss]] = field(default_factory=dict)
 
     @property
@@ -86,7 +87,7 @@ class LossComparison(Answer):
     steps: int
     #: steps with one loss, bit for bit (as far as the logs print it).
     equal: int
-    #: both logs are exact.
+    #: whether both logs are exact.
     exact: bool
     first_difference: LossDifference | None
     largest_difference: LossDifference | None
@@ -98,7 +99,7 @@ class LossComparison(Answer):
 
     @property
     def status(self) -> int:
-        """1 if the runs differ, or there is nothing to compare."""
+        """The exit status: 1 if the runs differ, or there is nothing to compare."""
         return 0 if self.holds else 1
 
     @told

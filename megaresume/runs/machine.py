@@ -183,7 +183,7 @@ def _build_locks() -> list[Check]:
 
 # -- the filesystem
 
-#: what a second process says about a lock that this one holds.
+#: The program with which a second process tries a lock that this one holds.
 _TRY = (
     "import fcntl, sys\n"
     "file = open(sys.argv[1], 'r+')\n"

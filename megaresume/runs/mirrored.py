@@ -22,9 +22,9 @@ from megaresume.stream.errors import CheckpointError, UsageError
 
 #: the commands whose directory may be a URL.
 COMMANDS = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report", "top"})
-#: what they are told there, if they are told nothing: the mirror shows one moment, and goes with the command.
+#: The flags that commands get there if none are given: the mirror shows one moment, and goes with the command.
 _DEFAULTS = {"top": ("--once",), "report": ("--output", "report.html")}
-#: those whose directory may not: they read the weights, or a program does.
+#: The commands that need the run on a disk: they read the weights, or a program does.
 _ON_DISK = frozenset({"convert", "replay"})
 _URL = re.compile(r"(?!https?:|file:)[a-z][a-z0-9+.-]*://.+")
 
@@ -35,7 +35,7 @@ def url_in(words: Sequence[str]) -> int | None:
 
 
 def defaults(command: str, words: Sequence[str]) -> tuple[str, ...]:
-    """What is added to a command line that names a run in a store."""
+    """The flags that are added to a command line that names a run in a store."""
     added = _DEFAULTS.get(command, ())
     return () if not added or any(word.split("=")[0] == added[0] for word in words) else added
 
@@ -80,12 +80,12 @@ class Renamed:
         return self._out.isatty()
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """The file descriptor."""
         return self._out.fileno()
 
     @property
     def encoding(self) -> str:
-        """Of its text."""
+        """The encoding of the text."""
         return self._out.encoding
 
 

@@ -31,7 +31,7 @@ class PromptProof(Answer):
     prompts: int
     trained: int
     in_flight: int
-    #: prompts by reason.
+    #: the number of prompts dropped, by reason.
     dropped: dict[str, int]
     #: settled before the ledger began, of which nothing else is known.
     before: int
@@ -46,12 +46,12 @@ class PromptProof(Answer):
     #: what is wrong, in words; lines that a kill has torn are not.
     problems: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
-    #: what became of the prompts that were asked for, by ordinal.
+    #: the end of each prompt that was asked for, by ordinal.
     found: dict[int, str] | None = optional()
 
     @property
     def status(self) -> int:
-        """1 if something is not accounted for."""
+        """The exit status: 1 if something is not accounted for."""
         return 0 if self.holds else 1
 
     @told
@@ -152,7 +152,7 @@ def _ordinals(text: str) -> list[int]:
 
 
 def text(proof: PromptProof) -> str:
-    """For people."""
+    """The proof as text, for people."""
     if proof.found is not None:
         return "\n".join(f"prompt {ordinal}: {fate}" for ordinal, fate in proof.found.items())
     lines = [f"prompts of {proof.dir}, up to {proof.origin}, step {proof.step}", f"  {counts_of(proof)}"]

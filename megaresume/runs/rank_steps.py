@@ -35,7 +35,7 @@ class RankStep:
     """What one process wrote down about one step."""
 
     step: int
-    #: of the process in the job; None if the line is of all ranks together.
+    #: the rank of the process in the job; None if the line is of all ranks together.
     rank: int | None
     #: data-parallel rank and size, and samples of a micro-batch; None if the line does not say.
     dp_rank: int | None
@@ -51,7 +51,7 @@ class RankStep:
     masks: bool = False
     #: token at places without a document.
     pad_id: int = 0
-    #: how the samples of the step were dealt to the ranks; None: as they come.
+    #: the rule by which the samples of the step were dealt to the ranks; None: as they come.
     balance: Balance | None = None
     part: bool = False
     #: whether the model's own forward was seen to get these samples; else they are those that were handed out.
@@ -61,7 +61,7 @@ class RankStep:
 
     @property
     def who(self) -> str:
-        """In words."""
+        """The process in words."""
         if self.rank is None:
             return "all ranks" if self.dp_rank is None else f"data-parallel rank {self.dp_rank}"
         return f"rank {self.rank}" + ("" if self.rank == self.dp_rank else f" (data-parallel rank {self.dp_rank})")
@@ -71,13 +71,13 @@ class RankStep:
 class RankSteps:
     """The log of a run, over all of its launches."""
 
-    #: by step: its lines on the path to the present.
+    #: the lines of each step on the path to the present.
     steps: dict[int, tuple[RankStep, ...]]
     #: (lines of a step that was lost, sample at which the launch went on that lost them).
     lost: tuple[tuple[RankStep, int], ...]
     #: lines that cannot be used, in words; damaged ones first.
     problems: tuple[str, ...] = ()
-    #: of them, those that were changed after they were written.
+    #: the number of lines that were changed after they were written.
     damaged: int = 0
     #: the last step of each launch: where a kill came, not every rank has its line.
     last_steps: frozenset[int] = frozenset()
@@ -156,8 +156,7 @@ class _Launch:
     lines: list[RankStep]
     #: lines of steps of which it was not decided yet whether they count.
     votes: list[RankStep] = field(default_factory=list)
-    #: of processes that were in another one before: which, and the last step that they made there. Where replicas leave
-    #: and join.
+    #: for processes that were in another launch before: which, and its last step there. Where replicas leave and join.
     came_from: list[tuple[Key, int]] = field(default_factory=list)
 
     def count_votes(self, reached: int) -> None:
@@ -200,7 +199,8 @@ def _path(launches: Mapping[Key, _Launch]) -> list[Key]:
 def lines_of(
     path: Path, problems: list[tuple[bool, str]]
 ) -> Iterator[tuple[Key, Mapping[str, Any], Mapping[str, Any] | None]]:
-    """What a rank wrote: its launch, the fields of its start there, and those of a step; None: of the start itself.
+    """Read the lines of a rank: its launch, the fields of its start there, and those of a step; None: of the start
+    itself.
 
     Args:
         path: of its file.

@@ -37,11 +37,11 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageErro
 
 log = logging.getLogger(__name__)
 
-#: what follows ``--`` on the command line is a command of the user's.
+#: Whether what follows ``--`` on the command line is a command of the user's.
 LAUNCHES = True
-#: what was compared of the data.
+#: What was compared, if it was only the numbers of samples.
 NUMBERS = "samples are compared by their numbers: not what they held, nor what was drawn for them (masks, augmentation)"
-#: what was asked for, in the directory of the replay.
+#: The name of the file with the request, in the directory of the replay.
 ASKED = "replay.json"
 
 
@@ -134,7 +134,7 @@ def checkpoint_before(run: Run, step: int) -> Choice | None:
 
 
 def _prepared(run: Run, first: int, last: int, args: argparse.Namespace, skipped: Sequence[tuple[str, int]]) -> Replay:
-    """What is to be trained again, its directory made.
+    """Prepare what is to be trained again, and its directory.
 
     Raises:
         UsageError: the run has not come to that step; or the directory lies in that of the run, or is not empty.
@@ -307,7 +307,8 @@ def check_present(run: Run, skipped: Sequence[tuple[str, int]], first: int, last
 
 
 def _environment(replay: Replay, words: Sequence[str]) -> dict[str, str]:
-    """Of the command: with the variable, also for the processes that deepspeed starts on other nodes."""
+    """The environment of the command: with the variable, also for the processes that deepspeed starts on other
+    nodes."""
     out = Path(replay.out)
     found = {**os.environ, VARIABLE: os.fspath(out / ASKED)}
     if any(os.path.basename(word) == "deepspeed" for word in words):
@@ -376,14 +377,14 @@ class Comparison(Answer):
     """Steps of a run, and the same steps trained again."""
 
     dir: Path
-    #: where the replay recorded its steps.
+    #: the directory in which the replay recorded its steps.
     out: Path
     #: the checkpoint that was loaded; None: it began as the run began.
     tag: str | None
     #: the steps that were asked for, both included.
     first: int
     last: int
-    #: of the user's command.
+    #: the exit status of the user's command.
     program_status: int
     #: largest relative difference that is allowed.
     tolerance: float
@@ -393,7 +394,7 @@ class Comparison(Answer):
 
     @property
     def status(self) -> int:
-        """1 if a step is missing or different."""
+        """The exit status: 1 if a step is missing or different."""
         return 0 if self.holds else 1
 
     @told

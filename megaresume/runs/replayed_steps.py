@@ -40,10 +40,10 @@ class StepAgain:
     """A step that was trained again. None: nobody wrote it down."""
 
     step: int
-    #: of all samples trained with it, 16 hex digits.
+    #: the digest of all samples trained with the step, 16 hex digits.
     digest: str | None
     recorded_digest: str | None
-    #: by token, if both have the losses of all its segments; else the mean of the processes.
+    #: the loss by token, if both have the losses of all its segments; else the mean of the processes.
     loss: float | None
     recorded_loss: float | None
     norm: float | None
@@ -196,17 +196,17 @@ def _compared(
 class _Segments:
     """The losses of all segments of a step, in a replay and in its run."""
 
-    #: by token; None: none counts.
+    #: the loss by token; None: none counts.
     loss: float | None
     recorded_loss: float | None
-    #: bit for bit.
+    #: whether the losses are equal bit for bit.
     is_same: bool
 
     @classmethod
     def of(
         cls, samples: range, sums: Mapping[int, SumsOfSample], recorded_sums: Mapping[int, SumsOfSample]
     ) -> _Segments | None:
-        """Those of some samples; None: one of the two has not written down all of them."""
+        """Compare the losses of some samples; None: one of the two has not written down all of them."""
         if not samples or not all(n in sums and n in recorded_sums for n in samples):
             return None
         return cls(

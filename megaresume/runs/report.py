@@ -34,7 +34,7 @@ from megaresume.stream.state import StreamState
 
 #: States that are read, spread evenly; the newest is always among them.
 MOST_POINTS = 300
-#: Changes of membership that are shown: the last ones.
+#: The most changes of membership that are shown: the last ones.
 MOST_MEMBERSHIPS = 50
 #: Losses that are drawn; of a longer log every n-th.
 MOST_LOSSES = 4000
@@ -83,7 +83,7 @@ class RunPoint:
     step: int
     samples: int
     tokens: int
-    #: tokens by source.
+    #: the number of tokens of each source.
     sources: dict[str, int]
 
 
@@ -91,11 +91,11 @@ class RunPoint:
 class RunInterval:
     """What was drawn between two points."""
 
-    #: of the two points.
+    #: the steps of the two points.
     steps: tuple[int, int]
-    #: of the tokens, by source.
+    #: the share of the tokens, by source.
     share: dict[str, float]
-    #: tokens of documents by places; None: no sample.
+    #: the tokens of documents by the places for them; None: no sample.
     fill: float | None
 
 
@@ -107,9 +107,9 @@ class RunStage:
     first_sample: int
     seq_length: int
     packing: str
-    #: what the weights count.
+    #: the unit that the weights count.
     unit: str
-    #: of 1, by source.
+    #: the weights of the sources, of 1.
     weights: dict[str, float]
 
 
@@ -118,7 +118,7 @@ class RunSource:
     """A source, against its weight and its end."""
 
     name: str
-    #: of 1.
+    #: the weight, of 1.
     weight: float
     documents: int
     tokens: int
@@ -140,7 +140,7 @@ class RunStart:
     time: str
     step: int
     samples: int
-    #: of the checkpoint; None: from the beginning.
+    #: the tag of the checkpoint; None: from the beginning.
     tag: str | None
     topology: Topology
     lost: int
@@ -148,7 +148,7 @@ class RunStart:
     lost_is_exact: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The span as JSON."""
         return {
             "time": self.time,
             "step": self.step,
@@ -167,7 +167,7 @@ class RunSkips:
 
     samples: int
     ranges: list[tuple[int, int]]
-    #: each request, in words.
+    #: each request to leave something out, in words.
     asked: list[str]
     documents: list[str]
 
@@ -182,7 +182,7 @@ class RunFacts(Answer):
     samples: int
     tokens: int
     documents: int
-    #: when the newest state was saved.
+    #: the time when the newest state was saved.
     saved: str
     fill: float | None
     stages: list[RunStage]
@@ -192,22 +192,22 @@ class RunFacts(Answer):
     points: list[RunPoint]
     intervals: list[RunInterval]
     starts: list[RunStart]
-    #: who trained together; none if replicas do not leave and join while the run goes on.
+    #: the replicas that trained together; none if replicas do not leave and join while the run goes on.
     memberships: list[Membership]
-    #: how many were saved.
+    #: the number of checkpoints that were saved.
     checkpoints: int
     left_out: RunSkips
-    #: as the state has them.
+    #: the faults as the state has them.
     faults: dict[str, Any]
     overrides: list[str]
     #: (step, loss); None: there is no log.
     losses: list[tuple[int, float]] | None
-    #: the same, by validation set.
+    #: the validation losses, by validation set.
     validations: dict[str, list[tuple[int, float]]]
     notes: list[str]
     #: steps done since ``step``, and not saved, as far as they were noted; None: none are known.
     unsaved: int | None = optional()
-    #: of a run that was measured, or whose position was noted.
+    #: the figures of a run that was measured, or whose position was noted.
     figures: RunFigures | None = optional()
 
 
@@ -258,7 +258,7 @@ def _unsaved(run: Run, saved: int) -> int | None:
 
 
 def _points(history: History) -> list[RunPoint]:
-    """Where the run stood, from its beginning to its newest state."""
+    """The points at which the run stood, from its beginning to its newest state."""
     records = list(history.saved)
     stride = -(-len(records) // MOST_POINTS) or 1
     chosen = records[::-1][::stride][::-1]  # counted from the newest
@@ -273,7 +273,7 @@ def _points(history: History) -> list[RunPoint]:
 
 
 def _interval(state: StreamState, before: RunPoint, after: RunPoint) -> RunInterval:
-    """What was drawn and how full the samples were between two points."""
+    """The interval between two points: what was drawn and how full the samples were."""
     drawn = {name: tokens - before.sources.get(name, 0) for name, tokens in after.sources.items()}
     total = sum(drawn.values())
     return RunInterval(
@@ -284,7 +284,7 @@ def _interval(state: StreamState, before: RunPoint, after: RunPoint) -> RunInter
 
 
 def _fill(state: StreamState, first: int, stop: int, tokens: int) -> float | None:
-    """Tokens of documents by places in samples ``first .. stop``; None: no sample."""
+    """The tokens of documents by places in samples ``first .. stop``; None: no sample."""
     ends = [*(record.first for record in state.stages[1:]), max(stop, state.stages[-1].first)]
     places = sum(
         max(min(end, stop) - max(record.first, first), 0) * int(record.config["seq_length"])
@@ -330,7 +330,7 @@ def _sources(state: StreamState) -> list[RunSource]:
 
 def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[RunStart]:
     """Every start of the run, and what it lost: steps that had been done and were not saved."""
-    #: by step: what each of its restarts lost, the last one first
+    #: what each restart at a step lost, the last one first, by step.
     restarts: dict[int, list[int]] = {}
     for step, lost in reversed(log.restarts if log is not None else ()):
         restarts.setdefault(step, []).append(lost)
@@ -375,7 +375,7 @@ def _left_out(state: StreamState) -> RunSkips:
 
 
 def _thinned(losses: Mapping[int, Loss]) -> list[tuple[int, float]]:
-    """(step, loss), ascending."""
+    """Some of the losses as (step, loss), ascending."""
     steps = sorted(losses)
     stride = -(-len(steps) // MOST_LOSSES)
     return [(step, losses[step].value) for step in steps[::stride]]
@@ -459,7 +459,7 @@ def _start_rows(facts: RunFacts) -> list[tuple[str, ...]]:
 
 
 def _replicas(members: Sequence[Membership]) -> list[str]:
-    """Who trained together, if replicas leave and join."""
+    """The table of who trained together, if replicas leave and join."""
     if not members:
         return []
     first = max(len(members) - MOST_MEMBERSHIPS, 0)

@@ -25,7 +25,7 @@ class RunFigures:
     goodput: float
     #: seconds that did not, by cause.
     badput: Mapping[str, float]
-    #: samples trained again because a kill lost them.
+    #: the number of samples trained again because a kill lost them.
     repeated: int
     #: source -> (step, loss by token, a moving average), ascending.
     losses: Mapping[str, Sequence[tuple[int, float]]]
@@ -69,7 +69,7 @@ def read_figures(run: Run) -> RunFigures | None:
 
 
 def parts_of_page(figures: RunFigures, mark: Any) -> list[str]:
-    """What the report shows of it.
+    """The parts of the report that show the figures.
 
     Args:
         figures: of the run.

@@ -52,7 +52,7 @@ class Run:
         checksums: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        #: absolute.
+        #: the directory, absolute.
         self.root = Path(os.path.abspath(root))
         if not self.root.is_dir():
             raise UsageError(
@@ -221,5 +221,5 @@ class Run:
 
     @property
     def ledger_path(self) -> Path:
-        """Where the ledger is."""
+        """The path of the ledger."""
         return ledger_path(self.root)

@@ -24,7 +24,7 @@ from megaresume.stream.skips import absolute
 from megaresume.stream.state import FORMAT, StreamState
 from megaresume.stream.stream import Stream
 
-#: Samples shown at once: their plan is in memory.
+#: The most samples shown at once: their plan is in memory.
 MOST_SAMPLES = 1_000_000
 
 
@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """What a source contributes to some samples."""
+    """The share of a source in some samples."""
 
     segments: int
     tokens: int
-    #: of all tokens; of all weights.
+    #: the source's share of all tokens, and of all weights.
     share: float
     weight: float
     #: labels that count; None if the source does not say which.
@@ -81,10 +81,10 @@ class StreamSample:
     """One sample, with its segments as ``megaresume trace`` shows them."""
 
     sample: int
-    #: its number if no sample were left out; None: the same.
+    #: the sample's number if no sample were left out; None: the same.
     absolute: int | None = optional()
     tokens: int
-    #: of the sample, and of all up to it: 16 hex digits.
+    #: the hash of the sample, and of all up to it: 16 hex digits.
     hash: str
     digest: str
     segments: list[dict[str, Any]]
@@ -102,7 +102,7 @@ class StreamSamples(Answer):
     #: share of all places that hold a token.
     fill: float
     sources: dict[str, SourceShare]
-    #: None: only the totals were asked for.
+    #: the samples; None: only the totals were asked for.
     samples: list[StreamSample] | None = optional()
 
 

@@ -42,22 +42,22 @@ _ALIVE, _ALIVE_PROMPTS, _QUIET = 10.0, 1800.0, 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceNow:
-    """A source, now."""
+    """The state of a source now."""
 
     name: str
-    #: of the samples trained; None if nobody counted.
+    #: the tokens of the samples trained; None if nobody counted.
     tokens: int | None
-    #: of what was drawn since the stage began, and as its weight asks for.
+    #: the share of what was drawn since the stage began, and the share that its weight asks for.
     share: float | None
     weight: float
     epoch: float
-    #: its moving average; None if the program gives no losses.
+    #: the moving average of the loss; None if the program gives no losses.
     loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Now(Answer):
-    """A run, now."""
+    """The state of a run now."""
 
     dir: str
     run: str | None
@@ -71,7 +71,7 @@ class Now(Answer):
     tokens: int | None
     #: seconds since 1970 of the newest of this.
     time: float
-    #: None while no two steps are known.
+    #: the seconds of a step; None while no two steps are known.
     seconds_per_step: float | None
     fill: float | None
     #: step of the newest complete checkpoint, and of the newest durable one, with the time when its save began.
@@ -80,7 +80,7 @@ class Now(Answer):
     durable_time: str | None
     size: int | None
     save_seconds: float | None
-    #: of the time since the first start; None: nothing is known of it.
+    #: the goodput since the first start; None if nothing is known of it.
     goodput: float | None
     badput: Mapping[str, float]
     starts: int
@@ -90,15 +90,15 @@ class Now(Answer):
     store_retries: int | None = None
     cache_hits: int | None = None
     cache_misses: int | None = None
-    #: who trains together, the newest last; none if replicas do not leave and join.
+    #: the replicas that train together, the newest last; none if replicas do not leave and join.
     memberships: Sequence[Membership] = ()
     sources: Sequence[SourceNow] = ()
-    #: in words, the nearest first.
+    #: the coming events in words, the nearest first.
     next: Sequence[str] = ()
-    #: what is counted as tokens: ``items``, each as one, if they are of a map-style dataset and not packed.
+    #: the unit counted as tokens: ``items``, each as one, if they are of a map-style dataset and not packed.
     unit: str = "tokens"
     notes: Sequence[str] = field(default=())
-    #: of a run of reinforcement learning.
+    #: the prompts of a run of reinforcement learning.
     prompts: prompts.PromptProof | None = optional()
 
 
@@ -188,7 +188,7 @@ def look(root: Path) -> Now:
 
 
 def _prompts(root: Path, notes: list[str]) -> tuple[prompts.PromptProof | None, float]:
-    """What became of the prompts, and when that was written; None: it is no such run, or cannot be read."""
+    """The account of the prompts, and when it was written; None: the run has none, or it cannot be read."""
     if not prompts.has_prompts(root):
         return None, 0.0
     try:
@@ -239,7 +239,7 @@ def _sources(figures: Mapping[str, Any], state: StreamState | None) -> list[Sour
 
 
 def _next(state: StreamState, samples: int, seconds: float | None, size: int | None) -> list[str]:
-    """What comes next: the end of an epoch of each source, and declared stages."""
+    """The coming events: the end of an epoch of each source, and declared stages."""
     found: list[tuple[float, str]] = []
     for row in outlook(state, StreamConfig.recorded(state.stages[-1].config)):
         if row.samples_left is not None:

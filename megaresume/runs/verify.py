@@ -85,26 +85,26 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class Proof(Answer):
-    """What came out of planning the stream of a run again."""
+    """The result of planning the stream of a run again."""
 
     dir: Path
-    #: what is wrong with them, in words.
+    #: what is wrong with the corpora, in words.
     corpora: list[str]
-    #: of checkpoints whose weights are there, in words.
+    #: what is missing of checkpoints whose weights are there, in words.
     lost: tuple[str, ...]
     #: lines of the ledger.
     problems: tuple[LedgerProblem, ...] = live()
     replayed: list[Replayed] = live()
     #: branches of the run, in words.
     given_up: list[str]
-    #: what the ranks wrote down.
+    #: the verdict on what the ranks wrote down.
     log: dict[str, Any] | None = optional()
-    #: what the documents hold, by source.
+    #: the digests of what the documents hold, by source.
     content: dict[str, Any] | None = optional()
 
     @property
     def status(self) -> int:
-        """1 if it proves nothing or finds a difference."""
+        """The exit status: 1 if it proves nothing or finds a difference."""
         return 0 if self.holds else 1
 
     @told
@@ -130,7 +130,7 @@ class Proof(Answer):
 
     @told
     def first_difference(self) -> dict[str, Any] | None:
-        """Between the last point before it that agrees, and the first that does not."""
+        """The first difference: between the last point before it that agrees, and the first that does not."""
         difference = next((point for point in self.replayed if not point.holds), None)
         if difference is None:
             return None

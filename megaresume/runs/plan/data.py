@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
 
 
-#: nothing: the order continues. new stage: from the resume point on. refused: the launch stops.
+#: The outcome of a change. nothing: the order continues; new stage: from the resume point on; refused: no launch.
 Outcome = Literal["nothing", "new stage", "refused"]
 
 
@@ -63,24 +63,24 @@ class PlannedData:
     outcome: Outcome = "nothing"
     #: the file that was read; None: the config in the state, and no corpus was looked at.
     path: Path | None = None
-    #: (field, then, now).
+    #: the changes as (field, then, now).
     changes: list[tuple[str, Any, Any]] = field(default_factory=list)
-    #: what would be kept in the state forever, in words.
+    #: the differences that the state would keep forever, in words.
     accepted: tuple[str, ...] = ()
     #: corpora that have grown, in words.
     grown: tuple[str, ...] = ()
     #: what ``--megaresume-on-change stage`` would make of a change that is refused without it; None: refused as well.
     with_stage: tuple[str, ...] | None = None
-    #: of today, as given.
+    #: the config of today, as given.
     config: StreamConfig | None = None
     sources: dict[str, Source] = field(default_factory=dict)
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    #: what holds from the resume point on, over all sources that the run ever had.
+    #: the config that holds from the resume point on, over all sources that the run ever had.
     in_force: StreamConfig | None = None
     to_come: tuple[Stage, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The data as plain JSON."""
         return {
             "config": None if self.path is None else str(self.path),
             "changes": [{"field": name, "before": then, "after": now} for name, then, now in self.changes],
@@ -91,7 +91,7 @@ class PlannedData:
         }
 
     def stream(self, launch: PlannedLaunch) -> Stream | None:
-        """What the launch would train on; None if the corpora were not opened."""
+        """The stream that the launch would train on; None if the corpora were not opened."""
         if not self.sources or self.config is None:
             return None
         from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
@@ -240,9 +240,9 @@ class Gain:
 
     objective: Objective
     token_cost: int
-    #: that were planned.
+    #: the number of steps that were planned.
     steps: int
-    #: in the order of the stream; and balanced.
+    #: the cost of the slowest rank, in the order of the stream; and balanced.
     before: float
     after: float
 
@@ -304,7 +304,7 @@ def _expected(
     )
 
 
-#: of an epoch, in ``_build_document_index``.
+#: The threshold in ``_build_document_index``: which share of an epoch makes the last one a shuffle of its own.
 _THRESHOLD = 0.80
 
 
@@ -347,7 +347,7 @@ _SIZES: tuple[Callable[[int, float], int], ...] = (
 
 
 def requested_of(recorded: int, old: int, new: int, weight: float, *, alone: bool) -> int | None:
-    """Samples that stock Megatron would ask a corpus for.
+    """How many samples stock Megatron would ask a corpus for.
 
     Args:
         recorded: what it asked for when the whole set had ``old`` samples.
@@ -369,7 +369,7 @@ class Component:
     """One corpus of the training set, as stock Megatron would build it."""
 
     path: str | None
-    #: when it was recorded, and with the new flags; None if not known.
+    #: the epochs when the order was recorded, and with the new flags; None if not known.
     before: Epochs | None
     now: Epochs | None
 
@@ -386,7 +386,7 @@ class Guarded:
     #: training samples asked for, when they were recorded and now; None: one epoch.
     recorded_samples: int | None
     samples: int | None
-    #: None: stock Megatron's order cannot be told: not GPTDataset.
+    #: the corpora of the training set; None if stock Megatron's order cannot be told, as it is not GPTDataset's.
     components: tuple[Component, ...] | None
 
     @told

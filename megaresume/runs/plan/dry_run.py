@@ -30,7 +30,7 @@ from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.state import StreamState
 
-#: samples planned between two looks at the clock, and seconds after which the search for the end is given up.
+#: The samples planned between two looks at the clock, and the seconds after which the search for the end is given up.
 _CHUNK, _PATIENCE = 2048, 60.0
 
 
@@ -40,7 +40,7 @@ class Ending:
 
     step: int
     sample: int
-    #: nothing is left to train.
+    #: whether nothing is left to train.
     finished: bool
     #: (step, sample) of the end with the batch size that the checkpoint was saved with; None if it is the same.
     before: tuple[int, int] | None
@@ -118,7 +118,7 @@ def _warn_finished(findings: Findings, found: str, action: str) -> None:
 
 
 def _check_megatron_steps(launch: PlannedLaunch, planned: BatchSchedule, end: tuple[int, int]) -> None:
-    """What Megatron's arithmetic makes of a batch size that changed in the middle of a run."""
+    """Compare with what Megatron's arithmetic makes of a batch size that changed in the middle of a run."""
     final, samples = planned.segments[-1][1], launch.flags.train_samples
     if samples is not None and samples - end[1] >= final:
         needed = launch.step + (samples - launch.state.samples) // final
@@ -197,7 +197,7 @@ def _ahead(launch: PlannedLaunch, row: SourceOutlook, source: SourceConfig, end:
 
 
 def end_of_stream(launch: PlannedLaunch, data: PlannedData, end: Ending | None) -> int | None:
-    """Samples that the stream holds, where that is fewer than the run is to train; None: enough.
+    """The number of samples that the stream holds, if that is fewer than the run is to train; None: enough.
 
     Planned, not estimated. Only a stream whose sources have an end is looked at.
     """
@@ -271,9 +271,9 @@ class DryRun(Answer):
     root: Path
     flags: Flags = live()
     found: StartingPoint = live()
-    #: what the launch would be told, the most important first.
+    #: the findings, as the launch would print them, the most important first.
     findings: Findings = field(default_factory=Findings)
-    #: how the run was laid out when it saved, and would be now; None if not recorded.
+    #: the layout of the run when it saved, and now; None if not recorded.
     before: Topology | None = live(default=None)
     now: Topology | None = live(default=None)
     #: planned global batch sizes of the whole run, the past included.
@@ -281,13 +281,13 @@ class DryRun(Answer):
     ending: Ending | None = live(default=None)
     data: PlannedData | None = None
     sources: list[SourceForecast] = field(default_factory=list)
-    #: samples that the stream holds, where it ends before the run; None: enough.
+    #: the number of samples that the stream holds, if it ends before the run; None: enough.
     stream_ends: int | None = None
-    #: what balanced ranks gain; None if not asked for, or not known.
+    #: the gain of balanced ranks; None if not asked for, or not known.
     balance: Gain | None = None
-    #: of Megatron's own datasets.
+    #: the findings on Megatron's own datasets.
     guard: Guarded | None = None
-    #: by promise; if they cannot be 0, the launch is refused.
+    #: samples that would be repeated and skipped: 0 by promise; if they cannot be 0, the launch is refused.
     repeated: int = 0
     skipped: int = 0
 
@@ -304,7 +304,7 @@ class DryRun(Answer):
 
     @property
     def status(self) -> int:
-        """1 if the launch would be refused."""
+        """The exit status: 1 if the launch would be refused."""
         return 1 if self.refused else 0
 
     @property

@@ -38,15 +38,15 @@ _NEWEST = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What the ledger says of a run, in the layout of its newest checkpoint; seconds, None if it says nothing."""
+    """The times of a run in its ledger, in the layout of its newest checkpoint; seconds, None if it says nothing."""
 
     #: the whole of a save, and of how many it is the median.
     save: float | None = None
     num_saves: int = 0
-    #: one optimizer step without saves, and of how many stretches between checkpoints it is the median.
+    #: the time of a step without saves, and of how many stretches between checkpoints it is the median.
     step: float | None = None
     num_stretches: int = 0
-    #: from the beginning of the process to the first step.
+    #: the time from the beginning of the process to the first step.
     startup: float | None = None
     num_startups: int = 0
     #: steps between checkpoints now.
@@ -64,7 +64,7 @@ class LostTime:
     steps: int
     #: seconds of training between saves.
     seconds: float
-    #: hours a day.
+    #: the hours of a day spent on saves.
     saving: float
     recomputing: float
     restarting: float
@@ -98,7 +98,7 @@ class Advice(Answer):
     #: the times that were given, and not measured.
     given: tuple[str, ...]
     measured: Measured
-    #: from the shortest interval to the longest; the recommended one and today's among them.
+    #: the intervals from the shortest to the longest; the recommended one and today's among them.
     table: tuple[LostTime, ...] = live()
 
     @property
@@ -249,7 +249,7 @@ def advise(
     step: float | None = None,
     restart: float | None = None,
 ) -> Advice:
-    """How often a run should save.
+    """Advise how often a run should save.
 
     Args:
         run: the run.

@@ -41,7 +41,7 @@ class Flags:
     seed: int | None = None
     seq_length: int | None = None
     on_change: OnChange = "refuse"
-    #: what is to be left out, in addition to what the data config says.
+    #: the samples and documents to leave out, in addition to what the data config says.
     skip: SkipConfig = NO_SKIP
     #: load this iteration and no other.
     ckpt_step: int | None = None
@@ -57,7 +57,7 @@ class Flags:
     rampup_batch_size: tuple[int, int, int] | None = None
     num_workers: int | None = None
     zero_stage: int | None = None
-    #: how ranks are balanced; None: as recorded, and nothing is planned to tell what it gains.
+    #: the rule by which ranks are balanced; None: as recorded, and nothing is planned to tell what it gains.
     balance: Objective | None = None
     balance_token_cost: int = TOKEN_COST
     #: the length of the run, once: in steps or in samples. None if not said, and not recorded anywhere.
@@ -66,13 +66,13 @@ class Flags:
 
     @property
     def config(self) -> dict[str, int]:
-        """What the flags say about the data config."""
+        """The flags about the data config."""
         given = {"seq_length": self.seq_length, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def balanced(self) -> Balance | None:
-        """How ranks are balanced. Raises UsageError for a bad cost of a token."""
+        """The rule by which ranks are balanced. Raises UsageError for a bad cost of a token."""
         return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
 
 
@@ -97,7 +97,7 @@ class Finding:
     action: str | None = None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The lines for people."""
         words = {name: getattr(self, name) for name in _WORDS}
         return str(MegaresumeError(self.headline, **words)).splitlines()
 
@@ -145,9 +145,9 @@ class StartingPoint:
     #: whether Megatron-LM wrote the directory.
     is_megatron: bool
     choice: Choice | None
-    #: of a guarded run.
+    #: the record of the order of a guarded run.
     record: OrderRecord | None
-    #: optimizer steps done.
+    #: the number of optimizer steps done.
     iteration: int
 
 
@@ -161,9 +161,9 @@ class PlannedLaunch:
     choice: Choice
     state: StreamState
     is_megatron: bool
-    #: optimizer steps done.
+    #: the number of optimizer steps done.
     step: int
-    #: how it is laid out.
+    #: the layout of today.
     now: Topology
     #: planned global batch sizes of the whole run, the past included; None if not known.
     schedule: BatchSchedule | None = None

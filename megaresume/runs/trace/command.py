@@ -120,7 +120,7 @@ def _note(text: str) -> None:
     print(f"megaresume: note: {visible(text)}", file=sys.stderr)
 
 
-#: what a flag is of use with: one of these.
+#: The flags that other flags need, at least one of each.
 _NEEDED = {
     **dict.fromkeys(("epochs", "until-step"), ("find",)),
     **dict.fromkeys(("text", "csv", "parquet", "records", "images", "by-loss"), ("steps", "samples")),
@@ -181,7 +181,7 @@ def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int, *, to_file: bool = False) -> Iterator[Callable[[int], object]]:
-    """On standard error, unless the output itself shows on the same terminal."""
+    """Show progress on standard error, unless the output itself is shown on the same terminal."""
     if sys.stdout.isatty() and not to_file:
         yield lambda samples: None
         return

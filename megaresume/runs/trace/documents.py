@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-#: around what is trained, in texts for people.
+#: The marks around what is trained, in texts for people.
 TRAINED = ("⟦", "⟧")
 
 
@@ -54,9 +54,10 @@ TRAINED = ("⟦", "⟧")
 class Picture:
     """An image of a document."""
 
-    #: its name in the record; None if the source has no records.
+    #: the name of the image in the record; None if the source has no records.
     member: str | None
-    #: in pixels, as stored and turned upright; None if its header cannot be read, or the source has no records.
+    #: the size in pixels, as stored and turned upright; None if its header cannot be read, or the source has no
+    #: records.
     size: tuple[int, int] | None
     #: place of its first image token in the document, its image tokens, and the place after the last one; None: the
     #: model is not shown it.
@@ -75,13 +76,13 @@ class Shown:
 
     key: Key
     encoded: EncodedDocument
-    #: None if the source has no records, or this one cannot be read.
+    #: the record; None if the source has none, or this one cannot be read.
     record: Record | None
     pictures: list[Picture]
     encoder: ImageTextEncoder | None
 
     def text(self, tokenizer: Tokenizer, *, marks: bool = False) -> str:
-        """Its text, images in their places; with ``marks`` around what is trained."""
+        """The text, images in their places; with ``marks`` around what is trained."""
 
         def decode(first: int, stop: int | None) -> str:
             trained = self.encoded.trained[first:stop] if marks else None
@@ -245,7 +246,7 @@ class Decoder:
             )
 
     def rows(self, piece: TracePiece) -> Iterator[dict[str, Any]]:
-        """As `TracePiece.rows`; an image-text document that a policy was applied to has its ``fault``.
+        """The rows of `TracePiece.rows`; an image-text document that a policy was applied to has its ``fault``.
 
         Segments of sources that say which tokens are trained have ``trained``: runs of tokens of the document.
 
@@ -272,7 +273,7 @@ class Decoder:
             yield row
 
     def _document(self, piece: TracePiece, segment: Mapping[str, Any]) -> dict[str, Any]:
-        """Of an image-text document, which is never cut."""
+        """The image-text document of a segment; it is never cut."""
         name = segment["source"]
         source = of_stage(self._with_images[name], name, piece.config)
         key = Key(seed=piece.config.seed, source=name, document=segment["document"], epoch=segment["epoch"])
@@ -290,7 +291,7 @@ def _runs(trained: npt.NDArray[np.bool_], offset: int) -> list[list[int]]:
 
 
 def _record(source: object) -> Mapping[str, Any] | None:
-    """What the file beside a corpus says about its tokenizer."""
+    """The tokenizer in the file beside a corpus."""
     inner = getattr(source, "source", source)  # a part of a split corpus is a view of it
     found: Mapping[str, Any] | None = getattr(inner, "tokenizer", None)
     return found if isinstance(found, Mapping) else None
@@ -309,7 +310,7 @@ img { max-width: 20em; max-height: 20em; border: 1px solid #ddd } figcaption, sm
 
 @dataclass(kw_only=True, slots=True)
 class ImagesWritten(Answer):
-    """What `write_images` did."""
+    """The images that `write_images` wrote."""
 
     directory: Path
     #: samples.
@@ -317,7 +318,7 @@ class ImagesWritten(Answer):
     stop: int
     documents: int = 0
     images: int = 0
-    #: of them, images that the model is not shown: of a document that was masked, or after its cut.
+    #: the number of images that the model is not shown: of a document that was masked, or after its cut.
     not_shown: int = 0
     #: documents that a fault policy was applied to.
     faults: int = 0

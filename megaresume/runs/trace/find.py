@@ -44,7 +44,7 @@ class Seen:
     sample: int
     rank: int | None
     micro_batch: int | None
-    #: tokens: where it is in the sample, of the document before it, its own.
+    #: where it is in the sample, where in its document, and how long it is, in tokens.
     place: int
     offset: int
     length: int
@@ -55,7 +55,7 @@ class Occurrence:
     """A document in one epoch."""
 
     epoch: int
-    #: of its pieces in the source, epochs included, as far as they are known.
+    #: the positions of its pieces in the source, epochs included, as far as they are known.
     positions: list[int]
     #: trained: all of it was, when the newest state was saved. partly trained: some of it was. waiting: drawn then, in
     #: an open bin. to come: planned ahead. left out: it is in samples that are skipped, or is skipped by its number.
@@ -65,9 +65,9 @@ class Occurrence:
     #: pieces of the source that come before it, and about which sample it comes with (not planned).
     pieces_ahead: int | None = None
     about_sample: int | None = None
-    #: tokens of it in samples that are left out.
+    #: the number of its tokens in samples that are left out.
     left_out: int = 0
-    #: of `about_sample`; None if no record tells.
+    #: the step of `about_sample`; None if no record tells.
     about_step: int | None = None
 
 
@@ -77,22 +77,22 @@ class Sought(Answer):
 
     source: str
     document: int
-    #: 0: an empty document, which is passed over.
+    #: the number of its tokens; 0: an empty document, which is passed over.
     tokens: int
     occurrences: list[Occurrence] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Target:
-    """What is searched for: a piece that was drawn, or the part of a document that is still to come in an epoch."""
+    """A target of the search: a piece that was drawn, or the part of a document that is still to come in an epoch."""
 
     found: Sought
     occurrence: Occurrence
     #: number of the source.
     source: int
-    #: None: whatever is to come.
+    #: the position; None: whatever is to come.
     position: int | None
-    #: of them as many are missing.
+    #: the number of its tokens that are missing.
     tokens: int
 
 
@@ -324,7 +324,7 @@ def _scan(
 
 
 def _again(found: Sought, source: int, epoch: int, position: int) -> _Target:
-    """The same document in a later epoch."""
+    """Look for the same document in a later epoch."""
     occurrence = Occurrence(epoch=epoch, positions=[position], status="not planned")
     found.occurrences.append(occurrence)
     found.occurrences.sort(key=lambda o: o.epoch)
@@ -382,10 +382,10 @@ class RankedDocument:
     #: mean over the tokens whose loss counts.
     loss: float
     tokens: int
-    #: where it was trained.
+    #: the samples in which it was trained.
     samples: Sequence[int]
     steps: Sequence[int]
-    #: of its segments in them, if it was asked for: ``text``, or ``token_ids``.
+    #: the contents of its segments in them, if asked for: ``text``, or ``token_ids``.
     segments: Sequence[Mapping[str, Any]] | None = optional()
 
 

@@ -134,7 +134,7 @@ def _if_known(words: Sequence[Word], wanted: bool) -> list[Word]:
 
 
 def _sections(form: Format, numbered: bool, with_shards: bool, of_items: bool) -> tuple[Sequence[Word], ...]:
-    """What is written of a sample: before its segments, of each, between two, after them.
+    """The texts of a sample: before its segments, of each, between two, after them.
 
     Bytes as they are, text for the number, name or hash of that name.
     """
@@ -165,11 +165,11 @@ def _sections(form: Format, numbered: bool, with_shards: bool, of_items: bool) -
     return head, [*row, *_if_known(RECORD_WORDS, with_shards)], [b", "], [b"\n"]
 
 
-#: for what no record tells, and how a name is written.
+#: The words for what no record tells, and how a name is written.
 _UNKNOWN: dict[Format, bytes] = {"json": b"null", "csv": b"", "text": b"?"}
 _NAMES: dict[Format, Callable[[str], str]] = {"json": json.dumps, "csv": _csv_cell, "text": one_line}
 
-#: what is said of a record of a tar shard, in text.
+#: The words about a record of a tar shard.
 RECORD_WORDS: tuple[Word, ...] = (
     *(b" (", "shard", b" #", "record", b", images: ", "num_images", b" of ", "image_tokens", b" tokens)"),
 )
@@ -265,7 +265,7 @@ def csv_rows(row: dict[str, object], more: Sequence[str] = ()) -> list[list[obje
 
 
 def heading(piece: TracePiece) -> str:
-    """What holds for the samples of a piece, for people."""
+    """The heading of a piece: what holds for its samples, for people."""
     span, config = piece.span, piece.config
     when = (
         ("left out" if piece.past else "to be left out") if piece.left_out else "trained" if piece.past else "to come"

@@ -41,15 +41,15 @@ from megaresume.stream.planner import Plan, concatenate
 if TYPE_CHECKING:
     from megaresume.batches.assemble import Assembler
 
-#: Samples read at a time: a step of a large run does not have to fit into memory.
+#: The number of samples read at a time: a step of a large run does not have to fit into memory.
 CHUNK = 256
 
 
 @dataclass
 class DocumentDigest:
-    """What was read of one source."""
+    """The digest of what was read of one source."""
 
-    #: of which the beginning was.
+    #: the number of documents whose beginning was read.
     documents: int = 0
     #: xxh3_128 over the hashes of the segments, in the order of the stream.
     _hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
@@ -77,11 +77,11 @@ class Contents:
         self._names = list(names)
         self._sources: list[Source] = list(sources)
         self._assemblers: dict[str, Assembler] = {}
-        #: by source, what `documents` has read.
+        #: the digest of what `documents` has read, by source.
         self.digests: dict[str, DocumentDigest] = {}
 
     def samples(self, parts: Sequence[Planned], pad_id: int, *, masks: bool = False) -> npt.NDArray[np.uint64]:
-        """What every sample holds: uint64[n], as `hash_rows`.
+        """The hashes of what every sample holds: uint64[n], as those of `hash_rows`.
 
         Args:
             parts: consecutive samples.
@@ -165,7 +165,7 @@ class RankDifference:
     """Something that a rank recorded and planning does not give."""
 
     step: int
-    #: in words.
+    #: the rank, in words.
     rank: str
     field: Literal["samples", "order", "content"]
     recorded: str
@@ -182,7 +182,7 @@ class RankCheck:
     contents: int = 0
     #: lines of them that say what the model was given, not only what was handed out.
     seen: int = 0
-    #: by step, then rank.
+    #: the differences by step, then rank.
     differences: list[RankDifference] = field(default_factory=list)
     #: lines of steps that were lost and done again: those that agree, those of another branch of the run.
     lost: int = 0

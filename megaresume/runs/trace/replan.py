@@ -99,7 +99,7 @@ def open_corpora(
     }
 
 
-#: Samples, and tokens, planned at a time: whichever is less.
+#: The samples, and tokens, planned at a time: whichever is less.
 BLOCK, BLOCK_TOKENS = 1 << 13, 1 << 26
 FEWEST = 16
 
@@ -111,7 +111,7 @@ class Planned:
     plan: Plan
     stage: str
     config: StreamConfig
-    #: left out of the stream: the numbers of these samples are absolute ones.
+    #: whether the samples are left out of the stream: their numbers are absolute ones.
     left_out: bool = False
 
 
@@ -243,7 +243,7 @@ class Past:
 
     def __init__(self, replan: Replan) -> None:
         self._replan = replan
-        #: what was asked for last.
+        #: the first sample that was asked for last.
         self._first: int | None = None
 
     def blocks(self, first: int, stop: int) -> list[Planned]:
@@ -289,7 +289,7 @@ def _ended(position: int, stop: int | None, history: History) -> StreamExhausted
     )
 
 
-#: Samples planned between two signs of life.
+#: The number of samples planned between two signs of life.
 STRIDE = 1 << 15
 
 
@@ -297,16 +297,15 @@ STRIDE = 1 << 15
 class Recorded:
     """A point in the past of a run, as a checkpoint, a ledger line or a log records it."""
 
-    #: where it was recorded, for people.
+    #: the place where it was recorded, for people.
     origin: str
-    #: samples trained.
+    #: the number of samples trained.
     sample: int
     #: rolling digest of them, 16 hex digits.
     digest: str
     #: the fields of the state that say where the stream was, if it was recorded as a whole.
     position: dict[str, Any] | None = None
-    #: that the run gave up when it began again from an earlier step: its stages may be others. None if it is the
-    #: present.
+    #: the branch that the run gave up when it began again from an earlier step. None if it is the present.
     branch: Branch | None = None
 
 
@@ -315,7 +314,7 @@ class Replayed:
     """A recorded point, and what planning gave for it."""
 
     recorded: Recorded
-    #: None if the stream could not be planned up to here.
+    #: the digest; None if the stream could not be planned up to here.
     digest: str | None
     #: fields of the position that differ.
     fields: tuple[str, ...] = ()
@@ -447,11 +446,11 @@ class Points:
 
     #: every data state that is there.
     states: tuple[StepFile, ...]
-    #: those states, then the lines of the ledger.
+    #: the recorded points: those of states, then those of the lines of the ledger.
     recorded: tuple[Recorded, ...]
     #: lines of the ledger that say nothing.
     unreadable: tuple[LedgerProblem, ...]
-    #: of the checkpoints whose weights are there: what ranks added and is missing or damaged, in words.
+    #: what ranks added to checkpoints whose weights are there, and is missing or damaged; in words.
     lost: tuple[str, ...] = ()
 
     @property
@@ -505,7 +504,7 @@ def read_points(run: Run) -> Points:
 
 
 def _lost(root: Path, step: StepFile) -> list[str]:
-    """What is missing or damaged in the random states and loader states of one checkpoint."""
+    """Find what is missing or damaged in the random states and loader states of one checkpoint."""
     if not (root / step.tag).is_dir():
         return []
     try:
@@ -547,7 +546,7 @@ def between(history: History, first: int | None, last: int | None) -> tuple[int,
 
 
 def corpus_problems(sources: Mapping[str, Source], state: StreamState, *, recompute: bool) -> list[str]:
-    """What differs between the corpora as they are and as a state knows them.
+    """Compare the corpora as they are with what a state knows of them.
 
     Args:
         sources: opened, by name.

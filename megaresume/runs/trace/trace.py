@@ -55,7 +55,7 @@ class ShardRecords:
     def __init__(self, sources: Sequence[object]) -> None:
         found = {i: shard_source(source) for i, source in enumerate(sources)}
         self._sources = {i: one for i, one in found.items() if one is not None}
-        #: of all sources, as their indexes call them.
+        #: the shards of all sources, as their indexes call them.
         self.shards: list[str] = []
         self._first_shard: dict[int, int] = {}
         for i, (source, _) in self._sources.items():
@@ -85,7 +85,7 @@ class ShardRecords:
             out[rows] = np.stack(columns, axis=1)
 
     def place(self, source: int, document: int) -> dict[str, Any]:
-        """As `fill`, for one document and as plain JSON; empty for a document of another source."""
+        """The place of one document, as plain JSON; empty for a document of another source."""
         if source not in self._sources:
             return {}
         out = np.empty((1, 4), np.int64)
@@ -121,7 +121,7 @@ class ShardRecords:
 
 
 def record_words(row: Mapping[str, Any]) -> str:
-    """What `ShardRecords` says of a document, for people: ``(pages-0.tar #3, images: 2 of 40 tokens)``."""
+    """The record of a document in words, for people: ``(pages-0.tar #3, images: 2 of 40 tokens)``."""
     if "shard" not in row:
         return ""
     place = f"{row['shard']} #{row['record']}"
@@ -167,7 +167,7 @@ class TracePiece:
     segments: Int64Array
     #: int64[n + 1]: the segments of sample k are ``starts[k] .. starts[k + 1]``.
     starts: Int64Array
-    #: not trained: these samples have absolute numbers alone.
+    #: whether these samples were not trained: they have absolute numbers alone.
     left_out: bool = False
     #: whether the run leaves anything out, so that absolute numbers say something.
     numbered: bool = False
@@ -212,7 +212,7 @@ class Dealt:
 
     def __init__(self, replan: Replan) -> None:
         self._past = Past(replan)
-        #: of the last global batch: its first sample, and the places of its samples.
+        #: the last global batch: its first sample, and the places of its samples.
         self._last: tuple[int, Int64Array] | None = None
 
     def places(self, span: Span, first: int, stop: int) -> Int64Array:
@@ -359,7 +359,7 @@ class Trace:
 
 
 def places(lengths: Int64Array, starts: Int64Array, align: int) -> Int64Array:
-    """Where each segment begins in its sample, in tokens.
+    """The token at which each segment begins in its sample.
 
     Args:
         lengths: int64[s], of the segments.
