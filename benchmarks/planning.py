@@ -21,7 +21,7 @@ BLOCK = 128
 REFERENCE_SAMPLES = 50
 LEAST = 5e6
 #: Sources of the last row, and of the speed with three what it must keep.
-MANY, LEAST_OF_FEW = 1000, 0.45
+MANY, LEAST_OF_FEW = 1000, 0.5
 
 
 def rows(setup: Setup) -> Iterator[Row]:

@@ -146,8 +146,9 @@ def concatenate(plans: list[Plan]) -> Plan:
     )
 
 
-#: Documents looked ahead in all sources together, and at least and at most in each.
-LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 20, 32, 8192
+#: Documents looked ahead in all sources together (48 bytes each), and at least and at most in each: the fewer there
+#: are, the more often Python is entered.
+LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 21, 32, 8192
 #: Pieces that a planner with shared feeds looks ahead: it plans a few samples again, over what the feeds remember.
 LOOK_AGAIN = 1024
 #: A source is nearly used up when less than one part in so many is left of what was looked ahead.
