@@ -180,7 +180,8 @@ def judge(directory: Path, job: Job) -> Found:
             if together and one["line"] != other["line"]:
                 found.wrong.append(f"step {step}: the weights of pids {one['pid']} and {other['pid']} differ")
         replicas = last[0]["replicas"]
-        if replicas == len(last) > 1:
+        # Of 16 samples in micro-batches of 2, three replicas have 4, 6 and 6: nothing makes those alike.
+        if replicas == len(last) > 1 and len({len(line["handed"]) for line in last}) == 1:
             parts = [
                 order[(step - 1) * size :][size * k // replicas : size * (k + 1) // replicas] for k in range(replicas)
             ]
