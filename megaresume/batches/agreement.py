@@ -10,6 +10,10 @@ At each ``for``, the first rank that comes leaves what it has at the store of th
 
 That is one round trip, in no order and without a collective: nobody waits, and ranks that never come (a rank iterates
 alone over what it evaluates) are not missed. The rank that is refused ends the run.
+
+A rank that looks at a batch before the others begin has left its first ``for`` where they continue. It differs from
+them at its second ``for``, and they may never come to that. So they look within a ``for``, after 2, 4, 8, … batches and
+at the end, whether another rank has left it at a sample that they have passed.
 """
 
 from __future__ import annotations
@@ -43,12 +47,14 @@ class Agreement:
         """A copy is another loader."""
         return Agreement, ()
 
-    def check(self, stream: Stream, layout: str) -> None:
+    def check(self, stream: Stream, layout: str, sample: int, *, continues: bool) -> None:
         """Check at a ``for``, on a rank of torch.distributed, that all ranks deal out the same order.
 
         Args:
             stream: the order.
             layout: how it is dealt out, and where it continues, in words.
+            sample: where it continues.
+            continues: whether the ``for`` before it was left there; otherwise a state was loaded in between.
 
         Raises:
             StateError: another rank has said something else at its same ``for``.
@@ -56,18 +62,19 @@ class Agreement:
         if self._key is None:
             # By the order in which they are first iterated over: a rank may make a loader that it never uses.
             self._key = f"megaresume/loader/{next(_loaders)}"
-        key, self._rounds = f"{self._key}/{self._rounds}", self._rounds + 1
+        self._rounds += 1
         sizes = ", ".join(f"{name} {one.documents}" for name, one in itertools.islice(stream.fingerprints.items(), 4))
         mine = [
             xxhash.xxh3_128_hexdigest(order_of(stream).encode()),
             f"seed {stream.config.seed}, items: {sizes}; {layout}",
         ]
+        said = json.dumps([dist.get_rank(), *mine, sample if continues else None])
         try:
             store = dist.distributed_c10d._get_default_store()
-            first = json.loads(store.compare_set(key, "", json.dumps([dist.get_rank(), *mine])))
+            first = json.loads(store.compare_set(self._round(), "", said))
         except RuntimeError:  # a store without comparisons, or its host has ended
             return
-        if first[1:] != mine:
+        if first[1:3] != mine:
             raise StateError(
                 "the ranks disagree on the data",
                 found=f"rank {first[0]}: {first[2]}; rank {dist.get_rank()}: {mine[1]}",
@@ -77,3 +84,32 @@ class Agreement:
                 action="give every rank the whole dataset, with the same arguments, and load the same state on every "
                 "rank; for a loader of one rank alone: DataLoader(..., dp_rank=0, dp_size=1)",
             )
+
+    def check_not_left(self, sample: int) -> None:
+        """Within a `for` that `check` has begun, of which the samples before this one are handed out.
+
+        Raises:
+            StateError: another rank has left it at an earlier sample, and begun the next one.
+        """
+        key = self._round(1)
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            if not store.check([key]):
+                return
+            rank, *_, left = json.loads(store.get(key))
+        except RuntimeError:
+            return
+        if left is not None and left < sample:
+            raise StateError(
+                "the ranks disagree on the data",
+                found=f"rank {rank} left a for at sample {left}, and began another; rank {dist.get_rank()} is at "
+                f"sample {sample} of that for",
+                expected="each for left at the same sample on every rank",
+                cause=f"rank {rank} looked at a batch, as in next(iter(loader)), or left a for early: what it was "
+                "handed out counts as trained",
+                action="to look at a batch: collate_fn([dataset[0], dataset[1]]); leave a for on all ranks at once",
+            )
+
+    def _round(self, ahead: int = 0) -> str:
+        """The key of a ``for``."""
+        return f"{self._key}/{self._rounds + ahead}"

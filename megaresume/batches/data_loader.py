@@ -13,6 +13,7 @@ rank. A sample is an item; with ``seq_length`` it is as many items as that holds
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 from collections import deque
@@ -42,6 +43,8 @@ from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)
+
+_END = object()
 
 
 class DataLoader(RankLoader):
@@ -442,19 +445,21 @@ class DataLoader(RankLoader):
         if self._is_passed:
             self._is_passed = False
             return
-        if self.ranks.is_default and self.dp_size > 1 and not self.is_compared:
-            self._agreement.check(self.stream, self.layout)
+        compares = self.ranks.is_default and self.dp_size > 1 and not self.is_compared
+        if compares:
+            self._agreement.check(self.stream, self.layout, self._position, continues=self._turn is not None)
         self._warn_of_epochs()
         turn = self._turn = object()
         text = f"{self.stream.config.seed} {self._position}"
         self._workers.generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
         batches = self._read()
-        while True:
+        for number in itertools.count():
             # Before a batch is taken, too: workers that are kept would lose it for the other loop.
             self._check_turn(turn)
-            try:
-                batch = next(batches)
-            except StopIteration:
+            batch = next(batches, _END)
+            if compares and (batch is _END or (number > 1 and number.bit_count() == 1)):
+                self._agreement.check_not_left(self._position)
+            if batch is _END:
                 return
             self._check_turn(turn)
             end, items = self._ahead.popleft()

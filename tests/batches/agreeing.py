@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,30 @@ def resumed(batches: int, *, load: bool = True, **options: Any) -> list[int]:
     return first + given(after)
 
 
+def looked(rank: int) -> list[int]:
+    """Of a run of one epoch whose rank 0 looks at a batch first."""
+    loader = make(max_epochs=1)
+    if rank == 0:
+        next(iter(loader))
+    batches = iter(loader)
+    found: list[int] = next(batches).tolist()
+    dist.barrier()
+    for batch in batches:
+        found += batch.tolist()
+    return found
+
+
+def measured() -> list[int]:
+    """What ranks at their own pace are given that begin again with the same state, as a validation does."""
+    loader, found = make(max_epochs=1), []
+    state = loader.state_dict()
+    for _ in range(3):
+        loader.load_state_dict(state)
+        found += given(loader)
+        time.sleep(0.1 * dist.get_rank())
+    return found
+
+
 def cases(rank: int) -> Iterator[tuple[str, Callable[[], list[int]]]]:
     yield "alike", lambda: given(make())
     yield "resumed alike", lambda: resumed(3, batch_size=1, num_workers=1)
@@ -60,6 +85,8 @@ def cases(rank: int) -> Iterator[tuple[str, Callable[[], list[int]]]]:
     yield "skips", lambda: given(make(skip=["3:5"] if rank else None))
     yield "one has loaded", lambda: resumed(3, load=rank == 0)
     yield "other states", lambda: resumed(2 + rank)
+    yield "one has looked", lambda: looked(rank)
+    yield "measured", measured
     # The last one: from here on the ranks have iterated over other numbers of loaders.
     yield "alone", lambda: given(make()) if rank else []
 

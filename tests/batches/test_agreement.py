@@ -46,6 +46,11 @@ def test_ranks_that_were_given_are_not_compared(said: dict[str, list[Any]]) -> N
     ]
 
 
+def test_ranks_may_begin_again_with_a_state_at_their_own_pace(said: dict[str, list[Any]]) -> None:
+    one, other = said["measured"]
+    assert sorted(one + other) == sorted([*range(20)] * 3)
+
+
 def test_a_rank_may_iterate_alone(said: dict[str, list[Any]]) -> None:
     assert said["alone"][0] == [] and len(said["alone"][1]) == 20
 
@@ -60,6 +65,7 @@ def test_a_rank_may_iterate_alone(said: dict[str, list[Any]]) -> None:
         ("skips", []),
         ("one has loaded", ["samples 0 to", "samples 12 to"]),
         ("other states", ["samples 8 to", "samples 12 to"]),
+        ("one has looked", ["rank 0 left a for at sample 4", "rank 1 is at sample 8"]),
     ],
 )
 def test_the_rank_that_comes_later_is_refused(said: dict[str, list[Any]], case: str, words: list[str]) -> None:
