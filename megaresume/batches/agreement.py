@@ -86,7 +86,7 @@ class Agreement:
             )
 
     def check_not_left(self, sample: int) -> None:
-        """Within a `for` that `check` has begun, of which the samples before this one are handed out.
+        """Within a ``for`` that `check` has begun, of which the samples before this one are handed out.
 
         Raises:
             StateError: another rank has left it at an earlier sample, and begun the next one.
