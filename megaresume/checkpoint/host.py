@@ -195,7 +195,8 @@ class Resume:
     before: Topology | None
     now: Topology
     #: samples that the weights have seen and that would be repeated; that they have not seen and would not come.
-    #: Counted against the framework's own count of trained samples, which rides in the same file as the weights.
+    #: The data state's position against the framework's, if it numbers the samples by itself (Megatron); otherwise 0,
+    #: since `check_same` has refused a count of the framework's that differs from the state's.
     repeated: int
     skipped: int
     #: what became of the random state, in words; None if it is the framework's business.
