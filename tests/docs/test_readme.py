@@ -80,16 +80,12 @@ def taught(monkeypatch: pytest.MonkeyPatch, directory: Path, stop: int | None = 
     return targets_of
 
 
-def died(monkeypatch: pytest.MonkeyPatch, directory: Path, stop: int) -> None:
-    with pytest.raises(Killed):
-        taught(monkeypatch, directory, stop)
-
-
 @pytest.mark.process
 def test_its_first_program_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
     whole = taught(monkeypatch, tmp_path / "whole")
     assert len(whole) == 300  # three epochs of 100 steps
-    died(monkeypatch, tmp_path / "cut", 250)
+    with pytest.raises(Killed):
+        taught(monkeypatch, tmp_path / "cut", stop=250)
     assert taught(monkeypatch, tmp_path / "cut") == whole[200:]
