@@ -12,7 +12,7 @@ from benchmarks.lengths import open_lengths, write_lengths
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, wall
-from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.stream import Stream
 

@@ -108,7 +108,7 @@ def _steps() -> None:
 
 def _checksums(tag: Path, size: int, repetitions: int) -> Row:
     """Read and hashed on one core, from the page cache."""
-    from megaresume.checkpoint.manifest import checksum_files
+    from megaresume.checkpoint.records.manifest import checksum_files
 
     names = [file.name for file in tag.iterdir()]
     found = interleaved({"all": lambda _: checksum_files(tag, names)}, repetitions, clock=cpu)

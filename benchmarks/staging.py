@@ -30,8 +30,8 @@ from benchmarks.line import CHUNK, line
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, median, ratio, wall
-from megaresume.checkpoint import store
-from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.store import store
 
 BUCKET = "megaresume-benchmarks"
 FILES, SIZE = 2, 64 << 20

@@ -262,7 +262,7 @@ def _rows(rows: dict[str, str]) -> list[str]:
 
 def _checkpoints(directory: Path) -> str | None:
     """The directory with checkpoints that was changed last, as it is written on a command line."""
-    from megaresume.checkpoint.records import tag_iteration
+    from megaresume.checkpoint.records.names import tag_iteration
 
     found = []
     for place in [directory, *directory.iterdir()]:

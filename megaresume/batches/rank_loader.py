@@ -149,7 +149,7 @@ class RankLoader:
 
     #: micro-batches that are read ahead; without workers by a thread, or by nobody if it is 0.
     prefetch = 0
-    #: the live figures, once a trainer is attached with ``metrics=``: `megaresume.checkpoint.meter.meter.Meter`.
+    #: the live figures, once a trainer is attached with ``metrics=``: `megaresume.checkpoint.metrics.meter.Meter`.
     meter: Any = None
     #: the word for a sample, for people.
     _unit = "samples"

@@ -39,47 +39,29 @@ A save, and the next start::
     step = confirm_choice(load, choice)                                        # the others
     record_start(save, iteration=choice.iteration, state=choice.state, choice=choice)
 
-Files, in the order of a save and of a load:
+Where things are, from top to bottom; each imports only from those below it (`lint-imports`):
 
     session.py          `Session`: start, load, begin, save, stop, close; the protocol, written once
-    host.py             `Host` and `Data`: the interfaces of a trainer, and of its data, to a session
-    settings.py         all settings, each declared once; flags.py: the flags that are made of them
-    ranks.py            one rank decides, all ranks know; one fails, all ranks fail; ending.py: how a process ends then
+    settings.py         all settings, each declared once
+    metrics/            live figures while it trains, and what became of the time of a run
     roots.py            the directories of a process: named alike, locked, with their copies
-    lock.py             one job at a time, in a directory that all ranks see; claim.py: which job
-    commit.py           a save, from the marker to the pointers: the checkpoint is complete
-    durability.py       from complete to durable, in a thread of each machine
-    retention.py        a step that is saved again; which of the old checkpoints make room
-    staging.py          copies to a second storage, in a thread; staged.py: of a session
-    places.py           where copies go: a directory, or, in store_place.py, an object store
-    nodes.py            machines without a directory in common; parts.py: a checkpoint in parts, one on each of them
-    store.py            the requests to an object store; receipts.py: it has what was sent; workers.py: in threads
-    http_session.py     how they are sent; buffer.py: the memory of a part
-    lease.py            the one writer of an object store, and its commits
-    mirror.py           what an object store holds, as a directory (scratch.py: a temporary one)
-    fetch.py            a checkpoint of a store, brought here
-    candidates.py       which checkpoints are there, is this one whole, what do the pointers name?
-    search.py           the rules of a choice
-    choose.py           of one root or of two, the same on all ranks; the beginning and the end of a run
+    copies/             copies of the checkpoints in a second storage
+    host.py             `Host` and `Data`: the interfaces of a trainer, and of its data, to a session
     file_errors.py      files that fail: in words, tried again, compared with what was saved
-    replay.py           a process that trains steps of another run again: loads from there, and saves nothing
-    stopping.py         when to save and exit, and how all ranks do it at one step
     random_state.py     the generators of every rank, in every checkpoint
-
-and what they write and read:
-
-    records.py          names and paths; sealed JSON, the format of records
-    step_file.py        data state and marker of a step
-    manifest.py         every file, its size and checksum; the files of each rank
-    ledger.py           one line for every checkpoint, start and end; prompt_ledger.py: what became of every prompt
-    branches.py         which save follows which, and what was given up
-    position.py         how far a run has come between two saves
-    goodput.py          what became of the time of a run
-    meter/              live figures while it trains: what, by source and by document; figures.py: those of a session
-    rank_log.py         what every rank trained, step by step, as it writes it down
+    save/               from the marker to the pointers, from complete to durable; old ones make room
+    load/               what is loaded; checkpoints of other programs
+    store/              the requests to an object store, its one writer, what it holds
+    nodes.py            machines without a directory in common
+    lock/               one job at a time, in a directory that all ranks see
+    stopping.py         when to save and exit, and how all ranks do it at one step
+    ending.py           how a process ends when one of them has failed
+    ranks.py            one rank decides, all ranks know; one fails, all ranks fail
+    records/            what is written beside the model files, and read back: state, manifest, ledger, ...
+    flags.py            flags that are made of settings
+    replay.py           a process that trains steps of another run again: loads from there, and saves nothing
     system.py           time, process, mounts, how a run is laid out; dead locks of builds
-    foreign.py          checkpoints of other programs; foreign_layouts.py: of each of them
 
-Only random_state.py and meter/losses.py import torch, and no file of a checkpoint is unpickled here. Importing this
+Only random_state.py and metrics/losses.py import torch, and no file of a checkpoint is unpickled here. Importing this
 package imports neither torch nor DeepSpeed nor Megatron.
 """

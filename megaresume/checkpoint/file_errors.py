@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.manifest import FileEntry, Manifest, verify_files
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import (
     FailedElsewhereError,
     Failure,
@@ -49,7 +49,7 @@ from megaresume.checkpoint.ranks import (
     on_rank_0,
     rank,
 )
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.manifest import FileEntry, Manifest, verify_files
 from megaresume.files import read_error
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 

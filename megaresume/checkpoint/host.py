@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from megaresume.checkpoint.commit import PendingCheckpoint, commit_save
-from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import DataState, Envelope, StepFile
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.records.step_file import DataState, Envelope, StepFile
+from megaresume.checkpoint.save.commit import PendingCheckpoint, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.render import text_table
 from megaresume.stream.changes import outlook

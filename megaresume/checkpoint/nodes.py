@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.lock import seen_within, take
+from megaresume.checkpoint.lock.lock import seen_within, take
 from megaresume.checkpoint.ranks import gather, on_all_ranks, rank, world_size
-from megaresume.checkpoint.records import records_dir
+from megaresume.checkpoint.records.names import records_dir
 from megaresume.files import leftover_name, make_dir
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 
 T = TypeVar("T")

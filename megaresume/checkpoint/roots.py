@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megaresume.checkpoint.choose import restore_older
-from megaresume.checkpoint.durability import Durability
-from megaresume.checkpoint.lock import claim_directory, release
+from megaresume.checkpoint.load.choose import restore_older
+from megaresume.checkpoint.lock.lock import claim_directory, release
 from megaresume.checkpoint.ranks import on_rank_0
-from megaresume.checkpoint.retention import Retention
+from megaresume.checkpoint.save.durability import Durability
+from megaresume.checkpoint.save.retention import Retention
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.parts import Parts
-    from megaresume.checkpoint.staged import Staged
+    from megaresume.checkpoint.copies.parts import Parts
+    from megaresume.checkpoint.copies.session_copies import Staged
 
 T = TypeVar("T")
 
@@ -63,8 +63,8 @@ class Roots:
             self.claim(self.save_dir)
             return
         # Imported here: a run without copies starts without them, and without object stores.
-        from megaresume.checkpoint.parts import Parts
-        from megaresume.checkpoint.staged import Staged
+        from megaresume.checkpoint.copies.parts import Parts
+        from megaresume.checkpoint.copies.session_copies import Staged
 
         self._copies = copies = Staged(os.fspath(self.save_dir), self._stage_to, self._retention)
         self._claimed.add(self.save_dir.resolve())

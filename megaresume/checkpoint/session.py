@@ -27,24 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megaresume.checkpoint.branches import saves_of_present
-from megaresume.checkpoint.choose import (
-    MAX_STARTS,
-    NOTHING_TO_TRAIN,
-    check_fresh_start,
-    check_progress,
-    choose,
-    choose_of_two,
-    confirm_choice,
-    give_up,
-    record_end,
-    record_start,
-    restore_if_unlocked,
-    restore_older,
-    tidy,
-)
-from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
-from megaresume.checkpoint.durability import Durability, not_durable
 from megaresume.checkpoint.file_errors import Retries, compared, find_damage, read_undamaged, reading, writing
 from megaresume.checkpoint.host import (
     Data,
@@ -59,11 +41,24 @@ from megaresume.checkpoint.host import (
     seed_of,
     without_state,
 )
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.lock import release, take
-from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.position import Positions
+from megaresume.checkpoint.load.choose import (
+    MAX_STARTS,
+    NOTHING_TO_TRAIN,
+    check_fresh_start,
+    check_progress,
+    choose,
+    choose_of_two,
+    confirm_choice,
+    give_up,
+    record_end,
+    record_start,
+    restore_if_unlocked,
+    restore_older,
+    tidy,
+)
+from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.lock.lock import release, take
+from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.checkpoint.random_state import RandomState, Snapshot
 from megaresume.checkpoint.ranks import (
     gather,
@@ -75,19 +70,24 @@ from megaresume.checkpoint.ranks import (
     same_on_all_ranks,
     written_by_all,
 )
-from megaresume.checkpoint.records import ledger_path, manifest_path, same_place, step_path
+from megaresume.checkpoint.records.branches import saves_of_present
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.records.names import ledger_path, manifest_path, same_place, step_path
+from megaresume.checkpoint.records.position import Positions
+from megaresume.checkpoint.records.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
 from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
-from megaresume.checkpoint.retention import KEEP_ALL, Retention, has_older, make_room
 from megaresume.checkpoint.roots import Roots
-from megaresume.checkpoint.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
+from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
+from megaresume.checkpoint.save.durability import Durability, not_durable
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, has_older, make_room
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.meter.looker import Watched
-    from megaresume.checkpoint.meter.meter import Meter
+    from megaresume.checkpoint.metrics.looker import Watched
+    from megaresume.checkpoint.metrics.meter import Meter
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Session:
         stop: when to save and exit.
         on_stop: how to save then; None if the host is told to stop by other means.
         retries: what to do if a save fails for a reason that may pass.
-        metrics: sinks of live figures, see `megaresume.checkpoint.meter.words`; None: no figures.
+        metrics: sinks of live figures, see `megaresume.checkpoint.metrics.words`; None: no figures.
     """
 
     def __init__(
@@ -507,14 +507,16 @@ class Session:
     def _meter_of(self, metrics: Any) -> Meter | None:
         if not metrics:
             return None
-        from megaresume.checkpoint.figures import make_meter  # deferred: a start without figures does without them
+        from megaresume.checkpoint.metrics.session_figures import (
+            make_meter,  # deferred: a start without figures does without them
+        )
 
         return make_meter(metrics, self.clocks, self.host)
 
     def _watched(self) -> Watched:
         """What the meter reads at each step."""
-        from megaresume.checkpoint.figures import figures_of_run
-        from megaresume.checkpoint.meter.looker import Watched
+        from megaresume.checkpoint.metrics.looker import Watched
+        from megaresume.checkpoint.metrics.session_figures import figures_of_run
 
         # After a load in the middle of a program nothing was started.
         age, root = 0.0 if self._begun else process_age(), self.roots.save_dir

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megaresume.checkpoint.choose import MAX_STARTS
 from megaresume.checkpoint.file_errors import OnSaveFailure, Retries
 from megaresume.checkpoint.flags import described, setting
-from megaresume.checkpoint.meter.words import HELP as METRICS_HELP
-from megaresume.checkpoint.retention import Retention
+from megaresume.checkpoint.load.choose import MAX_STARTS
+from megaresume.checkpoint.metrics.words import HELP as METRICS_HELP
+from megaresume.checkpoint.save.retention import Retention
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.batches import TOKEN_COST, Balance, Objective
 from megaresume.stream.config import OnChange

@@ -1,7 +1,7 @@
 """The steps that a training recorded; and a run compared with an undisturbed one, step by step. Without torch.
 
     records                    one line a step, of all ranks (`megaresume.cluster.training.logging`)
-    records/rank_00000.jsonl   a file a rank (`megaresume.checkpoint.rank_log`): Megatron-LM, megaresume.attach
+    records/rank_00000.jsonl   a file a rank (`megaresume.checkpoint.records.rank_log`): Megatron-LM, megaresume.attach
 
 Both become a `RunRecords`. A step that was trained, lost to a kill and trained again has a line of each attempt; the
 last one counts. What a directory does not have is None there: hashes over all ranks, losses. Its losses are those that

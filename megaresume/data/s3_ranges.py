@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 _KNOWN = {"key", "secret", "token", "endpoint_url", "profile", "cache_regions", "config_kwargs", "client_kwargs"}
 _KNOWN_CONFIG = {
     *("max_pool_connections", "connect_timeout", "read_timeout", "retries", "region_name", "s3"),
-    "http_session_cls",  # `megaresume.checkpoint.http_session`
+    "http_session_cls",  # `megaresume.checkpoint.store.http_session`
 }
 _KNOWN_CLIENT = {"region_name", "endpoint_url"}
 #: certificates that botocore is told of, and obstore is not.

@@ -29,10 +29,10 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.hosts.driver import ITEMS, STEP, Driver, Job, copied, items, lines, losses, trained
 
 

@@ -38,13 +38,13 @@ from typing import Any, Unpack
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
 from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import on_all_ranks
-from megaresume.checkpoint.records import hugging_face_tag
+from megaresume.checkpoint.records.names import hugging_face_tag
+from megaresume.checkpoint.records.step_file import Envelope
 from megaresume.checkpoint.replay import Replay
-from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.checkpoint.step_file import Envelope
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.accelerate_backends import (

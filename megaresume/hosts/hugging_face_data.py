@@ -13,7 +13,7 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
 from megaresume.batches.items import flatten
-from megaresume.checkpoint.records import records_dir
+from megaresume.checkpoint.records.names import records_dir
 from megaresume.hosts.attach import kind_of, refuse
 from megaresume.hosts.options import unknown_option
 from megaresume.hosts.steps import Steps

@@ -19,8 +19,8 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
+from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ranks import on_rank_0
-from megaresume.checkpoint.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.session import Pick, Session
 from megaresume.hosts.attach import check_new, kind_of, refuse
 from megaresume.hosts.steps import Steps

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Resume, Save
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, on_all_ranks
-from megaresume.checkpoint.records import deepspeed_tag
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
@@ -37,7 +37,7 @@ from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.meter.meter import Meter
+    from megaresume.checkpoint.metrics.meter import Meter
 
 
 class LoopHost(TrainerHost):

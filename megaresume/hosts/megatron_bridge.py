@@ -26,12 +26,12 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.step_file import Envelope
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.checkpoint.step_file import Envelope
-from megaresume.checkpoint.store import is_store
+from megaresume.checkpoint.store.store import is_store
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, check_new, refuse, replaced, require
 from megaresume.hosts.feeds import Feed, Samples, feed_of

@@ -24,9 +24,9 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading
-from megaresume.checkpoint.records import is_usual_tag, megatron_tag, tag_iteration
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.names import is_usual_tag, megatron_tag, tag_iteration
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.hosts.attach import SLOT, replaced
 from megaresume.hosts.megatron_bridge import BridgeHost
 

@@ -11,7 +11,7 @@ An ordinal is the number of a sample in the order of `megaresume.DataLoader`. Fo
     InFlight        what became of it: stream/in_flight.py
     PromptOrder     which item it is: prompt_order.py
     Tickets         which issue of it a rollout was made for, and whether this run still has the weights that made it
-    PromptLedger    the proof, a line for each state: checkpoint/prompt_ledger.py
+    PromptLedger    the proof, a line for each state: checkpoint/records/prompt_ledger.py
 
 A prompt is handed out with a *ticket*, which comes back with its rollouts. Workers that outlive a crash hold other
 weights under the same numbers: they are to load those of the checkpoint before they are sent prompts.
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_hash import item_hash
 from megaresume.batches.rank_loader import process_rank
-from megaresume.checkpoint.prompt_ledger import PromptLedger
+from megaresume.checkpoint.records.prompt_ledger import PromptLedger
 from megaresume.hosts.prompt_order import OF_ORDER, PromptOrder, loader_of
 from megaresume.hosts.tickets import Tickets, reached_of
 from megaresume.stream.arguments import unknown_name

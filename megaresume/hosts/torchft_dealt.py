@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.hosts.steps import Steps
 from megaresume.hosts.torchft_dealing import Contributors, Share, who_contributes
 from megaresume.stream.dealing import deal_evenly

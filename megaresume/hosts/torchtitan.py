@@ -24,12 +24,12 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0
-from megaresume.checkpoint.records import records_dir, torchtitan_tag
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.names import records_dir, torchtitan_tag
+from megaresume.checkpoint.records.step_file import Envelope
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.checkpoint.step_file import Envelope
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.attach import check_new, refuse, replaced, require

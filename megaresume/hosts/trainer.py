@@ -26,12 +26,12 @@ import torch
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Host, Reading, Save
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import on_all_ranks, world_size
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.step_file import Envelope, StepFile
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.checkpoint.step_file import Envelope, StepFile
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, hook
@@ -277,7 +277,7 @@ class TrainerHost(Host):
 
         Args:
             save_dir, write, more: see `Session.save`.
-            tag: name of the directory. If the trainer gives its checkpoints a name that `records.USUAL_TAGS` does not
+            tag: name of the directory. If the trainer gives its checkpoints a name that `names.USUAL_TAGS` does not
                 have, add a row there: ``megaresume inspect`` then tells the step from a bare directory.
 
         Raises, on every rank:

@@ -40,7 +40,7 @@ import torch
 from transformers import TrainerCallback
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _AsyncRolloutLoop
 
-from megaresume.checkpoint.prompt_ledger import PROMPTS
+from megaresume.checkpoint.records.prompt_ledger import PROMPTS
 from megaresume.files import write_atomic
 from megaresume.hosts.attach import SLOT, check_new, hook
 from megaresume.hosts.hugging_face_data import check_processes

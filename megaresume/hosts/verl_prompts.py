@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.prompt_ledger import PROMPTS
+from megaresume.checkpoint.records.prompt_ledger import PROMPTS
 from megaresume.hosts.attach import SLOT, check_new, hook
 from megaresume.hosts.prompts import Prompts
 from megaresume.hosts.verl_issued import IssuedPrompts, is_of, parsed_uid, settle_groups, uid_of

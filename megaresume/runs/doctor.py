@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from megaresume.checkpoint.candidates import UNMANAGED
-from megaresume.checkpoint.choose import starts_from
-from megaresume.checkpoint.foreign import Layout, subdirectories
-from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, VERL, ranks_of
-from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.checkpoint.lock import PATIENCE_SECONDS
-from megaresume.checkpoint.manifest import list_files
-from megaresume.checkpoint.records import is_mirror, records_dir, step_path
-from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.load.choose import starts_from
+from megaresume.checkpoint.load.foreign import Layout, subdirectories
+from megaresume.checkpoint.load.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, VERL, ranks_of
+from megaresume.checkpoint.lock.lock import PATIENCE_SECONDS
+from megaresume.checkpoint.records.candidates import UNMANAGED
+from megaresume.checkpoint.records.ledger import LedgerEntry
+from megaresume.checkpoint.records.manifest import list_files
+from megaresume.checkpoint.records.names import is_mirror, records_dir, step_path
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.load_rules import Partitions

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.branches import abandoned_checkpoints
-from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading
-from megaresume.checkpoint.records import records_dir, step_path
-from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.records.branches import abandoned_checkpoints
+from megaresume.checkpoint.records.ledger import LedgerEntry, LedgerReading
+from megaresume.checkpoint.records.names import records_dir, step_path
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError, UsageError

@@ -24,11 +24,11 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megaresume.checkpoint.candidates import Candidate
-from megaresume.checkpoint.foreign import Layout, Look, subdirectories
-from megaresume.checkpoint.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, MEGATRON, RELEASE
-from megaresume.checkpoint.records import LATEST, TRACKER, records_dir
-from megaresume.checkpoint.search import Rejected
+from megaresume.checkpoint.load.foreign import Layout, Look, subdirectories
+from megaresume.checkpoint.load.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, MEGATRON, RELEASE
+from megaresume.checkpoint.load.search import Rejected
+from megaresume.checkpoint.records.candidates import Candidate
+from megaresume.checkpoint.records.names import LATEST, TRACKER, records_dir
 from megaresume.files import read_error
 from megaresume.render import write_bytes
 from megaresume.runs.answer import Answer, live, plain, told

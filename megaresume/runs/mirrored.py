@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from megaresume.checkpoint.lease import Head
-from megaresume.checkpoint.manifest import FileEntry, read_manifest
-from megaresume.checkpoint.mirror import Mirror, by_name, file_name, record_name
-from megaresume.checkpoint.records import STAND_INS, manifest_path, records_dir, tag_iteration
-from megaresume.checkpoint.scratch import Scratch
-from megaresume.checkpoint.store import Store
+from megaresume.checkpoint.records.manifest import FileEntry, read_manifest
+from megaresume.checkpoint.records.names import STAND_INS, manifest_path, records_dir, tag_iteration
+from megaresume.checkpoint.store.lease import Head
+from megaresume.checkpoint.store.mirror import Mirror, by_name, file_name, record_name
+from megaresume.checkpoint.store.scratch import Scratch
+from megaresume.checkpoint.store.store import Store
 from megaresume.render import STANDS_FOR, in_place
 from megaresume.stream.errors import CheckpointError, UsageError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.prompt_ledger import PROMPTS, PromptHistory
+from megaresume.checkpoint.records.prompt_ledger import PROMPTS, PromptHistory
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs.answer import Answer, optional, told
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError

@@ -1,4 +1,4 @@
-"""Reads what the ranks wrote down: files of `megaresume.checkpoint.rank_log`, or that of the reference program.
+"""Reads what the ranks wrote down: files of `megaresume.checkpoint.records.rank_log`, or that of the reference program.
 
 A run that went back to a checkpoint has lines of what it lost; what the next launch does again counts.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.checkpoint.rank_log import VERSION, ranges_of
-from megaresume.checkpoint.records import SealError, unseal
+from megaresume.checkpoint.records.names import SealError, unseal
+from megaresume.checkpoint.records.rank_log import VERSION, ranges_of
 from megaresume.files import read_file
 from megaresume.stream.batches import Balance, micro_batches
 from megaresume.stream.errors import UsageError

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.branches import abandoned_checkpoints
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.meter.record import meter_dir, read_pulse
-from megaresume.checkpoint.records import data_path, ledger_path, split_root
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.metrics.record import meter_dir, read_pulse
+from megaresume.checkpoint.records.branches import abandoned_checkpoints
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import data_path, ledger_path, split_root
 from megaresume.checkpoint.replay import VARIABLE, Replay
-from megaresume.checkpoint.search import Choice
 from megaresume.command_line import at_least, number_range
 from megaresume.data.data_config import DataConfig
 from megaresume.render import text_table

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.meter.record import meter_dir, read_lines
-from megaresume.checkpoint.meter.segments import read_sums
-from megaresume.checkpoint.meter.steps import Made
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.metrics.record import meter_dir, read_lines
+from megaresume.checkpoint.metrics.segments import read_sums
+from megaresume.checkpoint.metrics.steps import Made
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.runs.answer import told
 from megaresume.runs.run import Run
 from megaresume.runs.trace.replan import Replan, open_corpora

@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.checkpoint.position import reached, reached_of
+from megaresume.checkpoint.records.ledger import LedgerEntry
+from megaresume.checkpoint.records.position import reached, reached_of
 from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs import prompts

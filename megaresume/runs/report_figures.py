@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaresume.checkpoint.goodput import all_marks, goodput_of
-from megaresume.checkpoint.meter.record import marks_of, meter_dir, read_lines, read_pulse
-from megaresume.checkpoint.position import reached_of, read_position
+from megaresume.checkpoint.metrics.goodput import all_marks, goodput_of
+from megaresume.checkpoint.metrics.record import marks_of, meter_dir, read_lines, read_pulse
+from megaresume.checkpoint.records.position import reached_of, read_position
 from megaresume.render import COLOURS, svg
 from megaresume.runs.run import Run
 

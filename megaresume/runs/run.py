@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from megaresume.checkpoint.candidates import Candidate, Examined, Pointer, read_pointers, resolve_pointer
-from megaresume.checkpoint.ledger import LedgerReading, read_ledger
-from megaresume.checkpoint.lock import Holder, holder_of
-from megaresume.checkpoint.manifest import Progress
-from megaresume.checkpoint.records import ledger_path, parse_record_name, records_dir
-from megaresume.checkpoint.search import Choice, Search
-from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
+from megaresume.checkpoint.load.search import Choice, Search
+from megaresume.checkpoint.lock.lock import Holder, holder_of
+from megaresume.checkpoint.records.candidates import Candidate, Examined, Pointer, read_pointers, resolve_pointer
+from megaresume.checkpoint.records.ledger import LedgerReading, read_ledger
+from megaresume.checkpoint.records.manifest import Progress
+from megaresume.checkpoint.records.names import ledger_path, parse_record_name, records_dir
+from megaresume.checkpoint.records.step_file import StepFile, read_step_file, run_of
 from megaresume.files import is_leftover
 from megaresume.runs.history import History, read_history
 from megaresume.stream.errors import MegaresumeError, NewerFormatError, StateError, UsageError
@@ -122,7 +122,7 @@ class Run:
             iteration: the one that it is asked to take; None: that of the tag, or the newest complete one.
 
         Raises:
-            CheckpointError, StateError: see `megaresume.checkpoint.choose`.
+            CheckpointError, StateError: see `megaresume.checkpoint.load.choose`.
         """
         search = self._search
         if self._nameless is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.command_line import number_range
 from megaresume.data.layout import bin_path, has_spans, idx_path, prefix_of, spans_of
 from megaresume.runs.answer import Answer, optional

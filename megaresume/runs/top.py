@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.goodput import CAUSES, all_marks, goodput_of
-from megaresume.checkpoint.meter.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
-from megaresume.checkpoint.position import read_position
-from megaresume.checkpoint.prompt_ledger import PROMPTS
-from megaresume.checkpoint.records import is_mirror, split_root
+from megaresume.checkpoint.metrics.goodput import CAUSES, all_marks, goodput_of
+from megaresume.checkpoint.metrics.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
+from megaresume.checkpoint.records.names import is_mirror, split_root
+from megaresume.checkpoint.records.position import read_position
+from megaresume.checkpoint.records.prompt_ledger import PROMPTS
 from megaresume.checkpoint.system import seconds_of
 from megaresume.command_line import at_least
 from megaresume.render import spell_bytes, text_table

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.ledger import LedgerProblem
+from megaresume.checkpoint.records.ledger import LedgerProblem
 from megaresume.runs import prompts
 from megaresume.runs.answer import Answer, live, optional, told
 from megaresume.runs.losses import LossComparison, compare_losses, read_losses

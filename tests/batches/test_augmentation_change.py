@@ -7,7 +7,7 @@ import pytest
 from megaresume.batches.assemble import make_batch
 from megaresume.batches.loader import StreamDataset
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.rank_log import hash_rows
+from megaresume.checkpoint.records.rank_log import hash_rows
 from megaresume.runs.trace.ranks import Contents
 from megaresume.runs.trace.replan import Planned
 from megaresume.stream.config import StreamConfig

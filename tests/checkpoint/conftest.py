@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.retention import KEEP_ALL, Retention, make_room
+from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, make_room
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StageRecord, StreamState
 from megaresume.stream.state_text import Era

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megaresume.checkpoint.durability import (
+from megaresume.checkpoint.records.manifest import Manifest
+from megaresume.checkpoint.save.durability import (
     GoneError,
     NotForcedError,
     distrust,
@@ -14,8 +15,7 @@ from megaresume.checkpoint.durability import (
     note_checksums,
     take_checksums,
 )
-from megaresume.checkpoint.manifest import Manifest
-from megaresume.checkpoint.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
 from megaresume.stream.errors import CheckpointError
 
 

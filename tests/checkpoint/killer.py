@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choose import choose, record_start
-from megaresume.checkpoint.commit import begin_save, commit_save
-from megaresume.checkpoint.durability import not_durable
-from megaresume.checkpoint.retention import make_room, put_back
+from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.save.commit import begin_save, commit_save
+from megaresume.checkpoint.save.durability import not_durable
+from megaresume.checkpoint.save.retention import make_room, put_back
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state
 from tests.checkpoint.durability import make_durable
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.host import Reading, check_same
+from megaresume.checkpoint.load.choose import choose
 from megaresume.stream.errors import StateError
 
 

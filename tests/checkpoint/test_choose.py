@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import check_fresh_start, choose, confirm_choice, record_start
-from megaresume.checkpoint.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.records import seal, step_path
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import write_step_file
+from megaresume.checkpoint.load.choose import check_fresh_start, choose, confirm_choice, record_start
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.names import seal, step_path
+from megaresume.checkpoint.records.step_file import write_step_file
+from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
 from megaresume.stream.state import StreamState

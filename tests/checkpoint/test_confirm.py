@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choose import choose, confirm_choice
-from megaresume.checkpoint.commit import Commit
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.load.choose import choose, confirm_choice
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.save.commit import Commit
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

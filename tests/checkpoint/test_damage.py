@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.candidates import read_pointers
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.commit import Commit, begin_save
-from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.candidates import read_pointers
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.save.commit import Commit, begin_save
 from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.state import StreamState
 

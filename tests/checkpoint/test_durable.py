@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import durability, places, system
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.durability import (
+from megaresume.checkpoint import system
+from megaresume.checkpoint.copies import places
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.manifest import Manifest, read_manifest
+from megaresume.checkpoint.save import durability
+from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.save.durability import (
     Durability,
     NodePart,
     finish,
@@ -22,9 +26,7 @@ from megaresume.checkpoint.durability import (
     take_checksums,
     write_part,
 )
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.manifest import Manifest, read_manifest
-from megaresume.checkpoint.retention import make_room, put_back, remove_older
+from megaresume.checkpoint.save.retention import make_room, put_back, remove_older
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable

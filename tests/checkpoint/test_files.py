@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.ledger import append_lines
+from megaresume.checkpoint.records.ledger import append_lines
 from megaresume.files import open_file, read_file
 from megaresume.stream.errors import CheckpointError
 

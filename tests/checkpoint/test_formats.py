@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.step_file import read_marker, read_step_file
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.manifest import read_manifest
+from megaresume.checkpoint.records.step_file import read_marker, read_step_file
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.state import StreamState
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.records import (
+from megaresume.checkpoint.records.names import (
     check_tag,
     deepspeed_tag,
     manifest_path,

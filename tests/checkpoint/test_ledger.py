@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint import ledger
-from megaresume.checkpoint.branches import abandoned_checkpoints, branches_of, saves_given_up, saves_of_present
-from megaresume.checkpoint.ledger import (
+from megaresume.checkpoint.records import ledger
+from megaresume.checkpoint.records.branches import abandoned_checkpoints, branches_of, saves_given_up, saves_of_present
+from megaresume.checkpoint.records.ledger import (
     LedgerEntry,
     append_ledger,
     read_ledger,
     read_run,
 )
-from megaresume.checkpoint.records import ledger_path, seal, unseal
+from megaresume.checkpoint.records.names import ledger_path, seal, unseal
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import NewerFormatError, StateError
 

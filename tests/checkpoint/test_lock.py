@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import lock
-from megaresume.checkpoint.candidates import read_pointers, write_latest
-from megaresume.checkpoint.claim import OUTSIDE, claim, gone, newest, place, read_alive, read_owner, this_process
-from megaresume.checkpoint.lock import holder_of, release, take
-from megaresume.checkpoint.records import seal
+from megaresume.checkpoint.lock import lock
+from megaresume.checkpoint.lock.claim import OUTSIDE, claim, gone, newest, place, read_alive, read_owner, this_process
+from megaresume.checkpoint.lock.lock import holder_of, release, take
+from megaresume.checkpoint.records.candidates import read_pointers, write_latest
+from megaresume.checkpoint.records.names import seal
 from megaresume.stream.errors import CheckpointError
 from tests.checkpoint.conftest import save_checkpoint
 
@@ -28,8 +28,9 @@ pytestmark = pytest.mark.process
 PROGRAM = """
 import dataclasses, os, sys, time
 from pathlib import Path
-from megaresume.checkpoint import claim, lock
-from megaresume.checkpoint.candidates import write_latest
+from megaresume.checkpoint.lock import claim
+from megaresume.checkpoint.lock import lock
+from megaresume.checkpoint.records.candidates import write_latest
 from megaresume.stream.errors import CheckpointError
 root = Path(sys.argv[1])
 lock.RENEW_SECONDS, lock.PATIENCE_SECONDS = float(sys.argv[2]), float(sys.argv[3])
@@ -236,7 +237,7 @@ def test_a_node_that_was_thought_dead_commits_nothing(tmp_path: Path) -> None:
 def test_a_save_that_began_before_the_root_was_lost_is_not_committed(tmp_path: Path) -> None:
     """Neither state nor manifest of it appear, and the next owner's checkpoint of that step stays as it is."""
     commands = (
-        "from megaresume.checkpoint.commit import begin_save, commit_save",
+        "from megaresume.checkpoint.save.commit import begin_save, commit_save",
         "from tests.checkpoint.conftest import make_state",
         "(root / 'global_step10').mkdir(exist_ok=True)",
         "(root / 'global_step10' / 'model.pt').write_bytes(b'1234')",
@@ -314,7 +315,7 @@ def test_torchruns_restart_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            patch.setattr("megaresume.checkpoint.claim._namespace", lambda: None)
+            patch.setattr("megaresume.checkpoint.lock.claim._namespace", lambda: None)
             return this_process(token="")
 
     before = owner(SLURM_JOB_ID="7", TORCHELASTIC_RUN_ID="7.0", TORCHELASTIC_RESTART_COUNT="0")

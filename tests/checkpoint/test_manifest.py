@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_files, list_files, read_manifest
-from megaresume.checkpoint.records import seal
+from megaresume.checkpoint.records.manifest import FileEntry, Manifest, checksum_files, list_files, read_manifest
+from megaresume.checkpoint.records.names import seal
 from megaresume.stream.errors import CheckpointError, NewerFormatError
 
 
@@ -58,7 +58,7 @@ def test_checksums_as_a_program_ends(tag_dir: Path) -> None:
     """Python waits for the thread that makes the last checkpoint durable, and lets it start no others."""
     program = (
         "import atexit, sys, concurrent.futures.thread; from pathlib import Path;"
-        "from megaresume.checkpoint.manifest import checksum_files;"
+        "from megaresume.checkpoint.records.manifest import checksum_files;"
         "atexit.register(lambda: print(*checksum_files(Path(sys.argv[1]), ['mp_rank_00/b.pt']).values()))"
     )
     done = subprocess.run([sys.executable, "-c", program, tag_dir], capture_output=True, text=True, check=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.records import from_members, seal, unseal
-from megaresume.checkpoint.step_file import read_marker, read_step_file
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.manifest import read_manifest
+from megaresume.checkpoint.records.names import from_members, seal, unseal
+from megaresume.checkpoint.records.step_file import read_marker, read_step_file
 from megaresume.stream.errors import MegaresumeError
 
 FORMATS = Path(__file__).parent / "formats"

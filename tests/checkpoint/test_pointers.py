@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.candidates import read_pointer, read_pointers, write_latest, write_tracker
-from megaresume.checkpoint.records import LATEST, TRACKER
+from megaresume.checkpoint.records.candidates import read_pointer, read_pointers, write_latest, write_tracker
+from megaresume.checkpoint.records.names import LATEST, TRACKER
 from megaresume.stream.errors import UsageError
 
 

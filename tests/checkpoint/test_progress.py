@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import NOTHING_TO_TRAIN, check_progress, choose, record_start
-from megaresume.checkpoint.commit import Commit
+from megaresume.checkpoint.load.choose import NOTHING_TO_TRAIN, check_progress, choose, record_start
+from megaresume.checkpoint.save.commit import Commit
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.records import seal
-from megaresume.checkpoint.step_file import (
+from megaresume.checkpoint.records.names import seal
+from megaresume.checkpoint.records.step_file import (
     Marker,
     StepFile,
     read_marker,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import choose, record_start
-from megaresume.checkpoint.ledger import append_lines
-from megaresume.checkpoint.records import seal, step_path
-from megaresume.checkpoint.step_file import read_step_file, write_step_file
+from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.records.ledger import append_lines
+from megaresume.checkpoint.records.names import seal, step_path
+from megaresume.checkpoint.records.step_file import read_step_file, write_step_file
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.stream.state import StreamState

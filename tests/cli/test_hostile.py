@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from megaresume.checkpoint.records import seal, step_path
-from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.records.names import seal, step_path
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.program import main
 
 pytestmark = pytest.mark.process  # `doctor` starts one

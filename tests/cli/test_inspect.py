@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choose import choose, record_start
-from megaresume.checkpoint.commit import begin_save
-from megaresume.checkpoint.records import seal
+from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.records.names import seal
+from megaresume.checkpoint.save.commit import begin_save
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 

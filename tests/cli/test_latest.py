@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaresume.checkpoint.commit import begin_save
-from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.records.step_file import read_step_file
+from megaresume.checkpoint.save.commit import begin_save
 from megaresume.program import main
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 

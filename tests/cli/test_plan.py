@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.runs.plan.start import steps_until

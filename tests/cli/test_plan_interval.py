@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger
+from megaresume.checkpoint.records.ledger import LedgerEntry, append_ledger, read_ledger
 from megaresume.checkpoint.system import Topology, process_age, utc
 from megaresume.program import main
 from megaresume.runs.plan.interval import advise, daly, duration, losses, measure, spell, young

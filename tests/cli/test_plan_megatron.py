@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from tests.hosts.conftest import data_yaml  # noqa: F401  a fixture

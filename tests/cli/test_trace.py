@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.ledger import append_ledger, read_ledger
+from megaresume.checkpoint.records.ledger import append_ledger, read_ledger
 from megaresume.checkpoint.system import Topology
 from megaresume.data.catalog import open_sources
 from megaresume.program import main

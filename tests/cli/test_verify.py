@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.choose import record_start
-from megaresume.checkpoint.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.load.choose import record_start
+from megaresume.checkpoint.records.step_file import read_step_file
+from megaresume.checkpoint.save.commit import begin_save, commit_save, write_data_config
 from megaresume.data.layout import HEADER_BYTES
 from megaresume.stream.errors import StateError
 from megaresume.stream.source import same_corpora
@@ -166,7 +166,7 @@ def test_a_split_that_was_a_flag(run, tmp_path):
 
     The training part is the beginning of the corpus, as of one that has grown since: it is found either way.
     """
-    from megaresume.checkpoint.commit import begin_save, commit_save
+    from megaresume.checkpoint.save.commit import begin_save, commit_save
 
     stream = open_stream(run.data, split="8,1,1")
     save = tmp_path / "split"

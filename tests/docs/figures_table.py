@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megaresume.checkpoint.meter.figures import FIGURES
-from megaresume.checkpoint.meter.words import WORDS
+from megaresume.checkpoint.metrics.figures import FIGURES
+from megaresume.checkpoint.metrics.words import WORDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megaresume.checkpoint.meter.figures import FIGURES, Figure
+from megaresume.checkpoint.metrics.figures import FIGURES, Figure
 from tests.docs.figures_table import DOCUMENT
 
 DASHBOARD = DOCUMENT.with_name("grafana-dashboard.json")

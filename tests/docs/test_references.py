@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaresume.checkpoint.meter.figures import FIGURES
+from megaresume.checkpoint.metrics.figures import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megaresume"

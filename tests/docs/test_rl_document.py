@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.prompt_ledger import PromptHistory
+from megaresume.checkpoint.records.prompt_ledger import PromptHistory
 from tests.hosts.prompts.simulated import Texts
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "rl.md"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from tests.cli.test_new import command_lines_of
 from tests.docs.pages import DOCS
 from tests.docs.starting_points import PLACE, file_of, renewed

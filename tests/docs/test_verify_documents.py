@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.rank_log import RankLog, noted
+from megaresume.checkpoint.records.rank_log import RankLog, noted
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.program import main
@@ -70,7 +70,7 @@ def test_the_commands(
         return
     # What it shows of a difference.
     path = tmp_path / "samples" / "rank_00001.jsonl"
-    from megaresume.checkpoint.records import seal, unseal
+    from megaresume.checkpoint.records.names import seal, unseal
 
     lines = [unseal(line) for line in path.read_bytes().splitlines()]
     changed = [line | ({"order": "0" * 16} if line["step"] == 7 else {}) for line in lines]

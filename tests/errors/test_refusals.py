@@ -16,7 +16,7 @@ def test_refusals_say_what_they_said() -> None:
 #: place of a refusal without a next action -> why nothing is left to do for who reads it.
 NO_ACTION = {
     "checkpoint/file_errors.py, read_on_all_ranks": "an older one is loaded; if there is none, that is the error",
-    "checkpoint/store.py, Store._download": "its headline says why a checkpoint is passed over; another one is loaded",
+    "checkpoint/store/store.py, Store._download": "its headline says why a checkpoint is passed over for another one",
     "data/shard_source.py, ShardSource._unmeasured": "says why a record is masked, as prepare --invalid mask asked for",
 }
 

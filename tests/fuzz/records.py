@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint import manifest as manifests
-from megaresume.checkpoint.candidates import read_pointers
-from megaresume.checkpoint.choose import choose, record_start
-from megaresume.checkpoint.ledger import LedgerEntry, read_ledger, read_run
-from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.records import unseal
-from megaresume.checkpoint.staging import read_staging
-from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
+from megaresume.checkpoint.copies.stager import read_staging
+from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.records import manifest as manifests
+from megaresume.checkpoint.records.candidates import read_pointers
+from megaresume.checkpoint.records.ledger import LedgerEntry, read_ledger, read_run
+from megaresume.checkpoint.records.manifest import read_manifest
+from megaresume.checkpoint.records.names import unseal
+from megaresume.checkpoint.records.step_file import Marker, StepFile, read_marker, read_step_file
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 from megaresume.stream.state import StreamState

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import toy
 
 import megaresume
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 
 toy.WIDTH = 64  # files of the model are larger than what is beside them
 ballast = toy.ROOT / "ballast"

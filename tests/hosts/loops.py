@@ -17,7 +17,7 @@ import toy
 from tqdm import tqdm
 
 import megaresume
-from megaresume.checkpoint.commit import begin_save
+from megaresume.checkpoint.save.commit import begin_save
 from megaresume.hosts.deepspeed.witness import Witness
 
 toy.start()

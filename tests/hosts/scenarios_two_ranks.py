@@ -12,8 +12,8 @@ import toy
 from pictures import Pictures
 
 import megaresume
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.hosts.deepspeed.engine import expected_files
 from megaresume.stream.batches import BatchSchedule
 

@@ -19,14 +19,14 @@ from toy import DATA, ROOT, engine_of, error_of, finish, result, start, train
 import torch.distributed as dist  # isort: skip
 
 import megaresume
-from megaresume.checkpoint import lock
+from megaresume.checkpoint.lock import lock
 from megaresume.checkpoint.ranks import on_rank_0
 from megaresume.checkpoint.stopping import StopConditions
 
 #: holds a root, as a process of another job.
 OTHER = """
 import sys
-from megaresume.checkpoint import lock
+from megaresume.checkpoint.lock import lock
 lock.RENEW_SECONDS = 0.1
 lock.take(sys.argv[1])
 print("TAKEN", flush=True)

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megaresume.checkpoint.file_errors import reading, writing
-from megaresume.checkpoint.manifest import FileEntry, Manifest
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.manifest import FileEntry, Manifest
 from megaresume.stream.errors import CheckpointError, StateError
 
 

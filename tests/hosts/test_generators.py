@@ -16,10 +16,10 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 
 from megaresume.checkpoint import random_state
-from megaresume.checkpoint.manifest import FileEntry, Manifest, random_digest, remove_orphans, write_rank_file
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
-from megaresume.checkpoint.records import rank_file, rank_file_words
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.manifest import FileEntry, Manifest, random_digest, remove_orphans, write_rank_file
+from megaresume.checkpoint.records.names import rank_file, rank_file_words
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import StateError
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.retention import KEEP_ALL
-from megaresume.checkpoint.staged import Staged
+from megaresume.checkpoint.copies.session_copies import Staged
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.save.retention import KEEP_ALL
 from megaresume.stream.errors import SetupError, UsageError
 from tests.corpora import simple_corpus
 

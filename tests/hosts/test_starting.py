@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.claim import this_process
+from megaresume.checkpoint.lock.claim import this_process
 from megaresume.checkpoint.stopping import MOST_SECONDS_APART
 from tests.hosts.conftest import Launch, Results, _results
 

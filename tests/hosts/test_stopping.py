@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.stopping import StopConditions, Stopper, job_end
 from megaresume.stream.errors import UsageError
 

@@ -115,7 +115,7 @@ from megaresume.hosts.loaders import adapter_of
 print(adapter_of(StatefulDataLoader(range(8), batch_size=2)))
 """
 METRICS = """
-from megaresume.checkpoint.meter.sinks import SINKS, check
+from megaresume.checkpoint.metrics.sinks import SINKS, check
 for word in SINKS:
     check(word, "")
 """

@@ -25,11 +25,11 @@ from typing import Final, Literal
 import pytest
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.candidates import read_pointer
-from megaresume.checkpoint.choose import choose, distrust_tracker
-from megaresume.checkpoint.records import TRACKER
-from megaresume.checkpoint.retention import put_back
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.load.choose import choose, distrust_tracker
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.candidates import read_pointer
+from megaresume.checkpoint.records.names import TRACKER
+from megaresume.checkpoint.save.retention import put_back
 from megaresume.hosts.megatron.load_rules import check_tracker
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.harness import Harness, Lost, newest_complete

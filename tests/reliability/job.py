@@ -25,8 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import megaresume
-from megaresume.checkpoint import lock, session, system
-from megaresume.checkpoint.choose import confirm_choice
+from megaresume.checkpoint import session, system
+from megaresume.checkpoint.load.choose import confirm_choice
+from megaresume.checkpoint.lock import lock
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.shim import Mode, Shim
 

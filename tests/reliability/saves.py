@@ -32,8 +32,8 @@ KILLED_AT: Final = (5, 20, 26, 34, 47)
 
 
 def _save(root: Path, iteration: int, rng: random.Random, keep: int | None) -> None:
-    from megaresume.checkpoint.commit import begin_save, commit_save
-    from megaresume.checkpoint.retention import Retention, make_room
+    from megaresume.checkpoint.save.commit import begin_save, commit_save
+    from megaresume.checkpoint.save.retention import Retention, make_room
     from tests.checkpoint.conftest import make_state
     from tests.checkpoint.durability import make_durable
 
@@ -57,10 +57,10 @@ def _end_threads() -> None:
 
 
 def _start(root: Path) -> None:
-    from megaresume.checkpoint.choose import choose, record_start
-    from megaresume.checkpoint.durability import not_durable
-    from megaresume.checkpoint.lock import take
-    from megaresume.checkpoint.retention import put_back
+    from megaresume.checkpoint.load.choose import choose, record_start
+    from megaresume.checkpoint.lock.lock import take
+    from megaresume.checkpoint.save.durability import not_durable
+    from megaresume.checkpoint.save.retention import put_back
     from tests.checkpoint.conftest import make_state
     from tests.checkpoint.durability import make_durable
 
@@ -95,9 +95,9 @@ def same_step_again(root: Path, rng: random.Random) -> None:
 
 def copies(root: Path, rng: random.Random) -> None:
     """Local checkpoints are copied to `ROOT`; what becomes of the local ones is of no account."""
-    from megaresume.checkpoint.lock import release, take
-    from megaresume.checkpoint.retention import Retention
-    from megaresume.checkpoint.staging import Stager
+    from megaresume.checkpoint.copies.stager import Stager
+    from megaresume.checkpoint.lock.lock import release, take
+    from megaresume.checkpoint.save.retention import Retention
 
     local = root.parent / "local"
     _start(local)
@@ -188,7 +188,7 @@ def _forget() -> None:
 
 def main(scenario: str, directory: Path, log: Path, *more: str) -> None:
     """In the process that is recorded."""
-    from megaresume.checkpoint.lock import release
+    from megaresume.checkpoint.lock.lock import release
 
     if more:
         _forget()

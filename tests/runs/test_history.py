@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.branches import abandoned_checkpoints
-from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading
+from megaresume.checkpoint.records.branches import abandoned_checkpoints
+from megaresume.checkpoint.records.ledger import LedgerEntry, LedgerReading
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.history import _topologies
 from megaresume.runs.losses import read_losses

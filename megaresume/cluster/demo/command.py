@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import megaresume
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, Extra
 from megaresume.cluster.launches import Kind, Launch
 from megaresume.cluster.local import LocalPrograms, ask

@@ -23,7 +23,7 @@ import xxhash
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import megaresume
-from megaresume.checkpoint.records import data_path
+from megaresume.checkpoint.records.names import data_path
 from megaresume.checkpoint.system import Topology
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, SOURCES, Demo, DemoStart, as_words, write_texts
 from megaresume.cluster.scenario import Say

@@ -37,9 +37,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megaresume.checkpoint.choose import NOTHING_TO_TRAIN
-from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
-from megaresume.checkpoint.records import count, from_members, ledger_path, members, read_record, seal
+from megaresume.checkpoint.load.choose import NOTHING_TO_TRAIN
+from megaresume.checkpoint.records.ledger import LedgerEntry, read_ledger
+from megaresume.checkpoint.records.names import count, from_members, ledger_path, members, read_record, seal
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, StateError, UsageError
 
@@ -480,8 +480,8 @@ class Ledgers:
 
     Args:
         roots: see `checkpoint_roots`.
-        attempt: as its lines are signed; see `megaresume.checkpoint.ledger.ATTEMPT`. None if not known, all lines
-            count.
+        attempt: as its lines are signed; see `megaresume.checkpoint.records.ledger.ATTEMPT`. None if not known,
+            all lines count.
 
     Raises:
         StateError: a ledger cannot be read.

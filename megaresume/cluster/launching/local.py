@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megaresume.checkpoint.ledger import ATTEMPT
+from megaresume.checkpoint.records.ledger import ATTEMPT
 from megaresume.cluster.launching.driver import (
     AttemptProgress,
     LaunchDriver,

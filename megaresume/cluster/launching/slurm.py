@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megaresume.checkpoint.ledger import ATTEMPT
+from megaresume.checkpoint.records.ledger import ATTEMPT
 from megaresume.cluster.launching.driver import (
     AttemptHistory,
     AttemptProgress,

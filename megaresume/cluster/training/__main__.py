@@ -260,7 +260,7 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 
 def _load(args: Arguments, engine: Any) -> None:
     """Resume from --load, or make sure that a fresh start overwrites nothing."""
-    from megaresume.checkpoint.choose import check_fresh_start
+    from megaresume.checkpoint.load.choose import check_fresh_start
     from megaresume.checkpoint.ranks import on_rank_0
 
     path = None

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import xxhash
 
 from megaresume.batches.batch import Batch
-from megaresume.checkpoint.rank_log import hash_rows, hash_samples, images_of
+from megaresume.checkpoint.records.rank_log import hash_rows, hash_samples, images_of
 from megaresume.checkpoint.system import Topology, utc
 from megaresume.cluster.training.launch import announce
 from megaresume.stream.errors import UsageError
@@ -99,7 +99,7 @@ class StepRecord:
     order: str | None
     content: str | None
     #: of each data-parallel rank: hashes over its samples, and over their tokens and pixels, as
-    #: `megaresume.checkpoint.rank_log` takes them.
+    #: `megaresume.checkpoint.records.rank_log` takes them.
     ranks: tuple[tuple[str, str], ...] | None
     #: rolling digest of the stream after the step, 16 hex digits.
     digest: str

@@ -31,8 +31,8 @@ from typing import Any, Literal
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.rank_log import RankLog
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptions
 from megaresume.checkpoint.stopping import StopConditions

@@ -37,8 +37,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from megaresume.checkpoint.manifest import list_files
-from megaresume.checkpoint.records import records_dir
+from megaresume.checkpoint.records.manifest import list_files
+from megaresume.checkpoint.records.names import records_dir
 from megaresume.command_line import at_least
 from megaresume.files import fsync_dir, make_dir, write_error
 from megaresume.hosts.deepspeed.load_rules import (

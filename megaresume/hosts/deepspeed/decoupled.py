@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from megaresume.checkpoint.commit import PendingCheckpoint
 from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, rank, world_size
-from megaresume.checkpoint.records import records_dir
+from megaresume.checkpoint.records.names import records_dir
+from megaresume.checkpoint.save.commit import PendingCheckpoint
 from megaresume.files import write_error
 from megaresume.hosts.attach import hook
 from megaresume.hosts.deepspeed import engine as facts

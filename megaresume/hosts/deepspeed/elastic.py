@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0_for_long, pauses, world_size
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.replay import Replay
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.conversion import Reporter, convert
 from megaresume.hosts.deepspeed.load_rules import Partitions, check_zero, choose_to_load, read_universal

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megaresume.checkpoint.host import Resume
-from megaresume.checkpoint.meter.meter import Meter
+from megaresume.checkpoint.metrics.meter import Meter
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.stopping import Stopped

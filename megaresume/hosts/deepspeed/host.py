@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
 from megaresume.checkpoint.host import Data, Reading, Save
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import Meeting, is_rank_0, on_all_ranks
-from megaresume.checkpoint.records import deepspeed_tag
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.names import deepspeed_tag
+from megaresume.checkpoint.records.step_file import FORMAT, Envelope, StepFile
 from megaresume.checkpoint.session import Pick, Session
-from megaresume.checkpoint.step_file import FORMAT, Envelope, StepFile
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts

@@ -31,8 +31,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-from megaresume.checkpoint.choose import choose, choose_of_two
-from megaresume.checkpoint.manifest import (
+from megaresume.checkpoint.load.choose import choose, choose_of_two
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.manifest import (
     FileEntry,
     Manifest,
     Progress,
@@ -41,8 +42,7 @@ from megaresume.checkpoint.manifest import (
     list_files,
     verify_files,
 )
-from megaresume.checkpoint.records import read_record, rows, seal, text
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.records.names import read_record, rows, seal, text
 from megaresume.checkpoint.system import Topology
 from megaresume.files import delete_soon, leftover_name, read_file
 from megaresume.stream.errors import CheckpointError, counted

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megaresume.checkpoint.rank_log import Noted
+from megaresume.checkpoint.records.rank_log import Noted
 
 
 @functools.lru_cache(maxsize=8)

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.records import TRACKER
+from megaresume.checkpoint.metrics.clocks import Clocks
+from megaresume.checkpoint.records.names import TRACKER
 from megaresume.files import read_file
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.importing import wrap

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
-from megaresume.checkpoint.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.step_file import Envelope, StepFile
+from megaresume.checkpoint.records.step_file import Envelope, StepFile
 from megaresume.hosts.megatron.arguments import Settings, ignores_rampup
 from megaresume.hosts.megatron.host import MegatronHost, can_be_written, switch_on
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_tracker, mend_tracker, newer_copy

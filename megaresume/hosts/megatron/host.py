@@ -31,15 +31,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.checkpoint.candidates import read_pointers
 from megaresume.checkpoint.file_errors import read_undamaged, reading
 from megaresume.checkpoint.host import Data, Save
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
-from megaresume.checkpoint.records import LATEST, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.records.candidates import read_pointers
+from megaresume.checkpoint.records.names import LATEST, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.records.step_file import Envelope, StepFile
 from megaresume.checkpoint.replay import Replay
-from megaresume.checkpoint.search import Choice
 from megaresume.checkpoint.session import Session
-from megaresume.checkpoint.step_file import Envelope, StepFile
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts

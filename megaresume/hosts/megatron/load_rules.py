@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.candidates import (
+from megaresume.checkpoint.load.choose import choose, choose_of_two
+from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.records.candidates import (
     Candidate,
     Pointer,
     examine,
@@ -28,11 +30,9 @@ from megaresume.checkpoint.candidates import (
     read_pointer,
     write_tracker,
 )
-from megaresume.checkpoint.choose import choose, choose_of_two
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import TRACKER, ledger_path, marker_path, megatron_tag
-from megaresume.checkpoint.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.step_file import Kind
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import TRACKER, ledger_path, marker_path, megatron_tag
+from megaresume.checkpoint.records.step_file import Kind
 from megaresume.files import read_file
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError

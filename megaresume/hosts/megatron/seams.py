@@ -17,7 +17,7 @@ from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megaresume.checkpoint.ranks import known_to_all
-from megaresume.checkpoint.records import TRACKER
+from megaresume.checkpoint.records.names import TRACKER
 from megaresume.hosts.importing import STRANGERS, reaches, wrap
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.hosts.megatron.project import Kind, Project, current_project, package_name

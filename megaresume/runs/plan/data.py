@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megaresume.checkpoint.records import data_path
+from megaresume.checkpoint.records.names import data_path
 from megaresume.data.catalog import open_sources
 from megaresume.data.data_config import DataConfig
 from megaresume.data.source import Source

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.records import split_root
+from megaresume.checkpoint.records.names import split_root
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.plan.data import Gain, Guarded, PlannedData, compare_with_record, gain, read_data

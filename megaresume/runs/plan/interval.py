@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.checkpoint.records.ledger import LedgerEntry
 from megaresume.render import text_table
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.plan import Flags

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.records import split_root
+from megaresume.checkpoint.records.names import split_root
 from megaresume.command_line import at_least, number_range
 from megaresume.data.source import Source
 from megaresume.encoding.text.tokenizers import Tokenizer, load_tokenizer

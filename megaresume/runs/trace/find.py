@@ -5,8 +5,8 @@ samples hold them only planning tells: from the last state that had not drawn a 
 from the newest state.
 
 Losses (``megaresume trace RUN --steps A:B --by-loss``): the processes of the run have written down a sum for each
-segment (`megaresume.checkpoint.meter`); which document that is follows from the number of its sample. Of a sample that
-was trained again, after a kill, the later losses count.
+segment (`megaresume.checkpoint.metrics`); which document that is follows from the number of its sample. Of a sample
+that was trained again, after a kill, the later losses count.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megaresume.checkpoint.meter.record import meter_dir
-from megaresume.checkpoint.meter.segments import Documents, SegmentLosses, read_sums
+from megaresume.checkpoint.metrics.record import meter_dir
+from megaresume.checkpoint.metrics.segments import Documents, SegmentLosses, read_sums
 from megaresume.render import text_table
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.history import Point

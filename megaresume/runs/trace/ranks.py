@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.ledger import LedgerEntry
-from megaresume.checkpoint.rank_log import hash_rows, hash_samples, ranges_of
+from megaresume.checkpoint.records.ledger import LedgerEntry
+from megaresume.checkpoint.records.rank_log import hash_rows, hash_samples, ranges_of
 from megaresume.data.layout import spans_of
 from megaresume.data.source import Source
 from megaresume.runs.history import StepMap

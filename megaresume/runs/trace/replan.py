@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.checkpoint.branches import Branch, branches_of
-from megaresume.checkpoint.ledger import LedgerProblem
-from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.records import data_path, manifest_path, records_dir
-from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.records.branches import Branch, branches_of
+from megaresume.checkpoint.records.ledger import LedgerProblem
+from megaresume.checkpoint.records.manifest import read_manifest
+from megaresume.checkpoint.records.names import data_path, manifest_path, records_dir
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.data.catalog import open_sources
 from megaresume.data.data_config import DataConfig
 from megaresume.data.source import Source, TokenSource

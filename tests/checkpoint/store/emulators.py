@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from megaresume.checkpoint import store
-from megaresume.checkpoint.store import Store
-from megaresume.checkpoint.store_place import StorePlace
+from megaresume.checkpoint.copies.store_place import StorePlace
+from megaresume.checkpoint.store import store
+from megaresume.checkpoint.store.store import Store
 from megaresume.data import remote
 from megaresume.stream.errors import SetupError
 from tests.checkpoint.store.recorder import Bucket

@@ -24,16 +24,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from megaresume.checkpoint import commit, lock
-from megaresume.checkpoint.branches import saves_given_up, saves_of_present
-from megaresume.checkpoint.choose import choose, choose_of_two, record_start, restore_older
-from megaresume.checkpoint.lease import newest_head
-from megaresume.checkpoint.places import missing_lines
-from megaresume.checkpoint.retention import KEEP_ALL
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.staged import Staged
-from megaresume.checkpoint.step_file import new_id
-from megaresume.checkpoint.store_place import StorePlace
+from megaresume.checkpoint.copies.places import missing_lines
+from megaresume.checkpoint.copies.session_copies import Staged
+from megaresume.checkpoint.copies.store_place import StorePlace
+from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start, restore_older
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.lock import lock
+from megaresume.checkpoint.records.branches import saves_given_up, saves_of_present
+from megaresume.checkpoint.records.step_file import new_id
+from megaresume.checkpoint.save import commit
+from megaresume.checkpoint.save.retention import KEEP_ALL
+from megaresume.checkpoint.store.lease import newest_head
 from tests.checkpoint.conftest import make_state, save_checkpoint
 
 

@@ -39,7 +39,8 @@ from torch.distributed.fsdp import fully_shard
 import megaresume
 import megaresume.hosts.loop
 import megaresume.stream.stream
-from megaresume.checkpoint import lease, staging, store, store_place
+from megaresume.checkpoint.copies import stager, store_place
+from megaresume.checkpoint.store import lease, store
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.store.recorder import Bucket, Lost
@@ -96,7 +97,7 @@ def train(
     """One rank: the loop of docs/torch.md, and what it sees, written down. ``die``: after so many steps, once the
     bucket tells of them."""
     store.PART, store.MOST_PARTS = 2000, 10_000
-    remote.FIRST_WAIT, staging.FIRST_PAUSE, staging.LONGEST_PAUSE = 0.01, 0.05, 0.2
+    remote.FIRST_WAIT, stager.FIRST_PAUSE, stager.LONGEST_PAUSE = 0.01, 0.05, 0.2
     lease.RENEW_SECONDS, lease.PATIENCE_SECONDS, lease._POLL_SECONDS = 0.3, 60.0, 0.05
     store_place.PART_POLL = 0.05
     ranks = dist.get_world_size()

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import commit
-from megaresume.checkpoint.branches import branches_of, saves_given_up, saves_of_present
-from megaresume.checkpoint.choose import choose, choose_of_two, record_start
-from megaresume.checkpoint.lease import Head, newest_head
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.retention import KEEP_ALL, Retention
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.staged import Staged
-from megaresume.checkpoint.staging import stage
-from megaresume.checkpoint.step_file import new_id
-from megaresume.checkpoint.store_place import StorePlace, place_of
+from megaresume.checkpoint.copies.session_copies import Staged
+from megaresume.checkpoint.copies.stager import stage
+from megaresume.checkpoint.copies.store_place import StorePlace, place_of
+from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.branches import branches_of, saves_given_up, saves_of_present
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.step_file import new_id
+from megaresume.checkpoint.save import commit
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.store.lease import Head, newest_head
 from tests.checkpoint.conftest import make_state, save_checkpoint
 from tests.checkpoint.store import histories
 from tests.release import release

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.commit import begin_save, commit_save
-from megaresume.checkpoint.manifest import FileEntry, Manifest, read_manifest
-from megaresume.checkpoint.staging import Stager
-from megaresume.checkpoint.store_place import NodePlace, join_parts
+from megaresume.checkpoint.copies.stager import Stager
+from megaresume.checkpoint.copies.store_place import NodePlace, join_parts
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.manifest import FileEntry, Manifest, read_manifest
+from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError
 from tests.checkpoint.conftest import MODEL, make_state, save_checkpoint, write_model

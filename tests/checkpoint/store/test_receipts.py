@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from megaresume.checkpoint import store
-from megaresume.checkpoint.buffer import Buffer
-from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.store import Store
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.store import store
+from megaresume.checkpoint.store.buffer import Buffer
+from megaresume.checkpoint.store.store import Store
 from megaresume.data import remote
 from tests.checkpoint.store.server import Proxied, SeaweedFS, Server, serving
 

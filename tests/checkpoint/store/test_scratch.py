@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.scratch import Scratch
+from megaresume.checkpoint.store.scratch import Scratch
 
 pytestmark = pytest.mark.process
 
 PROGRAM = """
 import os, sys
-from megaresume.checkpoint.scratch import Scratch
+from megaresume.checkpoint.store.scratch import Scratch
 scratch = Scratch()
 (scratch.path / "sub").mkdir()
 (scratch.path / "sub" / "file").write_bytes(b"x")

@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from megaresume.checkpoint import lease, staging, store
-from megaresume.checkpoint.choose import choose, choose_of_two, record_start
-from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.places import DirectoryPlace, Place
-from megaresume.checkpoint.retention import KEEP_ALL, Retention
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.staged import Staged
-from megaresume.checkpoint.staging import Stager, read_staging, stage
-from megaresume.checkpoint.step_file import Marker
-from megaresume.checkpoint.store_place import StorePlace, place_of
+from megaresume.checkpoint.copies.places import DirectoryPlace, Place
+from megaresume.checkpoint.copies.session_copies import Staged
+from megaresume.checkpoint.copies.stager import Stager, read_staging, stage
+from megaresume.checkpoint.copies.store_place import StorePlace, place_of
+from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.records.step_file import Marker
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.store import lease, store
 from megaresume.data import remote
 from megaresume.files import make_dir
 from megaresume.program import main
@@ -51,7 +51,7 @@ def url(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(staging, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("megaresume.checkpoint.copies.stager.FIRST_PAUSE", 0.05)
     monkeypatch.setattr(store, "PART", 400)
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
@@ -425,7 +425,7 @@ def test_a_network_that_is_away_for_an_hour(
 ) -> None:
     """The training goes on saving, is told at once and again at intervals; all that waited is copied, in its order."""
     monkeypatch.setattr(remote, "ATTEMPTS", 2)
-    monkeypatch.setattr(staging, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr("megaresume.checkpoint.copies.stager.LONGEST_PAUSE", 0.2)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     proxy = Proxied(server)

@@ -40,10 +40,11 @@ import boto3  # noqa: F401  before the forks
 import fsspec
 import s3fs  # noqa: F401
 
-from megaresume.checkpoint import lease, staging, store, workers  # noqa: F401
-from megaresume.checkpoint.choose import choose, choose_of_two, record_start
-from megaresume.checkpoint.retention import Retention
-from megaresume.checkpoint.staged import Staged
+from megaresume.checkpoint.copies import stager
+from megaresume.checkpoint.copies.session_copies import Staged
+from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.save.retention import Retention
+from megaresume.checkpoint.store import lease, store, workers  # noqa: F401
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint
@@ -227,7 +228,7 @@ def wait_until_stopped(pid: int) -> bool:
 
 def start(local: Path, url: str, *, salt: int = 0, saves: int = 1, patience: float = 60.0) -> None:
     """What a session does with its storages."""
-    remote.FIRST_WAIT, staging.FIRST_PAUSE, staging.LONGEST_PAUSE = 0.005, 0.01, 0.05
+    remote.FIRST_WAIT, stager.FIRST_PAUSE, stager.LONGEST_PAUSE = 0.005, 0.01, 0.05
     lease.RENEW_SECONDS, lease.PATIENCE_SECONDS, lease._POLL_SECONDS = 0.3, patience, 0.05
     staged = Staged(str(local), url, Retention(keep_last=2))
     passed: dict[Path, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaresume.checkpoint.commit import begin_save
+from megaresume.checkpoint.save.commit import begin_save
 from megaresume.checkpoint.system import Topology
 from megaresume.cluster.demo.command import committed_since
 from tests.checkpoint.conftest import make_state, save_checkpoint

@@ -36,8 +36,8 @@ run = Path(os.environ["RUN_DIR"])
 with open(run / "commands", "a") as commands:
     commands.write("pinned\\n" if "--ckpt-step" in sys.argv else "free\\n")
 if len((run / "commands").read_text().split()) == 2:
-    from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, with_attempt
-    from megaresume.checkpoint.records import ledger_path
+    from megaresume.checkpoint.records.ledger import LedgerEntry, append_ledger, with_attempt
+    from megaresume.checkpoint.records.names import ledger_path
     from megaresume.checkpoint.system import Topology
 
     words = dict(tag=None, samples=7, digest="0" * 16, run="a" * 16, time="", topology=Topology())

@@ -30,8 +30,8 @@ here = Path(__file__).parent
 
 
 def say(kind, step):
-    from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, with_attempt
-    from megaresume.checkpoint.records import ledger_path
+    from megaresume.checkpoint.records.ledger import LedgerEntry, append_ledger, with_attempt
+    from megaresume.checkpoint.records.names import ledger_path
     from megaresume.checkpoint.system import Topology
 
     words = dict(iteration=step, tag=None, samples=step, digest="0" * 16, run="a" * 16, time="", topology=Topology())

@@ -99,7 +99,7 @@ def file_of_records(args, first):
 def rank_records(args, first):
     import numpy as np
 
-    from megaresume.checkpoint.rank_log import RankLog
+    from megaresume.checkpoint.records.rank_log import RankLog
 
     launch = time.time_ns()
     logs = [RankLog(args.megaresume_log_samples, rank=rank, launch=launch) for rank in range(DP)]

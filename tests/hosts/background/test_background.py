@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 
 HERE = Path(__file__).parent
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.manifest import read_manifest
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.manifest import read_manifest
 from megaresume.hosts.deepspeed import conversion as conversions
 from megaresume.hosts.deepspeed.load_rules import read_universal, remove_converted, write_seal
 from megaresume.program import main
@@ -158,7 +158,7 @@ def test_only_what_jobs_made_is_removed(root: Path) -> None:
 
 def test_without_zero_there_is_nothing_to_convert(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "megaresume" / "step_0000004.json"
-    from megaresume.checkpoint.records import seal, unseal
+    from megaresume.checkpoint.records.names import seal, unseal
 
     fields = unseal(path.read_bytes())
     del fields["checksum"]

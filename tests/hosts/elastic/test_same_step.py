@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 from megaresume.program import main
 from tests.release import release
 

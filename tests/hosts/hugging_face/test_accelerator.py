@@ -21,9 +21,9 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientA
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.conftest import write_corpus

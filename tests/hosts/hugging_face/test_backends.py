@@ -18,9 +18,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import megaresume
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError
 from tests.hosts.hugging_face.program import ITEMS, make

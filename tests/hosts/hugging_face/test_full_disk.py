@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import megaresume
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 from megaresume.stream.errors import UsageError
 from tests.hosts.hugging_face.program import make
 

@@ -23,8 +23,8 @@ pytest.importorskip("accelerate")
 import torch
 
 import megaresume
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, make

@@ -16,8 +16,8 @@ pytest.importorskip("accelerate")
 from transformers import TrainerCallback
 
 import megaresume
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.hugging_face.program import Numbers, make

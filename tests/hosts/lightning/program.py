@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import megaresume
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 from tests.hosts.torch.program import BASE, Model, Numbers, without_shared_memory, write_down
 
 warnings.filterwarnings("ignore", module="lightning")

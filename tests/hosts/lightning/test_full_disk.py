@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("lightning")
 
 import megaresume
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 from tests.hosts.lightning.program import Module, trainer_of
 from tests.hosts.torch.program import Numbers
 

@@ -32,8 +32,8 @@ from lightning.pytorch.utilities import CombinedLoader
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.lightning import LightningHost
 from megaresume.hosts.steps import Steps

@@ -20,8 +20,8 @@ pytest.importorskip("lightning")
 
 import torch
 
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import UsageError
 from tests.hosts.lightning.program import Module, Texts, run

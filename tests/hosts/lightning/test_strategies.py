@@ -13,9 +13,9 @@ from tests.release import release
 
 pytest.importorskip("lightning")
 
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, UsageError
 from tests.hosts.lightning.program import attached, run

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.checkpoint.host import Loaded
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import Envelope
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.step_file import Envelope
 from megaresume.hosts.megatron import iterators
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.host import MegatronHost

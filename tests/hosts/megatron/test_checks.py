@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
-from megaresume.checkpoint.ledger import LedgerEntry, append_ledger
-from megaresume.checkpoint.records import ledger_path, marker_path
-from megaresume.checkpoint.search import Choice
+from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.ledger import LedgerEntry, append_ledger
+from megaresume.checkpoint.records.names import ledger_path, marker_path
+from megaresume.checkpoint.records.step_file import Envelope, Marker, write_marker
+from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.checkpoint.step_file import Envelope, Marker, write_marker
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.arguments import Settings

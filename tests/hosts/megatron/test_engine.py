@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import LedgerEntry, read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from tests.release import release
 
 pytest.importorskip("deepspeed")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 from tests.hosts.megatron.conftest import Mini
 from tests.release import release
 

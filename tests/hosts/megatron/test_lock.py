@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.lock import holder_of, release, take
+from megaresume.checkpoint.lock.lock import holder_of, release, take
 from tests.hosts.megatron.guard.conftest import Corpora
 
 pytest.importorskip("megatron.core")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.records.step_file import read_step_file
 from tests.cli.conftest import megaresume
 from tests.corpora import write_corpus
 from tests.release import release

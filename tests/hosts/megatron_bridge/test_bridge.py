@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from tests.hosts.torch.record import copied, ended, items, launch, lines, losses, nearly_three_epochs, trained
 from tests.release import release

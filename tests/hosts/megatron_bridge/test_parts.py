@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.checkpoint.meter.clocks import Clocks
+from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.megatron_bridge import BridgeHost, Carrying, attach
 from megaresume.hosts.steps import Steps

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaresume import DataLoader, Prompts
-from megaresume.checkpoint.prompt_ledger import PromptHistory
+from megaresume.checkpoint.records.prompt_ledger import PromptHistory
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.prompts.simulated import Texts
 from tests.hosts.prompts.test_prompts import bare, finish, made, resumed

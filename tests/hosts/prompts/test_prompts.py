@@ -11,7 +11,7 @@ import pytest
 
 import megaresume
 from megaresume import MegaresumeError, Prompts
-from megaresume.checkpoint.prompt_ledger import PromptHistory
+from megaresume.checkpoint.records.prompt_ledger import PromptHistory
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 from tests.hosts.prompts.simulated import Texts
 

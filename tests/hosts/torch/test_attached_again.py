@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 
 STEPS, SAVE_EVERY = 14, 4
 

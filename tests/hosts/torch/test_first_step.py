@@ -37,7 +37,11 @@ HEAVY = {
 SAVING = {"torch.distributed.checkpoint"}
 #: our own, for what this program does not do.
 OWN = {
-    *("megaresume.checkpoint.meter.meter", "megaresume.checkpoint.staged", "megaresume.checkpoint.store"),
+    *(
+        "megaresume.checkpoint.metrics.meter",
+        "megaresume.checkpoint.copies.session_copies",
+        "megaresume.checkpoint.store.store",
+    ),
     *("megaresume.data.remote", "megaresume.encoding.images.pixels", "megaresume.runs"),
 }
 

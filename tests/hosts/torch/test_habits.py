@@ -14,11 +14,11 @@ import torch
 
 import megaresume
 from megaresume import Checkpoints, StopConditions
-from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.lock import holder_of
-from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.records import deepspeed_tag, ledger_path, manifest_path
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.lock.lock import holder_of
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.manifest import read_manifest
+from megaresume.checkpoint.records.names import deepspeed_tag, ledger_path, manifest_path
 from megaresume.checkpoint.system import boot_id
 from megaresume.hosts.loop import Loop
 from megaresume.program import main

@@ -15,9 +15,9 @@ import torch
 
 import megaresume
 from megaresume import BatchSchedule, Checkpoints
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.meter.clocks import Clocks
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.metrics.clocks import Clocks
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.hosts.feeds import Feed, ItemFeed, Samples, micro_batches
 from megaresume.hosts.steps import Steps
 from megaresume.program import main

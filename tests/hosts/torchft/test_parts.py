@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.checkpoint.rank_log import RankLog
+from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.hosts import torchft, torchft_dealing, torchft_dealt, torchft_steps
 from megaresume.hosts.torchft import attach

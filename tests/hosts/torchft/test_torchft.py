@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from tests.release import release
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import megaresume
-from megaresume.checkpoint.meter.clocks import Clocks
+from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.steps import Steps
 from megaresume.hosts.torchtitan import Batches, attach

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.checkpoint.meter.clocks import Clocks
+from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.steps import Steps
 from megaresume.hosts.verl import Batches, attach

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.foreign_layouts import LAYOUTS
+from megaresume.checkpoint.load.foreign_layouts import LAYOUTS
 from megaresume.runs.latest import find_newest, recognise
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, UsageError

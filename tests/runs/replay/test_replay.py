@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.meter.record import meter_dir
-from megaresume.checkpoint.meter.segments import read_sums
-from megaresume.checkpoint.records import ledger_path
+from megaresume.checkpoint.metrics.record import meter_dir
+from megaresume.checkpoint.metrics.segments import read_sums
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.runs.layout import laid_out
 from megaresume.stream.errors import UsageError
-from tests.checkpoint.meter.runs import config_of, write_sources
+from tests.checkpoint.metrics.runs import config_of, write_sources
 from tests.cli.conftest import megaresume
 from tests.release import release
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import plain
 from megaresume.runs.run import Run

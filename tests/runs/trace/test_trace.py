@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.records import deepspeed_tag, megatron_tag
+from megaresume.checkpoint.records.names import deepspeed_tag, megatron_tag
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.history import _runs
 from megaresume.runs.run import Run

@@ -24,7 +24,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.checkpoint.ranks import on_rank_0
-from megaresume.checkpoint.records import RECORDS_DIR
+from megaresume.checkpoint.records.names import RECORDS_DIR
 from megaresume.hosts.megatron.guard.compare import Comparison, compare, grown_too_far, refuse
 from megaresume.hosts.megatron.guard.order import Pass, agreed, current_pass, from_leaders
 from megaresume.hosts.megatron.guard.pinned import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.load.choose import choose
 from tests.hosts.megatron.guard.conftest import Corpora
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.commit import begin_save, commit_save
-from megaresume.checkpoint.step_file import OpaqueState
+from megaresume.checkpoint.records.step_file import OpaqueState
+from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.hosts.megatron.guard.compare import describe
 from tests.hosts.megatron.guard.conftest import Corpora, Run
 from tests.hosts.megatron.guard.loads import order_state

@@ -1,0 +1,263 @@
+"""Checkpoints in parts: every node saves to a directory of its own, and an object store is all that they share.
+
+    save     rank 0 announces it, and the rank that leads each other node does so there; each commits its part, rank 0
+             last: from then on all parts are whole
+    copy     every node's thread uploads its part, with its manifest after it; rank 0's commits the checkpoint of all
+             parts in the store: from then on it counts (`places`)
+    load     what the nodes hold together, and the store lacks, is copied first. Then one of the store is chosen, and
+             every node brings what it lacks of it, once
+    old ones go where rank 0 no longer has them
+
+A node that dies in between leaves a checkpoint that does not count, and goes when a newer one does. Nothing here needs
+the ranks to meet in a thread: the parts themselves say in the store that they are there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from megaresume.checkpoint.copies.fetch import fetch
+from megaresume.checkpoint.copies.places import missing_lines
+from megaresume.checkpoint.copies.session_copies import Staged
+from megaresume.checkpoint.copies.stager import committed_in, remove_soon, stage
+from megaresume.checkpoint.copies.store_place import StorePlace
+from megaresume.checkpoint.load.choose import of_two_runs
+from megaresume.checkpoint.load.search import Choice, Search
+from megaresume.checkpoint.ranks import (
+    gather,
+    is_rank_0,
+    on_all_ranks,
+    on_all_ranks_for_long,
+    on_rank_0,
+    on_rank_0_for_long,
+)
+from megaresume.checkpoint.records.branches import saves_given_up
+from megaresume.checkpoint.records.candidates import Candidate, examine
+from megaresume.checkpoint.records.ledger import add_lines
+from megaresume.checkpoint.records.manifest import read_manifest, remove_orphans
+from megaresume.checkpoint.records.names import ledger_path, manifest_path, marker_path
+from megaresume.checkpoint.records.step_file import run_of
+from megaresume.checkpoint.save.commit import PendingCheckpoint, join_save
+from megaresume.checkpoint.store.lease import Saved
+from megaresume.checkpoint.store.store import NotAsSavedError
+from megaresume.stream.errors import MegaresumeError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Parts:
+    """See above. On all ranks; the ranks that lead a node do the work.
+
+    Args:
+        copies: of a job whose nodes have directories of their own.
+    """
+
+    def __init__(self, copies: Staged) -> None:
+        self.copies, self.nodes, self.local = copies, copies.nodes, copies.local
+
+    def on_nodes(self, function: Callable[[], T]) -> T:
+        """Run where a node is led, on rank 0 last; every rank gets the result of rank 0, or raises the error."""
+        on_all_ranks(lambda: function() if self.leads_other else None)
+        return on_rank_0(function)
+
+    def bring(
+        self,
+        pick: Callable[[], T],
+        passed: dict[Path, str],
+        needs: Callable[[Choice], Collection[str] | None] | None = None,
+    ) -> T:
+        """As `Staged.bring`, to every node. Collective.
+
+        Args:
+            pick, passed: see there.
+            needs: which files this rank reads of a choice; None: all.
+
+        Raises, on every rank:
+            CheckpointError: of ``pick``; or a disk refuses.
+            SetupError: the store does not answer, or refuses.
+        """
+        if not on_rank_0(lambda: self.copies.is_started):
+            self._complete_newest()
+        while True:
+            found = on_rank_0_for_long(lambda _: self._picked(pick), "looked at the copies")
+            if not isinstance(found, Choice):
+                return found
+            doing = "brought a checkpoint from the store"
+            asked = gather(on_all_ranks(lambda: None if needs is None else needs(found)))  # noqa: B023
+            here = [asked[number] for number in self.nodes.ranks]
+            files = None if None in here else frozenset(name for names in here for name in names)
+            words = gather(on_all_ranks_for_long(lambda beat: self._bring_here(found, files, beat), doing))  # noqa: B023
+            wrong = next((number for number, one in enumerate(words) if one), None)
+            if wrong is None:
+                return replace(found, load_dir=self.local)
+            passed[found.tag_dir] = f"rank {wrong}: {words[wrong]}"
+
+    def _picked(self, pick: Callable[[], T]) -> T:
+        with self.copies.by_name():
+            found = pick()
+        if not isinstance(found, Choice):
+            return found
+        # Of the local directory, which holds parts, nothing is taken.
+        rejected = [
+            replace(r, reason=self.copies.named(r.reason)) for r in found.rejected if r.iteration != found.iteration
+        ]
+        notes = tuple(self.copies.named(note) for note in found.notes if str(self.local) not in note)
+        return replace(found, rejected=tuple(rejected), notes=notes)
+
+    def _bring_here(self, found: Choice, files: frozenset[str] | None, beat: Callable[[], None]) -> str:
+        """Why a checkpoint cannot be brought to the directory of this node; "": it is there."""
+        if not self.nodes.leads or found.step is None:
+            return ""
+        place = self.copies.place
+        assert isinstance(place, StorePlace)
+        step, path = found.step, manifest_path(place.root, found.step.iteration, found.tag)
+        if not is_rank_0():  # which alone writes, and knows
+            place.mirror.refresh()
+        if not path.is_file() or (manifest := read_manifest(path)).save_id != step.save_id:
+            return f"{place.name} does not hold it as a whole"
+        some = tuple(entry for entry in manifest.files if files is None or entry.path in files)
+        if len(some) < len(manifest.files):
+            manifest = replace(manifest, files=some, part=self.nodes.part)
+        if run_of(self.local) not in (None, step.run):
+            raise of_two_runs(self.local, run_of(self.local), place.name, step.run)
+        try:
+            fetch(place, self.local, replace(found, load_dir=place.root, manifest=manifest), beat)
+        except NotAsSavedError as error:
+            return error.headline
+        if is_rank_0():
+            print(f"megaresume: {found.tag} is brought from {place.name} to {self.nodes.number} nodes", flush=True)
+        return ""
+
+    def _complete_newest(self) -> None:
+        """Copy the newest checkpoint of the present that the nodes hold together, if the store has none that is newer.
+        Collective."""
+        parts = gather(_parts(self.local) if self.nodes.leads else {})
+        told = gather(on_all_ranks(lambda: self._told() if self.leads_other else (None, [])))
+        together, newest = on_rank_0(lambda: self._together(parts, told))
+        if isinstance(self.copies.place, StorePlace):
+            self.copies.place.together = frozenset(save.save_id for save in together)
+        if newest is None:
+            return
+
+        def copy(beat: Callable[[], None], *, is_mine: bool) -> str:
+            place = self.copies.place
+            if place is None or not is_mine:
+                return ""
+            try:
+                step = newest.iteration
+                stage(self.local, place, step, newest.tag, gives_way=lambda: _never(beat), goal=step)
+            except (MegaresumeError, OSError) as error:
+                return str(error)
+            return ""
+
+        others = on_all_ranks_for_long(lambda beat: copy(beat, is_mine=not is_rank_0()), "copied its part")
+        wrong = [words for words in gather(others) if words]
+        wrong = wrong or [on_rank_0_for_long(lambda beat: copy(beat, is_mine=True), "copied a checkpoint")]
+        if any(wrong) and is_rank_0():
+            log.warning("megaresume: %s could not be copied: %s", newest.tag, wrong[0])
+
+    def _told(self) -> tuple[str | None, list[bytes]]:
+        """What the ledger of this node, which may have been that of rank 0, knows and the store does not; its run."""
+        assert self.copies.place is not None
+        return run_of(self.local), missing_lines(self.local, self.copies.place.root)
+
+    def _together(
+        self, parts: Sequence[Mapping[Saved, tuple[int, int]]], told: Iterable[tuple[str | None, list[bytes]]]
+    ) -> tuple[list[Saved], Saved | None]:
+        """What the nodes hold together and have not given up; and which of it is to be copied first. On rank 0."""
+        place = self.copies.place
+        assert isinstance(place, StorePlace)
+        ledger, own = ledger_path(self.local), run_of(self.local)
+        for run, lines in told:
+            if run == own and ledger.exists():  # else nothing is held together
+                add_lines(ledger, lines)
+        given_up, head = saves_given_up(self.local), place.lease.head
+        together = [
+            save
+            for save, (_, nodes) in parts[0].items()
+            if _is_whole(save, nodes, parts) and save.save_id not in given_up
+        ]
+        named = Search(self.local, None, None, checksums=False, progress=None).named_by_pointers()
+        done = {saved.save_id for saved in (*head.saves, *head.removed)}
+        newest = max(
+            (save for save in together if named is None or self._is_of_present(save, named)),
+            key=lambda save: save.iteration,
+            default=None,
+        )
+        if newest is None or newest.save_id in done:
+            return together, None
+        is_older = any(s.iteration > newest.iteration and s.save_id not in given_up for s in head.saves)
+        return together, None if is_older else newest
+
+    def _is_of_present(self, save: Saved, named: Candidate) -> bool:
+        """Whether the pointers lead to a save, or a kill came before they were moved to it: as `search` has it."""
+        return save.iteration <= named.order or marker_path(self.local, save.iteration, save.tag).exists()
+
+    @property
+    def leads_other(self) -> bool:
+        """Whether this rank leads a node that is not rank 0's."""
+        return self.nodes.leads and not is_rank_0()
+
+    def join(self, pending: PendingCheckpoint, root: Path, *, boots: Iterable[str]) -> PendingCheckpoint:
+        """Announce a save on the other nodes, where what rank 0 no longer keeps goes. Collective.
+
+        Args:
+            pending: of rank 0.
+            root: the local directory.
+            boots: of the machine of this node.
+
+        Returns:
+            the same, as this node has it.
+
+        Raises, on every rank:
+            CheckpointError: a directory cannot be written, or has another owner by now.
+        """
+        kept = on_rank_0(lambda: [(iteration, candidate.tag) for iteration, candidate in committed_in(root)])
+
+        mine = replace(pending, save_dir=root, marker=replace(pending.marker, boots=tuple(boots)))
+
+        def announce() -> None:
+            if self.leads_other:
+                self._follow(kept, mine.step.iteration)
+                join_save(mine)
+
+        on_all_ranks(announce)
+        return mine
+
+    def _follow(self, kept: Iterable[tuple[int, str]], before: int) -> None:
+        """Delete here what rank 0 no longer keeps, of the checkpoints before a step."""
+        if not self.copies.retention:
+            return
+        known = set(kept)
+        for iteration, candidate in committed_in(self.local):
+            if iteration < before and (iteration, candidate.tag) not in known:
+                remove_soon(self.local, candidate.tag)
+        remove_orphans(self.local)
+
+
+def _never(beat: Callable[[], None]) -> bool:
+    beat()
+    return False
+
+
+def _parts(root: Path) -> dict[Saved, tuple[int, int]]:
+    """The parts of checkpoints that this node holds; on rank 0 also whole ones, of a time when it was the only node."""
+    found: dict[Saved, tuple[int, int]] = {}
+    for _, candidate in committed_in(root):
+        one = examine(root, candidate)
+        if one.step is None or one.manifest is None or not one.is_settled:
+            continue
+        part = one.manifest.part or ((0, 1) if is_rank_0() else None)
+        if part is not None:
+            found[Saved(iteration=one.step.iteration, tag=one.step.tag, save_id=one.step.save_id)] = part
+    return found
+
+
+def _is_whole(save: Saved, nodes: int, parts: Iterable[Mapping[Saved, tuple[int, int]]]) -> bool:
+    return {some[save][0] for some in parts if save in some} == set(range(nodes))

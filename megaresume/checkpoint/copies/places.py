@@ -1,0 +1,308 @@
+"""Where copies go: `Place`, a directory or an object store (`store_place`), as the protocol of `stager` needs it.
+
+    hold         this job alone writes there
+    announce     a copy begins: its marker
+    put_files    files, whole and checked; those that are there already are not copied again
+    put_data     the data config
+    commit       data state, manifest, pointers: from here the copy counts
+    conclude     its marker is removed
+    share_ledger the lines that it lacks, each in its place
+    prune        what retention does not keep
+
+`DirectoryPlace` writes into a directory, as the owner of its lock alone can. What a place holds is read from `root`, a
+directory: in the case of a store its mirror.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from megaresume.checkpoint.lock.lock import check_owned, release, take, write_fenced
+from megaresume.checkpoint.records.candidates import write_latest, write_tracker
+from megaresume.checkpoint.records.ledger import add_lines, read_ledger
+from megaresume.checkpoint.records.manifest import (
+    FileEntry,
+    Manifest,
+    checksum_file,
+    list_files,
+    read_manifest,
+    remove_orphans,
+)
+from megaresume.checkpoint.records.names import (
+    data_path,
+    ledger_path,
+    manifest_path,
+    marker_path,
+    records_dir,
+    step_path,
+)
+from megaresume.checkpoint.records.position import share_position, write_position
+from megaresume.checkpoint.records.step_file import (
+    Marker,
+    StepFile,
+    keep_superseded,
+    remove_marker,
+    write_marker,
+    write_step_file,
+)
+from megaresume.checkpoint.save.retention import Retention, prune
+from megaresume.checkpoint.store.store import check_source
+from megaresume.files import (
+    fsync_dir,
+    fsync_file,
+    make_dir,
+    open_file,
+    read_error,
+    remove_leftovers,
+    size_of,
+    write_all,
+    write_atomic,
+    write_error,
+)
+from megaresume.stream.errors import CheckpointError, MegaresumeError
+
+
+class PartMissingError(Exception):
+    """A checkpoint will not become whole: another node does not bring its part."""
+
+
+class Place(Protocol):
+    """See above. On rank 0. Every method raises a `MegaresumeError` if the place refuses."""
+
+    #: where what it holds is read.
+    root: Path
+    #: for people: a path, or a URL.
+    name: str
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        """Keep other jobs away, and look at what is there. Calls ``beat`` while it waits."""
+
+    def release(self) -> None:
+        """Let others write there."""
+
+    def reopen(self) -> None:
+        """After an error: connect anew."""
+
+    def begin(self) -> None:
+        """Clear away what killed writers left."""
+
+    def check_owned(self) -> None:
+        """Raise a CheckpointError if another job has taken it over."""
+
+    def share_ledger(self, local: Path) -> None:
+        """Add the lines of the local ledger that are not there."""
+
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        """Whether a checkpoint that an earlier process left in a local root can become one here."""
+
+    def refusal(self, step: StepFile) -> str | None:
+        """Why a checkpoint is not to be copied; None: it is."""
+
+    def announce(self, step: StepFile, marker: Marker) -> None:
+        """A copy of this save begins, or begins again."""
+
+    def put_files(
+        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+    ) -> Manifest:
+        """Copy the files of a checkpoint; its manifest with the checksums of all of them."""
+
+    def put_data(self, data: bytes) -> None:
+        """Put the data config in place."""
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        """Let the copy count, and move pointers."""
+
+    def conclude(self, step: StepFile) -> None:
+        """The copy is over."""
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
+        """Delete the old copies whose originals are gone. Raises nothing.
+
+        Args:
+            retention: which ones stay.
+            copied: the checkpoint that was copied last.
+            local: the local root.
+            waits: whether a checkpoint there is, or was, to be copied.
+        """
+
+    def put_position(self, data: bytes) -> None:
+        """Put in place how far the run is (`position`). In another thread than the rest."""
+
+
+class DirectoryPlace:
+    """A directory."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        path = os.fspath(root)
+        self.root = Path(os.path.abspath(path.removeprefix("file://")))
+        self.name = str(self.root)
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        take(self.root)
+
+    def release(self) -> None:
+        release(self.root)
+
+    def reopen(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        make_dir(records_dir(self.root))
+        remove_leftovers(records_dir(self.root))
+
+    def check_owned(self) -> None:
+        check_owned(self.root)
+
+    def share_ledger(self, local: Path) -> None:
+        share_ledger(local, self.root)
+
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        return part_here(local, iteration, tag) is None
+
+    def refusal(self, step: StepFile) -> str | None:
+        return None
+
+    def announce(self, step: StepFile, marker: Marker) -> None:
+        write_marker(marker_path(self.root, step.iteration, step.tag), marker)
+
+    def put_files(
+        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+    ) -> Manifest:
+        self._remove_others(self.root / step.tag, manifest)
+        copies = [
+            tuple(
+                replace(entry, checksum=copy_checked(source / entry.path, target / entry.path, entry))
+                for entry in entries
+            )
+            for source, target, entries in (
+                (local / step.tag, self.root / step.tag, manifest.files),
+                (records_dir(local), records_dir(self.root), manifest.beside),
+            )
+        ]
+        return replace(manifest, files=copies[0], beside=copies[1])
+
+    def _remove_others(self, tag_dir: Path, manifest: Manifest) -> None:
+        """Files of an older save of the step, under another layout."""
+        ours = {entry.path for entry in manifest.files}
+        try:
+            for entry in list_files(tag_dir) if tag_dir.is_dir() else ():
+                if entry.path not in ours:
+                    os.unlink(tag_dir / entry.path)
+        except OSError as error:
+            raise write_error(tag_dir, error) from error
+
+    def put_data(self, data: bytes) -> None:
+        write_atomic(data_path(self.root), data)
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        keep_superseded(self.root, step)
+        write_step_file(step_path(self.root, step.iteration, step.tag), step)
+        write_fenced(self.root, manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
+        if latest:
+            write_latest(self.root, step.tag)
+        if tracker:
+            write_tracker(self.root, step.iteration)
+
+    def conclude(self, step: StepFile) -> None:
+        remove_marker(marker_path(self.root, step.iteration, step.tag))
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
+        prune(self.root, retention, copied, copies_of=local)
+        remove_orphans(self.root)
+
+    def put_position(self, data: bytes) -> None:
+        write_position(self.root, data)
+
+
+def part_here(root: Path, iteration: int, tag: str) -> Manifest | None:
+    """The manifest of a checkpoint of which a local root holds one node's files alone; None of all others."""
+    with contextlib.suppress(MegaresumeError):
+        manifest = read_manifest(manifest_path(root, iteration, tag))
+        return None if manifest.part is None else manifest
+    return None
+
+
+def missing_lines(source: Path, target: Path) -> list[bytes]:
+    """The lines of one ledger from the first on that another one lacks: those that follow it say where it belongs."""
+    there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
+    lines = [entry.to_bytes() for entry in read_ledger(ledger_path(source)).entries]
+    first = next((number for number, line in enumerate(lines) if line not in there), len(lines))
+    return lines[first:]
+
+
+def share_ledger(source: Path, target: Path) -> None:
+    """Add the lines of one ledger that the other lacks, each in its place; a new one appears with all its lines. With
+    them goes how far the run is, if that is newer."""
+    share_position(source, target)
+    if missing := missing_lines(source, target):
+        add_lines(ledger_path(target), missing)
+
+
+#: bytes at once; reading, hashing and writing release the interpreter lock.
+_CHUNK = 8 << 20
+
+
+def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
+    """Copy a file, unless the same bytes are there already.
+
+    Args:
+        source: the file.
+        target: where it goes; its directory is made.
+        entry: its size, and its checksum if the save took one.
+
+    Returns:
+        the checksum of both, 32 hex digits.
+
+    Raises:
+        CheckpointError: a disk refuses; the source is not what was saved; or the target reads back other bytes.
+    """
+    if size_of(target) == entry.size:  # of a copy that was cut off
+        expected = entry.checksum or _checksum(source)
+        if _checksum(target) == expected:
+            return expected
+    make_dir(target.parent)
+    written = write_copy(source, target)
+    check_source(source, entry, written, os.stat(source).st_size)
+    if (found := _checksum(target)) != written:
+        raise CheckpointError(
+            f"{target} was written and reads back other bytes",
+            found=f"checksum {found}",
+            expected=f"checksum {written}",
+            cause="the shared storage or the network damages data",
+            action="it is copied again; look at the storage",
+        )
+    return written
+
+
+def write_copy(source: Path, target: Path) -> str:
+    """Copy a file and force it to the disk; the checksum of what was written. Raises CheckpointError."""
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK))
+    try:
+        with open_file(source) as file:
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                while size := file.readinto(buffer):
+                    hasher.update(buffer[:size])
+                    write_all(descriptor, buffer[:size])
+                fsync_file(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise write_error(target, error) from error
+    return hasher.hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    try:
+        return checksum_file(path, stored=True)
+    except OSError as error:
+        raise read_error(path, error) from error

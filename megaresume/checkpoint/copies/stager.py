@@ -1,0 +1,448 @@
+"""Two storages: a run saves to fast local storage, and a thread copies what is committed to shared storage.
+
+    training     save -> local: marker, files, state, manifest, pointers, ledger
+    the thread   shared: ledger -> marker -> each file: copied, forced to the disk, read back, its checksum compared
+                        -> data state -> manifest, with checksums -> pointers -> ledger -> marker removed
+                 then old ones go: of the local ones only those whose copy is complete
+
+The training never waits for a copy, and never fails for one. What goes wrong is logged and tried again, later and
+later. A kill at any moment leaves a copy without a manifest, which nobody takes; the next start continues with it, and
+what is there already with the right checksum is not copied again. The ledger comes first: if the local storage is gone
+by then and no copy is complete, the ledger among the copies says whose they were and what was lost, and the start is
+refused. Which of the two storages a start takes is decided by `choose.choose_of_two`.
+
+Of a session it is `session_copies.Staged`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.copies.places import PartMissingError, Place, part_here, share_ledger
+from megaresume.checkpoint.copies.store_place import place_of
+from megaresume.checkpoint.records.branches import saves_given_up
+from megaresume.checkpoint.records.candidates import Candidate, Pointer, examine, find, list_candidates, read_pointers
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.manifest import remove_orphans
+from megaresume.checkpoint.records.names import (
+    check_tag,
+    data_path,
+    ledger_path,
+    marker_path,
+    read_record,
+    records_dir,
+    seal,
+    step_path,
+    text,
+    texts,
+)
+from megaresume.checkpoint.records.step_file import Marker, StepFile, read_marker, read_step_file, run_of
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, is_copied, prune
+from megaresume.checkpoint.store.store import GaveWayError, is_store
+from megaresume.files import delete_soon, leftover_name, make_dir, write_atomic
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+
+log = logging.getLogger(__name__)
+
+FORMAT, VERSION = "megaresume.staging", 1
+#: seconds between tries, doubled each time.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
+#: seconds that the end of a run waits for its copies.
+PATIENCE = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staging:
+    """Where the checkpoints of a root are copied to, for people and for `megaresume inspect`."""
+
+    #: a directory, or a URL.
+    to: Path | str
+    copied: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+def staging_path(root: Path) -> Path:
+    """The note in a local root."""
+    return records_dir(root) / "staging.json"
+
+
+def read_staging(root: Path) -> Staging | None:
+    """What became of the copies of a root; None if it is not copied anywhere, or its note cannot be read. Reads
+    only."""
+    try:
+        path = staging_path(root)
+        what = "the note"
+        to, copied = read_record(path, _note, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+        done = {
+            c.tag: is_copied(root, Path(to), iteration, c.tag) if copied is None else c.tag in copied
+            for iteration, c in reversed(committed_in(root))
+        }
+    except MegaresumeError:
+        return None
+    return Staging(
+        to=to if is_store(to) else Path(to),
+        copied=tuple(tag for tag, is_there in done.items() if is_there),
+        waiting=tuple(tag for tag, is_there in done.items() if not is_there),
+    )
+
+
+def _note(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None]:
+    return text(fields["to"]), texts(fields["copied"]) if "copied" in fields else None
+
+
+def committed_in(root: Path) -> list[tuple[int, Candidate]]:
+    """Checkpoints that are there, with their iterations, the oldest first."""
+    found = [c for c in reversed(list_candidates(root)) if c.has_dir and {"manifest", "state"} <= c.records]
+    return [(c.iteration, c) for c in found if c.iteration is not None]
+
+
+class Stager:
+    """Copies what is committed in a local root to a shared one, in a thread. On one rank of the run.
+
+    Args:
+        local: the checkpoint root that the run saves to.
+        shared: where the copies go.
+        retention: which old checkpoints stay, in both; local ones always until they are copied.
+    """
+
+    def __init__(
+        self, local: str | os.PathLike[str], shared: str | os.PathLike[str] | Place, retention: Retention = KEEP_ALL
+    ) -> None:
+        self.local, self.place = Path(os.path.abspath(local)), place_of(shared)
+        self.retention = retention
+        self._queue: deque[tuple[int, str]] = deque()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+        #: of the checkpoint that was copied last; None if none was.
+        self._last: StepFile | None = None
+        #: checkpoints of this process.
+        self._submitted: set[tuple[int, str]] = set()
+        #: the step that training began from; None: whatever is there is copied.
+        self._began: int | None = None
+        #: the saves that led there.
+        self._past: frozenset[str] = frozenset()
+
+    def start(self, began: int | None = None, past: frozenset[str] = frozenset()) -> None:
+        """Begin, with what an earlier process left uncopied on the way to the present.
+
+        Args:
+            began: the step that training begins from; None: whatever is there is copied.
+            past: the saves that led there: of what was saved until now, nothing else is ever copied.
+
+        Raises:
+            CheckpointError: the local root cannot be written.
+        """
+        make_dir(records_dir(self.local))
+        self._write_note()
+        self.go_back(began, past)
+        self._queue.extend(
+            (iteration, candidate.tag)
+            for iteration, candidate in committed_in(self.local)
+            if self._is_worth_it(iteration, candidate.tag)
+        )
+        self._thread = threading.Thread(target=self._run, name="megaresume-staging", daemon=True)
+        self._thread.start()
+
+    def go_back(self, began: int | None, past: frozenset[str]) -> None:
+        """Training begins from this step: see `start`."""
+        with self._changed:
+            self._began, self._past = began, past
+            self._submitted = {work for work in self._submitted if self._is_past(*work)}
+            self._queue = deque(work for work in self._queue if self._is_past(*work))
+            self._changed.notify_all()
+
+    def _is_worth_it(self, iteration: int, tag: str) -> bool:
+        """Whether a local checkpoint is, or was, to be copied."""
+        return (iteration, tag) in self._submitted or (
+            self._is_past(iteration, tag) and self.place.takes(self.local, iteration, tag)
+        )
+
+    def _is_past(self, iteration: int, tag: str) -> bool:
+        """Whether a checkpoint led to the step that training began from."""
+        if self._began is None:
+            return True
+        try:
+            save = read_step_file(step_path(self.local, iteration, tag)).save_id
+        except StateError:
+            return True  # `stage` says what is wrong
+        return save in self._past
+
+    def _write_note(self) -> None:
+        """For people, who cannot ask a store at any time."""
+        note: dict[str, Any] = {"format": FORMAT, "version": VERSION, "to": self.place.name}
+        if is_store(self.place.name):
+            committed = committed_in(self.local)
+            note["copied"] = [c.tag for i, c in committed if is_copied(self.local, self.place.root, i, c.tag)]
+        write_atomic(staging_path(self.local), seal(note, depth=1))
+
+    def submit(self, iteration: int, tag: str) -> None:
+        """Have a checkpoint copied that was just committed. Returns at once. Behind the end, the next start does it."""
+        if self._thread is None:
+            log.warning("megaresume: %s is not copied to %s yet: the next start copies it", tag, self.place.name)
+            return
+        with self._changed:
+            self._queue.append((iteration, check_tag(tag)))
+            self._submitted.add((iteration, tag))
+            waiting = len(self._queue)
+            self._changed.notify_all()
+        if waiting > 2:
+            log.warning(
+                "megaresume: %d checkpoints wait to be copied to %s: saves are faster", waiting, self.place.name
+            )
+
+    def waiting(self) -> tuple[str, ...]:
+        """Tags that are not copied yet, the one in work included."""
+        with self._changed:
+            return tuple(tag for _, tag in self._queue)
+
+    def close(self, timeout: float = PATIENCE) -> tuple[str, ...]:
+        """Wait for the copies, at most ``timeout`` seconds, and stop.
+
+        Returns:
+            tags that are not copied; they are named in the log, and the next start continues with them.
+        """
+        if self._thread is None:
+            return ()
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._is_ending = is_store(self.place.name)
+            if self._queue:
+                log.warning("megaresume: waiting for the copies of %s", ", ".join(tag for _, tag in self._queue))
+            while self._queue and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(timeout=1.0)
+        self._thread = None
+        left_over = self.waiting()
+        if self._last is not None and not left_over:
+            self._prune(self._last)  # what became durable after its copy counts now
+        if left_over:
+            log.error(
+                "megaresume: not copied to %s: %s. They are complete in %s; the next start there continues with them",
+                self.place.name,
+                ", ".join(left_over),
+                self.local,
+            )
+        return left_over
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE
+        with contextlib.suppress(MegaresumeError, OSError):
+            self._begin()  # what fails here fails again in the first copy, which says so
+        while not self._closing.is_set():
+            with self._changed:
+                while not self._queue and not self._closing.is_set():
+                    self._changed.wait()
+                if self._closing.is_set():
+                    return
+                # At the end, which may come before all are copied, the newest one is worth most.
+                _, tag = work = max(self._queue) if self._is_ending else self._queue[0]
+            try:
+                self._copy(work)
+            except GaveWayError:
+                continue
+            except PartMissingError as error:
+                log.error("megaresume: %s is not copied to %s: %s", tag, self.place.name, error)
+            except (MegaresumeError, OSError) as error:
+                log.error("megaresume: %s is not copied to %s yet: %s", tag, self.place.name, error)
+                self.place.reopen()
+                self._closing.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                continue
+            except Exception:
+                log.exception("megaresume: the copy of %s is given up", tag)
+            pause = FIRST_PAUSE
+            with self._changed:
+                # By identity: the run may have gone back meanwhile, and saved the step again.
+                self._queue = deque(one for one in self._queue if one is not work)
+                self._changed.notify_all()
+
+    def _begin(self) -> None:
+        """Let the copies know of the run before it has saved: for a start on another node."""
+        self.place.begin()
+        if run_of(self.place.root) in (None, run_of(self.local)):
+            self.place.share_ledger(self.local)
+
+    def _copy(self, work: tuple[int, str]) -> None:
+        iteration, tag = work
+        copied = stage(
+            self.local,
+            self.place,
+            iteration,
+            tag,
+            gives_way=lambda: self._gives_way(work),
+            is_wanted=lambda: self._is_waiting(work),
+            goal=self._began,
+        )
+        if copied is not None:
+            if self._last is None or not self._is_ending or self._last.iteration < copied.iteration:
+                self._last = copied
+            if is_store(self.place.name):
+                self._write_note()
+            self._prune(self._last)
+
+    def _gives_way(self, work: tuple[int, str]) -> bool:
+        """Whether another checkpoint is to be copied first, or this one no longer."""
+        with self._changed:
+            if self._closing.is_set() or not self._is_waiting(work):
+                return True
+            return self._is_ending and max(self._queue)[0] > work[0]
+
+    def _is_waiting(self, work: tuple[int, str]) -> bool:
+        with self._changed:
+            return any(one is work for one in self._queue)
+
+    def _prune(self, copied: StepFile) -> None:
+        # Local ones first: without its copy one would stay forever. A copy may be durable before what it is a copy of.
+        prune(self.local, self.retention, copied, copied_to=self.place.root)
+        self.place.prune(self.retention, copied, self.local, self._is_worth_it)
+        if self.retention:
+            self._remove_lost(copied)
+        remove_orphans(self.local)
+
+    def _remove_lost(self, copied: StepFile) -> None:
+        """Parts of older checkpoints, whose other parts are gone with their machines, or that nobody copies."""
+        for iteration, candidate in committed_in(self.local):
+            is_part = part_here(self.local, iteration, candidate.tag) is not None
+            if is_part and iteration < copied.iteration and not self._is_worth_it(iteration, candidate.tag):
+                remove_soon(self.local, candidate.tag)
+
+
+def remove_soon(root: Path, tag: str) -> None:
+    """Delete a tag directory: out of sight at once, the rest in a thread. What cannot be deleted stays."""
+    away = root / leftover_name(tag)
+    with contextlib.suppress(OSError):
+        os.rename(root / tag, away)
+        delete_soon([away])
+
+
+def stage(
+    local: Path,
+    shared: Path | Place,
+    iteration: int,
+    tag: str,
+    *,
+    gives_way: Callable[[], bool] = lambda: False,
+    is_wanted: Callable[[], bool] = lambda: True,
+    goal: int | None = None,
+) -> StepFile | None:
+    """Copy one checkpoint, or finish a copy that was cut off.
+
+    Args:
+        local: the root that it was saved to.
+        shared: where its copy goes.
+        iteration, tag: of the checkpoint.
+        gives_way: whether to stop, asked again and again while files go to a store.
+        is_wanted: whether it may count: asked last of all.
+        goal: the step that the run goes on from, to which pointers move if the local ones name another one.
+
+    Returns:
+        its data state; None if it is no longer there, or no longer whole, and there is nothing to copy.
+
+    Raises:
+        CheckpointError: a disk refuses, or gives back other bytes than were written.
+        GaveWayError: it was stopped.
+    """
+    place = place_of(shared)
+    candidate = find(local, iteration, tag)
+    found = None if candidate is None else examine(local, candidate)
+    if found is None or found.step is None or found.manifest is None or not found.is_settled:
+        log.warning("megaresume: %s is not copied: %s", tag, "it is gone" if found is None else found.reason)
+        return None
+    step, manifest = found.step, found.manifest
+    if is_copied(local, place.root, iteration, tag):
+        place.share_ledger(local)
+        return step
+    place.check_owned()
+    _check_run(place, step)
+    if (why := place.refusal(step)) is not None:
+        log.warning("megaresume: %s is not copied: %s", tag, why)
+        return None
+    began = time.monotonic()
+    place.share_ledger(local)
+    latest, tracker = _moves(local, place.root, step, goal)
+    place.announce(step, Marker.of(step, latest=latest, tracker=tracker))
+    copy = place.put_files(local, step, manifest, gives_way)
+    if not _is_still(local, step):
+        log.warning("megaresume: %s was saved again while it was copied", tag)
+        return None
+    if not is_wanted():
+        log.warning("megaresume: %s is not copied: the run has gone back to before it", tag)
+        return None
+    if data_path(local).is_file():
+        place.put_data(data_path(local).read_bytes())
+    place.commit(step, replace(copy, durable=True, boots=()), latest=latest, tracker=tracker)
+    place.share_ledger(local)
+    place.conclude(step)
+    log.info("megaresume: %s is copied to %s, %.0f s", tag, place.name, time.monotonic() - began)
+    return step
+
+
+def _check_run(place: Place, step: StepFile) -> None:
+    if (run := run_of(place.root)) not in (None, step.run):
+        raise CheckpointError(
+            f"{place.name} holds the checkpoints of another run",
+            found=f"run {run}; {step.tag} is of run {step.run}",
+            expected="an empty directory, or the copies of the same run",
+            action="give every run a --megaresume-stage-to of its own",
+        )
+
+
+def _moves(local: Path, shared: Path, step: StepFile, goal: int | None) -> tuple[bool, bool]:
+    """Which pointers a copy moves: to what the local ones name, or closer to it; back only from what was given up. For
+    what comes before the goal, they name the goal."""
+    given_up = saves_given_up(local)
+
+    def there(now: Pointer) -> int:
+        if now.iteration is not None and now.tag is not None:
+            with contextlib.suppress(StateError):
+                if read_step_file(step_path(shared, now.iteration, now.tag)).save_id in given_up:
+                    return -1
+        return -1 if now.iteration is None else now.iteration
+
+    def moves(wanted: Pointer, now: Pointer) -> bool:
+        is_before = goal is not None and step.iteration <= goal and wanted.status != "absent"
+        to = goal if is_before else wanted.iteration
+        return wanted.tag == step.tag or (to is not None and to >= step.iteration > there(now))
+
+    latest, tracker = map(moves, read_pointers(local), read_pointers(shared))
+    return latest, tracker
+
+
+def _is_still(local: Path, step: StepFile) -> bool:
+    """Whether no other save of the step has begun since."""
+    marker = read_marker(marker_path(local, step.iteration, step.tag))
+    now = read_step_file(step_path(local, step.iteration, step.tag))
+    return now.save_id == step.save_id and (marker is None or marker.save_id == step.save_id)
+
+
+def adopt(local: Path, shared: Path) -> str | None:
+    """Let an empty local root, on a node that is new to the run, know the run's ledger. Before its start is recorded.
+
+    Returns:
+        a note for the user; None if the local root has a ledger of its own, or the run is new.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if run_of(local) is not None or run_of(shared) is None:
+        return None
+    share_ledger(shared, local)
+    entries = read_ledger(ledger_path(shared)).entries
+    words = f"{local} is empty; {shared} knows of {sum(entry.kind == 'start' for entry in entries)} starts of this run"
+    if any(entry.kind == "checkpoint" for entry in entries):
+        return words
+    return f"{words} and of no checkpoint: it begins at step 0"

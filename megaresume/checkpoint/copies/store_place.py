@@ -1,0 +1,378 @@
+"""`StorePlace`: copies in an object store, under the id of their save, committed by a new head (`lease`).
+
+Machines that share no directory put the parts of a checkpoint there, each its own:
+
+    node k     its files -> the manifest of its part                        `NodePlace`
+    rank 0     its files; waits for all parts -> commit, of all of them     `StorePlace`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from megaresume.checkpoint.copies.places import DirectoryPlace, PartMissingError, Place, missing_lines, part_here
+from megaresume.checkpoint.lock.lock import say
+from megaresume.checkpoint.ranks import pauses
+from megaresume.checkpoint.records.candidates import list_candidates
+from megaresume.checkpoint.records.ledger import add_lines, merge_lines
+from megaresume.checkpoint.records.manifest import (
+    FileEntry,
+    Manifest,
+    checksum_file,
+    read_manifest,
+)
+from megaresume.checkpoint.records.names import (
+    RECORDS_DIR,
+    data_path,
+    ledger_path,
+    manifest_path,
+    marker_path,
+    rank_dirs,
+    records_dir,
+    step_path,
+)
+from megaresume.checkpoint.records.step_file import (
+    Marker,
+    StepFile,
+    keep_superseded,
+    read_step_file,
+    remove_marker,
+    run_of,
+)
+from megaresume.checkpoint.save.retention import Retention, superfluous
+from megaresume.checkpoint.store.lease import Head, Lease, Saved
+from megaresume.checkpoint.store.mirror import (
+    LEDGERS,
+    POSITIONS,
+    PRUNED,
+    UPLOADED,
+    Mirror,
+    file_name,
+    is_part,
+    part_name,
+    record_name,
+)
+from megaresume.checkpoint.store.scratch import Scratch
+from megaresume.checkpoint.store.store import GaveWayError, Store, is_store
+from megaresume.files import (
+    write_atomic,
+)
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+
+log = logging.getLogger(__name__)
+
+
+#: seconds between looks for the parts of other nodes, at most; and how long nothing may come of them.
+PART_POLL, PART_PATIENCE = 2.0, 3600.0
+
+
+class StorePlace:
+    """A root in an object store.
+
+    Args:
+        url: ``s3://bucket/run``.
+        say: tells people what they have to know of the store.
+    """
+
+    def __init__(self, url: str, say: Callable[[str], object]) -> None:
+        self.store = Store(url)
+        self.name = self.store.url
+        self._scratch = Scratch()
+        self.root = self._scratch.path
+        self.mirror = Mirror(self.store, self.root)
+        self.lease = Lease(self.store, say)
+        #: lines of the ledger that this writer has added.
+        self._lines: list[bytes] = []
+        #: copies that writers before this one have left unfinished.
+        self._unfinished: list[Saved] = []
+        #: older saves of steps that this writer has copied again.
+        self._replaced: set[Saved] = set()
+        self._begun = False
+        #: saves whose parts all nodes of this job hold. Of others that are in parts nothing can be made.
+        self.together: frozenset[str] = frozenset()
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        self.lease.take(run_of(local), beat)
+        self._look()
+
+    def _look(self) -> None:
+        head = self.mirror.refresh() or Head()
+        self._unfinished = list(self.mirror.unfinished(head))
+
+    def release(self) -> None:
+        self.lease.release()
+
+    def reopen(self) -> None:
+        self.store.reopen()  # with the credentials that are there by now
+
+    def begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        self.store.abort_uploads(UPLOADED)
+        self._delete(saved for saved in self.lease.head.removed if self.mirror.has_objects(saved))
+
+    def check_owned(self) -> None:
+        self.lease.check()
+
+    def share_ledger(self, local: Path) -> None:
+        if missing := missing_lines(local, self.root):
+            lines = merge_lines(self._lines, missing)
+            self.store.write(f"{LEDGERS}{self.lease.head.epoch:07d}.jsonl", b"".join(lines))
+            self._lines = lines
+            add_lines(ledger_path(self.root), missing)
+
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        part = part_here(local, iteration, tag)
+        return part is None or part.save_id in self.together
+
+    def refusal(self, step: StepFile) -> str | None:
+        if not self.lease.head.is_removed(step.save_id):
+            return None
+        return f"another machine has continued without it, and removed from {self.name} what there was of it"
+
+    def announce(self, step: StepFile, marker: Marker) -> None:
+        self.store.write(self._record(step, marker_path), marker.to_bytes())
+
+    def _record(self, step: StepFile, path: Callable[[Path, int, str], Path]) -> str:
+        return record_name(step.save_id, path(Path(), step.iteration, step.tag).name)
+
+    def put_files(
+        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+    ) -> Manifest:
+        names = [
+            *((local / step.tag / e.path, file_name(step.tag, step.save_id, e.path), e) for e in manifest.files),
+            *((records_dir(local) / e.path, record_name(step.save_id, e.path), e) for e in manifest.beside),
+        ]
+        there = self.mirror.objects_of(step.tag, step.save_id)
+        # Objects appear whole, under the id of their save: one of the right size is this one.
+        wanted = [(path, name, entry) for path, name, entry in names if there.get(name) != entry.size]
+        uploaded = dict(zip((name for _, name, _ in wanted), self.store.upload_all(wanted, gives_way), strict=True))
+        for path, name, entry in names:
+            if name not in uploaded:
+                uploaded[name] = entry.checksum or checksum_file(path)
+        sums = [replace(entry, checksum=uploaded[name]) for _, name, entry in names]
+        count = len(manifest.files)
+        return self._whole(step, replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:])), gives_way)
+
+    def _whole(self, step: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
+        """The manifest of the checkpoint, when all nodes have put their parts there."""
+        if mine.part is None:
+            return mine
+        parts, there, since = {mine.part[0]: mine}, dict[str, int](), time.monotonic()
+        for _ in pauses(PART_POLL, min(PART_POLL, 0.05)):
+            before, there = there, self.mirror.objects_of(step.tag, step.save_id)
+            for node in set(range(mine.part[1])) - set(parts):
+                if part_name(step.save_id, node) in there:
+                    parts[node] = self._read_part(step, mine, node)
+            missing = sorted(set(range(mine.part[1])) - set(parts))
+            if not missing:
+                break
+            if gives_way():
+                raise GaveWayError
+            if there != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > PART_PATIENCE:
+                raise PartMissingError(
+                    f"of {step.tag} the parts of nodes {', '.join(map(str, missing))} have not come: nothing of it has "
+                    f"reached {self.name} for {PART_PATIENCE:.0f} s"
+                )
+        return join_parts(parts.values())
+
+    def _read_part(self, step: StepFile, mine: Manifest, node: int) -> Manifest:
+        name = part_name(step.save_id, node)
+        copy = self.root / f".{Path(name).name}"
+        copy.write_bytes(self.store.read(name) or b"")
+        part = read_manifest(copy, iteration=step.iteration, tag=step.tag)
+        if (part.save_id, part.digest, part.part) != (mine.save_id, mine.digest, (node, mine.part and mine.part[1])):
+            raise CheckpointError(
+                f"node {node} has copied the part of another save",
+                found=f"{self.name}/{name}: save {part.save_id}, digest {part.digest}, part {part.part}",
+                expected=f"save {mine.save_id}, digest {mine.digest}",
+                cause="two jobs copy to one place",
+                action="let every job copy to a place of its own",
+            )
+        return part
+
+    def put_data(self, data: bytes) -> None:
+        self.store.write(f"{RECORDS_DIR}/{data_path(Path()).name}", data)
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        self._check_there(step, manifest)
+        before = set(self.root.glob(f"{RECORDS_DIR}/superseded/*"))
+        keep_superseded(self.root, step)
+        for path in set(self.root.glob(f"{RECORDS_DIR}/superseded/*")) - before:
+            self.store.write(str(path.relative_to(self.root)), path.read_bytes())
+        self.store.write(self._record(step, step_path), step.to_bytes())
+        self.store.write(self._record(step, manifest_path), manifest.to_bytes())
+        saved = Saved(iteration=step.iteration, tag=step.tag, save_id=step.save_id)
+        same = [s for s in self.lease.head.saves if (s.iteration, s.tag) == (step.iteration, step.tag) and s != saved]
+        head = self.lease.commit(lambda head: head.with_save(saved, latest=latest, tracker=tracker))
+        self._replaced |= set(same)
+        self._show(step, manifest)
+        self.mirror.point(head)
+
+    def _check_there(self, step: StepFile, manifest: Manifest) -> None:
+        there = self.mirror.objects_of(step.tag, step.save_id)
+        wanted = {file_name(step.tag, step.save_id, e.path): e.size for e in manifest.files}
+        wanted |= {record_name(step.save_id, e.path): e.size for e in manifest.beside}
+        if wrong := [name for name, size in wanted.items() if there.get(name) != size]:
+            raise CheckpointError(
+                f"{step.tag} was copied and is not there as a whole",
+                found=f"{self.name}: {', '.join(wrong[:5])}: {there.get(wrong[0], 'no')} of {wanted[wrong[0]]} bytes",
+                expected=f"{len(wanted)} objects",
+                cause="somebody deletes objects there, a rule of the bucket does, or the store loses data",
+                action="it is copied again; look at the rules of the bucket",
+            )
+
+    def _show(self, step: StepFile, manifest: Manifest) -> None:
+        """Have the mirror show a checkpoint that was committed."""
+        shutil.rmtree(self.root / step.tag, ignore_errors=True)
+        for entry in manifest.files:
+            self.mirror.stand_in(f"{step.tag}/{entry.path}", entry.size)
+        for entry in manifest.beside:
+            self.mirror.stand_in(f"{RECORDS_DIR}/{entry.path}", entry.size)
+        write_atomic(step_path(self.root, step.iteration, step.tag), step.to_bytes())
+        write_atomic(manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
+        remove_marker(marker_path(self.root, step.iteration, step.tag))  # of an earlier try, which a kill cut off
+
+    def conclude(self, step: StepFile) -> None:
+        parts = [name for name in self.store.sizes(record_name(step.save_id, "")) if is_part(name)]
+        self.store.delete([self._record(step, marker_path), *parts])
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
+        try:
+            doomed = [
+                (candidate.iteration, candidate.tag)
+                for candidate in superfluous(self.root, retention, copied)
+                if not (local / candidate.tag).is_dir()
+            ]
+            pruned = [saved for saved in self.lease.head.saves if (saved.iteration, saved.tag) in doomed]
+            replaced = [saved for saved in self.lease.head.removed if saved in self._replaced]
+            left = self._left_behind(copied, local, waits)
+            for saved in pruned:
+                self._keep_records(saved)
+            if pruned or left:
+                self.lease.commit(lambda head: head.without([*pruned, *left]))
+            for saved in pruned:
+                for place in (self.root / saved.tag, *rank_dirs(self.root, saved.iteration, saved.tag)):
+                    shutil.rmtree(place, ignore_errors=True)
+            self._delete([*pruned, *left, *replaced])
+            self._replaced.clear()
+        except (MegaresumeError, OSError) as error:
+            log.warning("megaresume: old checkpoints are kept in %s: %s", self.name, error)
+
+    def put_position(self, data: bytes) -> None:
+        self.store.write(f"{POSITIONS}{self.lease.head.epoch:07d}.json", data)
+
+    def _keep_records(self, saved: Saved) -> None:
+        """Data state and manifest outlive the weights."""
+        for path in (step_path, manifest_path):
+            name = path(Path(), saved.iteration, saved.tag).name
+            if (data := self.store.read(record_name(saved.save_id, name))) is not None:
+                self.store.write(f"{PRUNED}{name}", data)
+
+    def _delete(self, saves: Iterable[Saved]) -> None:
+        """The objects of what a head calls removed: nobody counts on them, whoever holds the root by now."""
+        for saved in saves:
+            self.store.delete(self.mirror.objects_of(saved.tag, saved.save_id))
+
+    def _left_behind(self, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> list[Saved]:
+        """Unfinished copies of older writers, whose originals are not here, or are not copied any more."""
+        older = [saved for saved in self._unfinished if saved.iteration <= copied.iteration]
+        if not older:
+            return []
+        ours = {copied.save_id}
+        for candidate in list_candidates(local):
+            if candidate.iteration is None or "state" not in candidate.records:
+                continue
+            if waits(candidate.iteration, candidate.tag):
+                with contextlib.suppress(StateError):
+                    ours.add(read_step_file(step_path(local, candidate.iteration, candidate.tag)).save_id)
+        committed = {saved.save_id for saved in self.lease.head.saves}
+        self._unfinished = [saved for saved in self._unfinished if saved not in older]
+        return [saved for saved in older if saved.save_id not in ours | committed]
+
+
+class NodePlace(StorePlace):
+    """The same root, to which a node that is not rank 0's brings its parts. It holds no lease and moves no pointer:
+    what it puts there counts only in what rank 0 commits."""
+
+    def hold(self, local: Path, beat: Callable[[], object]) -> None:
+        self.head = self.mirror.refresh() or Head()
+
+    def release(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass  # rank 0 clears away; here others are at work already
+
+    def check_owned(self) -> None:
+        pass  # rank 0 does
+
+    def share_ledger(self, local: Path) -> None:
+        pass
+
+    def takes(self, local: Path, iteration: int, tag: str) -> bool:
+        part = part_here(local, iteration, tag)  # rank 0 copies whole ones; this disk was another node's
+        return part is not None and part.save_id in self.together
+
+    def refusal(self, step: StepFile) -> str | None:
+        is_removed = self.head.is_removed(step.save_id)
+        return f"it was removed from {self.name}" if is_removed else None
+
+    def _whole(self, step: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
+        return mine
+
+    def put_data(self, data: bytes) -> None:
+        pass
+
+    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        self._check_there(step, manifest)
+        assert manifest.part is not None
+        self.store.write(part_name(step.save_id, manifest.part[0]), manifest.to_bytes())
+        self._show(step, manifest)
+
+    def conclude(self, step: StepFile) -> None:
+        pass
+
+    def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
+        pass
+
+
+def join_parts(parts: Iterable[Manifest]) -> Manifest:
+    """The manifest of a checkpoint, of those of all its parts.
+
+    Raises:
+        CheckpointError: two nodes have written different files of one name.
+    """
+    files: dict[str, FileEntry] = {}
+    beside: dict[str, FileEntry] = {}
+    manifests = list(parts)
+    for manifest in manifests:
+        for all_of_them, some in ((files, manifest.files), (beside, manifest.beside)):
+            for entry in some:
+                if all_of_them.setdefault(entry.path, entry) != entry:
+                    raise CheckpointError(
+                        f"two nodes have written different files {entry.path} of {manifest.tag}",
+                        found=f"{entry} and {all_of_them[entry.path]}",
+                        expected="one writer for each file",
+                        cause="the trainer saves some files on every node, and their contents differ",
+                        action="save to storage that all nodes see",
+                    )
+    ordered = [tuple(some[path] for path in sorted(some)) for some in (files, beside)]
+    return replace(manifests[0], files=ordered[0], beside=ordered[1], part=None)
+
+
+def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object] = say) -> Place:
+    """The place that a path or a URL names."""
+    if not isinstance(where, str | os.PathLike):
+        return where
+    return StorePlace(os.fspath(where), say) if is_store(where) else DirectoryPlace(where)

@@ -1,0 +1,7 @@
+"""What is loaded.
+
+choose.py           of one root or of two, the same on all ranks; the beginning and the end of a run
+search.py           the rules of a choice
+foreign.py          checkpoints of other programs
+foreign_layouts.py  how each of these programs lays them out
+"""

@@ -1,0 +1,497 @@
+"""One job at a time writes to a checkpoint root, and all of its ranks see that root.
+
+A lock with its owner's name, and a fence for who has lost it:
+
+    start    nobody, or an owner that has ended      -> the next number is claimed, the lower ones removed
+             an owner whose counter moves            -> refused, with its name
+             an owner whose counter stands still     -> claimed
+    save     the owner's draft -> renamed to its place: data state, manifest, pointers      (`write_fenced`)
+    end      marked as released
+
+**Taking.** A directory is prepared with everything in it and renamed to the next number (`claim`). A rename never
+replaces a directory that is not empty: of two that take it at once, the filesystem refuses one. Numbers only grow: the
+last directory stays when its owner ends, and the next owner removes it. Neither file locks nor the clocks of two nodes
+are needed, so that this holds on NFS and Lustre.
+
+**The fence.** Whoever takes the lock removes the directories of lower numbers before it looks at any checkpoint. An
+owner puts in place what makes a checkpoint count with a rename *out of* its own directory: that comes before the
+removal, and the new owner sees the checkpoint; or after it, and the rename fails. There is nothing in between, however
+long a process slept between two of its instructions. So a node that was taken for dead and comes back commits nothing.
+Model files it may still write; they count only with a manifest.
+
+The counter goes up in one daemon thread for all roots of a process. A forked child holds nothing. What a killed owner
+leaves need not be cleaned up by hand.
+
+**Do all ranks see one directory?** Asked before the first step, also if there is no checkpoint to compare yet:
+
+    rank 0   makes a file in <save>/megaresume that no one has seen
+    all      look for it under their own path, for a while: caches of shared filesystems lag behind
+    all      learn who does not see it
+
+With a disk in each node every node would save its own part of each checkpoint to its own disk, and none would be
+whole.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaresume.checkpoint.lock.claim import (
+    OWNER,
+    RELEASED,
+    Owner,
+    claim,
+    gone,
+    newest,
+    place,
+    read_alive,
+    read_owner,
+    this_process,
+    write_alive,
+)
+from megaresume.checkpoint.ranks import (
+    gather,
+    is_rank_0,
+    known_to_all,
+    on_rank_0,
+    pauses,
+    world_size,
+)
+from megaresume.checkpoint.records.ledger import read_run
+from megaresume.checkpoint.records.names import ledger_path, records_dir
+from megaresume.checkpoint.system import is_shared, mount_of
+from megaresume.files import leftover_name, make_dir, write_atomic, write_error
+from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, SetupError
+
+#: how often an owner raises its counter.
+RENEW_SECONDS = 2.0
+#: how long a counter is watched that stands still: ten renewals, since a busy interpreter or filesystem skips some.
+PATIENCE_SECONDS = 20.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """What the lock of a root says."""
+
+    #: held: as far as one can tell without waiting. gone: it has ended, the next start takes the lock at once.
+    status: Literal["held", "gone", "released"]
+    #: why it counts as ended.
+    reason: str | None = None
+    #: None if the name is damaged, or was written by a newer megaresume.
+    owner: Owner | None
+
+    def __str__(self) -> str:
+        return "a process whose name cannot be read" if self.owner is None else str(self.owner)
+
+
+class Lock:
+    """A root that this process holds; made by `take`."""
+
+    def __init__(self, root: Path, number: int, owner: Owner) -> None:
+        self.root = root
+        self.number = number
+        self.owner = owner
+        #: what is written here can be renamed to its place for as long as the root is held.
+        self.drafts = place(root, number) / owner.token
+        self._count = 0
+        self._released = False
+        self._writing = threading.Lock()
+
+    def renew(self) -> None:
+        """Raise the counter. Raises OSError: FileNotFoundError if the root was taken over."""
+        with self._writing:
+            if not self._released:
+                self._count += 1
+                write_alive(self.drafts.parent, str(self._count))
+
+    def release(self) -> None:
+        """Mark the root as free. If that fails, the next start watches the counter."""
+        # Should the other thread hang in a filesystem that does not answer, the program must end all the same.
+        if self._writing.acquire(timeout=1.0):
+            self._released = True
+            with contextlib.suppress(OSError):
+                write_alive(self.drafts.parent, RELEASED)
+            self._writing.release()
+
+    def taken_by(self) -> Holder | None:
+        """Who has taken the root over; None if nobody has."""
+        number = newest(self.root)
+        return None if number in (None, self.number) else _read(self.root, number, self.owner)
+
+    def check(self) -> None:
+        """Raise a CheckpointError if another job has taken the root over. A lock that a user has deleted is made
+        again, if nobody has another."""
+        with contextlib.suppress(OSError):
+            self.renew()  # an NFS client remembers what is gone, but asks its server before it opens
+        if self.drafts.is_dir() and newest(self.root) == self.number:
+            return
+        if newest(self.root) is None:
+            make_dir(records_dir(self.root))
+            if claim(self.root, self.number, self.owner):
+                return
+        raise self.lost()
+
+    def lost(self) -> CheckpointError:
+        """The error of an owner that has lost the root."""
+        return CheckpointError(
+            "this job has lost its directory of checkpoints to another one, and nothing that it saves there counts",
+            found=f"{self.root} is held by {self.taken_by() or 'nobody'}",
+            expected=f"this job: {self.owner}",
+            cause="this node was taken for dead (its network, a filesystem that hung, a process that was stopped), and "
+            "the job was started again elsewhere",
+            action="end this job: the other one continues from the last committed checkpoint",
+        )
+
+
+#: by real path: the roots of this process.
+_held: dict[Path, Lock] = {}
+#: ends the thread that raises the counters; None if there is no thread.
+_ending: threading.Event | None = None
+
+
+def take(root: str | os.PathLike[str]) -> Lock:
+    """Hold a root until `release` or the end of this process. On rank 0. Prints who was waited for or taken over from.
+
+    If this process holds it already, only makes sure that it still does.
+
+    Raises:
+        CheckpointError: another job writes there, named; or has taken it over from this one; or the directory cannot
+            be written.
+    """
+    root = Path(os.path.abspath(root))
+    if (lock := _lock_of(root)) is not None:
+        lock.check()
+        return lock
+    make_dir(records_dir(root))
+    me = this_process(token=os.urandom(8).hex(), run=read_run(ledger_path(root)))
+    while True:
+        before = newest(root)
+        if before is not None and not _is_over(root, before, me):
+            continue
+        number = 1 if before is None else before + 1
+        if claim(root, number, me):
+            break
+    lock = _held[_key(root)] = Lock(root, number, me)
+    _raise_counters()
+    return lock
+
+
+def release(root: str | os.PathLike[str]) -> None:
+    """Let go of a root; no error if it is not held."""
+    if (lock := _held.pop(_key(root), None)) is not None:
+        lock.release()
+
+
+def check_owned(root: Path) -> None:
+    """Raise a CheckpointError if this process held a root and has lost it. One that never held it may pass."""
+    if (lock := _lock_of(root)) is not None:
+        lock.check()
+
+
+def write_fenced(root: Path, path: Path, data: bytes, *, sync_dir: bool = True) -> None:
+    """`write_atomic` of a file that makes a checkpoint count: fails if this process has lost the root.
+
+    Raises:
+        CheckpointError: lost, with the new owner; or the disk refuses. The old content is still there.
+    """
+    lock = _lock_of(root)
+    try:
+        write_atomic(path, data, sync_dir=sync_dir, drafts=None if lock is None else lock.drafts)
+    except CheckpointError as error:
+        if lock is not None and lock.taken_by() is not None:
+            raise lock.lost() from error
+        raise
+
+
+def holder_of(root: Path, *, ask_slurm: bool = False) -> Holder | None:
+    """Who holds a root, or did last; None if it was never held. Reads only, and waits for nothing but ``squeue``.
+
+    Raises:
+        CheckpointError: the directory cannot be listed.
+    """
+    number = newest(root)
+    return None if number is None else _read(root, number, this_process(token=""), ask_slurm=ask_slurm)
+
+
+def _key(root: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(root))
+
+
+def _lock_of(root: Path) -> Lock | None:
+    return _held.get(_key(root)) if _held else None
+
+
+def say(words: str) -> None:
+    """Tell people, on rank 0."""
+    # Printed, not logged: it says why a start waits, whatever the program does with its logging.
+    print(f"megaresume: {words}\n", end="", flush=True)  # in one piece: a thread says things, too
+
+
+def _read(root: Path, number: int, me: Owner, *, ask_slurm: bool = False) -> Holder:
+    owner: Owner | None = None
+    with contextlib.suppress(CheckpointError, NewerFormatError):
+        owner = read_owner(place(root, number) / OWNER)
+    if read_alive(place(root, number)) == RELEASED:
+        return Holder(owner=owner, status="released")
+    reason = None if owner is None else gone(owner, me, ask_slurm=ask_slurm)
+    return Holder(owner=owner, status="held" if reason is None else "gone", reason=reason)
+
+
+def _is_over(root: Path, number: int, me: Owner) -> bool:
+    """Wait until it is clear what has become of an owner.
+
+    Returns:
+        True: it is over. False: the root has another one by now.
+
+    Raises:
+        CheckpointError: it is alive.
+    """
+    directory = place(root, number)
+    began, first, told = time.monotonic(), read_alive(directory), False
+    holder = _read(root, number, me, ask_slurm=True)
+    while holder.status == "held":
+        now = read_alive(directory)  # before who is newest: a directory that was taken over is removed
+        if newest(root) != number:
+            return False
+        if now not in (first, RELEASED):
+            raise _refused(root, holder)
+        waited = time.monotonic() - began
+        if waited >= PATIENCE_SECONDS:
+            say(f"{root} was held by {holder}: no sign of life for {PATIENCE_SECONDS:g} s; taken over")
+            return True
+        if waited > 2 * RENEW_SECONDS and not told:
+            told = True
+            say(f"{root} is held by {holder}: waiting for a sign of life, {PATIENCE_SECONDS:g} s at most")
+        if now != RELEASED:
+            time.sleep(_POLL_SECONDS)
+        holder = _read(root, number, me)
+    if holder.status == "gone" and not (holder.owner is not None and holder.owner.is_same_process(me)):
+        say(f"{root} was held by {holder}: {holder.reason}; taken over")
+    return True
+
+
+def _refused(root: Path, holder: Holder) -> CheckpointError:
+    owner = holder.owner
+    array = owner is not None and owner.array is not None
+    return CheckpointError(
+        "another job writes to this directory of checkpoints",
+        found=f"{root} is held by {holder}; it is alive",
+        expected="one job at a time",
+        cause="the tasks of a job array save to one directory"
+        if array
+        else "the job was submitted twice, or the one before it has not ended yet",
+        action=("end it" if owner is None else owner.how_to_end)
+        + " and start again; or save to another directory"
+        + (": DIR/$SLURM_ARRAY_TASK_ID" if array else "")
+        + "; only to read its checkpoints, leave out where to save (--save, save_dir=)",
+    )
+
+
+# The counters
+
+
+def _raise_counters() -> None:
+    global _ending
+    if _ending is None:
+        _ending = threading.Event()
+        threading.Thread(target=_run, args=(_ending,), name="megaresume-lock", daemon=True).start()
+
+
+def _run(ending: threading.Event) -> None:
+    told: set[str] = set()
+    while not ending.wait(RENEW_SECONDS):
+        for lock in list(_held.values()):
+            # Full, or not answering: the next save says so, and the next time may be better.
+            with contextlib.suppress(OSError, CheckpointError):
+                _renew(lock, told)
+
+
+def _renew(lock: Lock, told: set[str]) -> None:
+    try:
+        lock.renew()
+    except FileNotFoundError:
+        if lock.owner.token not in told and (holder := lock.taken_by()) is not None:
+            told.add(lock.owner.token)
+            say(f"WARNING: {lock.root} was taken over by {holder}: nothing that this job saves there counts")
+
+
+def _at_exit() -> None:
+    """Registered when this module is imported, and so run after those who commit at the end of the program."""
+    for root in list(_held):
+        release(root)
+    if _ending is not None:
+        _ending.set()
+
+
+def _in_child() -> None:
+    """Behind a fork: the thread did not come along, and what the parent holds is not the child's."""
+    global _ending
+    _held.clear()
+    _ending = None
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_child)
+
+
+#: how long a rank looks for the file of rank 0. NFS remembers for 30 s at most that a name was not there.
+SEEN_WITHIN_SECONDS = 30.0
+_MOST_HOSTS = 20
+
+#: what one rank found: its host, the path, and, if it does not see the file, what is mounted there.
+_Seen = tuple[str, str, str | None]
+
+
+def check_shared(directory: str | os.PathLike[str], *, action: str | None = None) -> None:
+    """Make sure that a directory which rank 0 writes to is the same on every rank. Collective.
+
+    Args:
+        directory: as this rank names it; rank 0 creates it if need be.
+        action: what to do otherwise; None: mount it.
+
+    Raises, on every rank:
+        SetupError: naming every host that does not see what rank 0 has written.
+        CheckpointError: rank 0 cannot write there.
+    """
+    if world_size() == 1:
+        return
+    root = Path(os.path.abspath(directory))
+
+    def make() -> str:
+        make_dir(records_dir(root))
+        name = leftover_name("seen")
+        try:
+            (records_dir(root) / name).touch()
+        except OSError as error:
+            raise write_error(records_dir(root) / name, error) from error
+        return name
+
+    name = on_rank_0(make)
+    try:
+        sees = _look(records_dir(root), name)
+        seen: list[_Seen] = gather((os.uname().nodename, str(root), None if sees else _mount(root)))
+    finally:
+        if is_rank_0():
+            (records_dir(root) / name).unlink(missing_ok=True)
+    if any(mount is not None for *_, mount in seen):
+        raise known_to_all(_refusal(seen, action))
+
+
+def _look(directory: Path, name: str) -> bool:
+    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+    for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
+        # Listing a directory makes an NFS client ask its server again; asking for a name may be answered from memory.
+        if (directory / name).exists() or name in _names(directory):
+            return True
+        if time.monotonic() >= deadline:
+            break
+    return False
+
+
+def seen_within(directory: Path, names: list[str | None]) -> set[int]:
+    """Which ranks' files are seen in a directory: at once if no other machine can see it, else within the time that
+    `check_shared` allows.
+
+    Args:
+        directory: on this machine.
+        names: of a file that each rank has made in the directory of this name that it sees; None: it has made none.
+    """
+    wanted = {number: name for number, name in enumerate(names) if name is not None}
+    kind = _kind(directory)
+    deadline = time.monotonic() + (SEEN_WITHIN_SECONDS if kind == "unknown" or is_shared(kind) else 0.0)
+    for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
+        there = set(_names(directory))
+        seen = {number for number, name in wanted.items() if name in there}
+        if len(seen) == len(wanted) or time.monotonic() >= deadline:
+            break
+    return seen
+
+
+def _kind(directory: Path) -> str:
+    try:
+        return mount_of(directory, Path("/proc/self/mountinfo").read_text(errors="replace")).kind
+    except OSError:
+        return "unknown"
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
+    first, path, _ = seen[0]
+    blind: dict[str, list[int]] = {}
+    for rank, (host, _, mount) in enumerate(seen):
+        if mount is not None:
+            blind.setdefault(host, []).append(rank)
+    lines = []
+    for host, ranks in list(blind.items())[:_MOST_HOSTS]:
+        _, place, mount = seen[ranks[0]]
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        lines.append(f"{host} ({which}; {place} is on {mount})")
+    if len(blind) > _MOST_HOSTS:
+        lines.append(f"and {len(blind) - _MOST_HOSTS} more")
+    hosts = ", ".join(list(blind)[:_MOST_HOSTS])
+    return SetupError(
+        "the save directory is not the same on every node",
+        found=f"what rank 0 wrote into {path} on {first} is not seen after {SEEN_WITHIN_SECONDS:g} s by "
+        + ", ".join(lines),
+        expected="one directory that every rank sees",
+        cause="the filesystem is not mounted on these nodes, the path is on a disk of each node, or ranks were given "
+        "different paths",
+        action=action or f"mount on {hosts} what findmnt -T {path} shows on {first}; or save to another directory",
+    )
+
+
+def _mount(path: Path) -> str:
+    """The filesystem that a path is on, in words."""
+    try:
+        mount = mount_of(path, Path("/proc/self/mountinfo").read_text(errors="replace"))
+    except OSError:
+        return "an unknown filesystem"
+    return f"{mount.kind} {mount.source}, mounted at {mount.point}" if mount.point else "an unknown filesystem"
+
+
+def claim_directory(directory: str | os.PathLike[str], *, action: str | None = None) -> None:
+    """Take the lock on rank 0, and see that all ranks see it there. Collective; before anything is loaded.
+
+    Args:
+        directory: the checkpoint root.
+        action: what to do if it is not shared; None: mount it.
+
+    Raises, on every rank:
+        CheckpointError: another job writes there, or rank 0 cannot.
+        SetupError: a node does not see it.
+    """
+    # In this order: what another start clears away must not be the file that this one's ranks look for.
+    hold_directory(directory)
+    try:
+        check_shared(directory, action=action)
+    except MegaresumeError:
+        if is_rank_0():
+            release(directory)
+        raise
+
+
+def hold_directory(directory: str | os.PathLike[str]) -> None:
+    """Take the lock on rank 0. Collective.
+
+    Raises, on every rank:
+        CheckpointError: another job writes there, or rank 0 cannot.
+    """
+
+    def hold() -> None:
+        take(directory)
+
+    on_rank_0(hold)

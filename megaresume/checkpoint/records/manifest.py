@@ -1,0 +1,469 @@
+"""The manifest: every file of a tag directory with its size and, if asked for, its checksum; files of each rank.
+
+It is written when all ranks are done and every expected file was seen: **its rename is the moment at which a
+checkpoint counts as complete**. It names the state that it was committed with, so that neither fits another's. It is
+written once more, with checksums, when every file is on the disk: the checkpoint is **durable** (`durability`).
+
+Every rank adds files of its own to a checkpoint, in a directory of the step in ``<save>/megaresume``:
+
+    step_0000010.random/rank_00000.json    random state of rank 0 (`megaresume.checkpoint.random_state`)
+    step_0000010.loader/rank_00000.pkl     state of data-parallel rank 0's loader, where the run has a loader of its own
+
+They are written before the commit, and the manifest names them with size and checksum: they are part of the
+checkpoint. The loaders' are pickles, because their libraries' states are; trusted like the weights, and opened by a
+resume alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import xxhash
+
+from megaresume.checkpoint.records.names import (
+    RankFileKind,
+    count,
+    flag,
+    from_members,
+    has_stand_ins,
+    marker_path,
+    parse_rank_file,
+    rank_file_words,
+    read_record,
+    recorded_tag,
+    records_dir,
+    rows,
+    seal,
+    texts,
+    usual_tags,
+)
+from megaresume.checkpoint.system import boots_up
+from megaresume.files import make_dir, open_file, read_file, write_atomic
+from megaresume.stream.errors import CheckpointError, StateError, one_line
+
+FORMAT = "megaresume.manifest"
+#: Every megaresume refuses a manifest of a later version than its own. A member that it does not know is passed over.
+#: So a field that older programs may ignore is added without raising this; it is raised when an older program would
+#: resume wrongly by ignoring it. The same holds for the step file, the marker, the ledger and the lock.
+VERSION = 2
+#: what is written of a whole checkpoint, which every megaresume reads.
+_VERSION_OF_A_WHOLE = 1
+ALGORITHM = "xxh3_128"
+
+#: bytes read at once; large enough that hashing, not the calls, is what costs.
+_CHUNK = 4 << 20
+
+#: files that are read at the same time, on a machine with as many cores.
+MOST_THREADS = 16
+
+_NUMBER = re.compile(r"[0-9]+")
+#: what frameworks look for by these names, of whatever rank.
+_MODEL_FILE = re.compile(r"_(model|optim)_states\.pt$|\.distcp$")
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """One file of a tag directory."""
+
+    #: relative to the tag directory, with forward slashes.
+    path: str
+    #: bytes.
+    size: int
+    #: xxh3_128, 32 hex digits; None if not taken.
+    checksum: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is wrong with one file."""
+
+    path: str
+    kind: Literal["missing", "size", "checksum", "unreadable", "unlisted"]
+    #: with numbers; a sentence without the path.
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{one_line(self.path)}: {self.detail}"
+
+
+def list_files(tag_dir: Path) -> tuple[FileEntry, ...]:
+    """All files below a tag directory, in order of their paths, without checksums.
+
+    Files that network filesystems keep for deleted open files (``.nfs...``) are no part of a checkpoint.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    found: list[FileEntry] = []
+
+    def scan(directory: str, prefix: str) -> None:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name.startswith(".nfs"):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    scan(entry.path, f"{prefix}{entry.name}/")
+                else:
+                    found.append(FileEntry(path=prefix + entry.name, size=entry.stat().st_size))
+
+    scan(os.fspath(tag_dir), "")
+    return tuple(sorted(found, key=lambda entry: entry.path))
+
+
+def directories_of_models(root: Path) -> list[str]:
+    """Directories in a root that hold files which frameworks take for those of a model, by name; hidden ones are not
+    looked at."""
+
+    def names(directory: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(directory))
+        except OSError:  # a file, or not ours
+            return []
+
+    return [
+        name for name in names(root) if name[0] != "." and any(_MODEL_FILE.search(file) for file in names(root / name))
+    ]
+
+
+def checksum_file(path: str | os.PathLike[str], progress: Progress | None = None, *, stored: bool = False) -> str:
+    """xxh3_128 of a file, 32 hex digits; hashing and reading release the interpreter lock. Raises OSError.
+
+    ``stored``: of what the storage holds, not of what this machine remembers having written, if the system can tell.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK))
+    with open_file(path) as file:
+        if stored:
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+            if progress is not None:
+                progress(size)
+    return digest.hexdigest()
+
+
+def checksum_files(
+    tag_dir: Path, paths: Iterable[str], *, progress: Progress | None = None
+) -> dict[str, str | OSError]:
+    """Checksum files in parallel; hashing and reading release the interpreter lock.
+
+    Args:
+        tag_dir: what the paths are relative to.
+        paths: the files.
+        progress: called with the bytes just read, from several threads.
+
+    Returns:
+        by path: 32 hex digits of xxh3_128, or the error that reading gave.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # only here: half of `inspect`'s import time
+
+    def one(path: str) -> str | OSError:
+        try:
+            return checksum_file(os.path.join(tag_dir, path), progress)
+        except OSError as error:
+            return error
+
+    names = list(paths)
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        try:
+            found = pool.map(one, names)
+        except RuntimeError:  # no new threads as Python ends, which waits until the last checkpoint is durable
+            found = map(one, names)
+        return dict(zip(names, found, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a complete checkpoint consists of."""
+
+    iteration: int
+    tag: str
+    #: the save that wrote it; the step file has the same.
+    save_id: str
+    #: digest of the data state that was committed with it.
+    digest: str
+    files: tuple[FileEntry, ...]
+    #: of the same save, relative to ``<save>/megaresume``: the files that each rank added. Always with checksums.
+    beside: tuple[FileEntry, ...] = ()
+
+    #: whether every file is on the disk, whatever becomes of the machines.
+    durable: bool = True
+    #: of the machines that wrote it, while it is not durable.
+    boots: tuple[str, ...] = ()
+    #: (number, of how many): these are the files of one node, and the others are on the disks of other nodes; None:
+    #: these are all.
+    part: tuple[int, int] | None = None
+
+    @property
+    def is_of_rank_0(self) -> bool:
+        """Whether they are those of the node that keeps the ledger."""
+        return self.part is None or self.part[0] == 0
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether its files hold what was written: on the disk, or in the memory of machines that are all up since."""
+        return self.durable or (bool(self.boots) and boots_up().issuperset(self.boots))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in (*self.files, *self.beside))
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every file has one."""
+        return all(entry.checksum is not None for entry in self.files)
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        fields: dict[str, Any] = {
+            "format": FORMAT,
+            "version": _VERSION_OF_A_WHOLE if self.part is None else VERSION,
+            "iteration": self.iteration,
+            "tag": self.tag,
+            "save_id": self.save_id,
+            "digest": self.digest,
+            "durable": self.durable,
+            "boots": list(self.boots),
+            **({} if self.part is None else {"part": list(self.part)}),
+            "algorithm": ALGORITHM,
+            "files": [[entry.path, entry.size, entry.checksum] for entry in self.files],
+            "beside": [[entry.path, entry.size, entry.checksum] for entry in self.beside],
+        }
+        return seal(fields, depth=2)
+
+    def verify(
+        self,
+        tag_dir: Path,
+        *,
+        mode: Literal["sizes", "checksums"] = "sizes",
+        progress: Progress | None = None,
+    ) -> list[Problem]:
+        """Hold the files on disk against the manifest.
+
+        Files that the manifest does not name are no problem, since programs add files of their own after the save; but
+        for those that are model or optimizer files of other ranks by their names (`unlisted`): frameworks read them.
+
+        Args:
+            tag_dir: the tag directory.
+            mode: ``checksums`` reads every file that has one; ``sizes`` costs one look-up a file. Files in ``beside``
+                are small, and are always read, if a store's mirror has them.
+            progress: see `checksum_files`.
+
+        Returns:
+            what is wrong, in the order of the manifest; empty: nothing.
+        """
+        found = verify_files(tag_dir, self.files, mode=mode, progress=progress)
+        return found + _unlisted_problems(tag_dir, self.files) + self.verify_beside(tag_dir.parent)
+
+    def verify_beside(self, root: Path) -> list[Problem]:
+        """Hold the files in ``<root>/megaresume`` against the manifest, with their checksums: as `verify`."""
+        if not self.beside:
+            return []
+        found = verify_files(records_dir(root), self.beside, mode="sizes" if has_stand_ins(root) else "checksums")
+        place = records_dir(root).name
+        return [replace(p, path=f"{place}/{p.path}", detail=f"{rank_file_words(p.path)} {p.detail}") for p in found]
+
+
+def verify_files(
+    directory: Path,
+    files: tuple[FileEntry, ...],
+    *,
+    mode: Literal["sizes", "checksums"],
+    progress: Progress | None = None,
+) -> list[Problem]:
+    """What is wrong with these files of a directory, and with no others; arguments as of `Manifest.verify`."""
+    problems: dict[str, Problem] = {}
+    for entry in files:
+        problem = _size_problem(directory, entry)
+        if problem is not None:
+            problems[entry.path] = problem
+    if mode == "checksums":
+        checked = {e.path: e for e in files if e.checksum is not None and e.path not in problems}
+        actual = checksum_files(directory, checked, progress=progress)
+        for path, checksum in actual.items():
+            if isinstance(checksum, OSError):
+                detail = f"cannot be read: {checksum.strerror or checksum}"
+                problems[path] = Problem(path=path, kind="unreadable", detail=detail)
+            elif checksum != checked[path].checksum:
+                detail = f"checksum is {checksum}, was {checked[path].checksum} when it was saved"
+                problems[path] = Problem(path=path, kind="checksum", detail=detail)
+    return [problems[entry.path] for entry in files if entry.path in problems]
+
+
+def _unlisted_problems(tag_dir: Path, files: tuple[FileEntry, ...]) -> list[Problem]:
+    try:
+        there = [entry.path for entry in list_files(tag_dir)]
+    except OSError:
+        return []  # every listed file is missing or unreadable then
+    listed = [entry.path for entry in files]
+    names = {path for path in there if _MODEL_FILE.search(path)} - set(listed) | set(unlisted(there, listed))
+    detail = "the manifest does not name it: it is a file of other ranks, or of another save"
+    return [Problem(path=path, kind="unlisted", detail=detail) for path in sorted(names)]
+
+
+def unlisted(there: Iterable[str], listed: Iterable[str]) -> list[str]:
+    """Those paths that differ from a listed one in their numbers alone, as the files of two ranks do."""
+    known = set(listed)
+    patterns = {_NUMBER.sub("0", path) for path in known if _NUMBER.search(path)}
+    return sorted(path for path in there if path not in known and _NUMBER.sub("0", path) in patterns)
+
+
+def _size_problem(tag_dir: Path, entry: FileEntry) -> Problem | None:
+    try:
+        size = os.stat(os.path.join(tag_dir, entry.path)).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return Problem(path=entry.path, kind="missing", detail=f"is missing, had {entry.size} bytes")
+    except OSError as error:
+        return Problem(path=entry.path, kind="unreadable", detail=f"cannot be read: {error.strerror or error}")
+    if size != entry.size:
+        detail = f"has {size} bytes, had {entry.size} when it was saved"
+        return Problem(path=entry.path, kind="size", detail=detail)
+    return None
+
+
+def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None = None) -> Manifest:
+    """Read and check a manifest.
+
+    Args:
+        path: ``<save>/megaresume/step_0000010.manifest.json``.
+        iteration: what it must hold; None: anything.
+        tag: what it must hold; None: anything.
+
+    Raises:
+        CheckpointError: missing, empty, cut short, damaged, of another kind or of another checkpoint.
+        NewerFormatError: of a newer version.
+    """
+    what = "the manifest"
+    manifest = read_record(path, _manifest, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+    for name, found, expected in (("iteration", manifest.iteration, iteration), ("tag", manifest.tag, tag)):
+        if expected is not None and found != expected:
+            raise CheckpointError(
+                f"{what} belongs to another checkpoint",
+                found=f"{path}: {name} {found}",
+                expected=f"{name} {expected}",
+                cause="the file was renamed or copied over another one",
+                action="copy it again from where it was saved, under its own name; or load another checkpoint",
+            )
+    return manifest
+
+
+def _manifest(fields: Mapping[str, Any]) -> Manifest:
+    if fields["algorithm"] != ALGORITHM:
+        raise ValueError(f"checksums by {fields['algorithm']!r}, not {ALGORITHM}")
+    readers = {"tag": recorded_tag, "files": file_entries, "beside": file_entries, "durable": flag, "boots": texts}
+    return from_members(Manifest, {"part": None, **fields}, **readers, part=_part)
+
+
+def _part(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    node, nodes = map(count, rows(value))
+    if node >= nodes:
+        raise ValueError(f"{value!r} is not a part")
+    return node, nodes
+
+
+def file_entries(value: object) -> tuple[FileEntry, ...]:
+    """A list of files. Raises ValueError or TypeError for anything else."""
+    return tuple(map(file_entry, rows(value)))
+
+
+def file_entry(row: Any) -> FileEntry:
+    """One of ``[path, size, checksum]``. Raises ValueError or TypeError for anything else."""
+    path, size, checksum = rows(row)
+    if not isinstance(path, str) or not path or PurePosixPath(path).is_absolute() or ".." in path.split("/"):
+        raise ValueError(f"{path!r} is not a path below the tag directory")
+    if b"\0" in os.fsencode(path):
+        raise ValueError(f"{path!r} cannot be the path of a file")
+    if checksum is not None and not isinstance(checksum, str):
+        raise ValueError(f"{checksum!r} is not a checksum")
+    return FileEntry(path=path, size=count(size), checksum=checksum)
+
+
+_DIRECTORY = re.compile(r"step_([0-9]{7,18})(?:@(.+))?\.(?:loader|random|synced)")
+
+
+def write_rank_file(root: Path, path: str, data: bytes) -> FileEntry:
+    """Write one rank's file, atomically and durably; what the manifest says of it.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    make_dir((records_dir(root) / path).parent)
+    write_atomic(records_dir(root) / path, data)
+    return FileEntry(path=path, size=len(data), checksum=xxhash.xxh3_128_hexdigest(data))
+
+
+def read_rank_file(root: Path, entry: FileEntry) -> bytes:
+    """Read one rank's file.
+
+    Raises:
+        StateError: it is missing, or is not the one that was saved; the rank is named.
+    """
+    path = records_dir(root) / entry.path
+    inspect = f"megaresume inspect {root} shows which checkpoints are whole; load one of those"
+    try:
+        data = read_file(path)
+    except OSError as error:
+        raise StateError(
+            f"{rank_file_words(entry.path)} is missing",
+            found=f"{path}: {error.strerror or error}",
+            expected=f"{entry.size} bytes",
+            cause="the directory megaresume was not copied along, or is not on a filesystem that all nodes share",
+            action=inspect,
+        ) from error
+    checksum = xxhash.xxh3_128_hexdigest(data)
+    if checksum != entry.checksum:
+        raise StateError(
+            f"{rank_file_words(entry.path)} is damaged",
+            found=f"{path}: {len(data)} bytes, checksum {checksum}",
+            expected=f"{entry.size} bytes, checksum {entry.checksum}",
+            cause="the file was copied in part, or belongs to another save of the same step",
+            action=inspect,
+        )
+    return data
+
+
+def ranks_of(entries: Iterable[FileEntry], kind: RankFileKind) -> dict[int, FileEntry]:
+    """The files of one kind, by rank."""
+    found = ((parse_rank_file(entry.path), entry) for entry in entries)
+    return {name[1]: entry for name, entry in found if name is not None and name[0] == kind}
+
+
+def random_digest(manifest: Manifest) -> tuple[int, str] | None:
+    """Ranks whose random state a checkpoint holds, and 16 hex digits over all of it; None if it holds none."""
+    ranks = ranks_of(manifest.beside, "random")
+    if not ranks:
+        return None
+    words = " ".join(f"{rank}:{ranks[rank].checksum}" for rank in sorted(ranks))
+    return len(ranks), xxhash.xxh3_64_hexdigest(words.encode())
+
+
+def remove_orphans(root: Path) -> None:
+    """Delete the files of checkpoints whose tag directory is gone: without weights they are of no use.
+
+    Not those of a save that is in progress, whose tag directory may come later.
+    """
+    try:
+        names = os.listdir(records_dir(root))
+    except OSError:
+        return
+    for name in names:
+        match = _DIRECTORY.fullmatch(name)
+        if match is None:
+            continue
+        iteration = int(match[1])
+        tags = [match[2]] if match[2] else usual_tags(iteration)
+        if not any((root / tag).is_dir() or marker_path(root, iteration, tag).exists() for tag in tags):
+            shutil.rmtree(records_dir(root) / name, ignore_errors=True)

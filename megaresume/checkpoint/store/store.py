@@ -1,0 +1,614 @@
+"""`Store`: the objects of a checkpoint root in an object store, through fsspec: the few requests that copies need.
+
+    sizes      names and sizes below a prefix, of every page of the answer
+    read       a small object
+    write      a small object, whole or not at all
+    create     the same, unless it is there: of two that try, one succeeds (`If-None-Match`, and its like elsewhere)
+    upload     a file: large ones in parts, several at a time; each part compared with what the store has received
+               (`receipts`)
+    download   a file: in ranges, several at a time, hashed in their order as they come; what a kill has left is not
+               read again; the whole by its checksum
+    delete     objects; abort_uploads: the parts of uploads that a kill left
+
+What may pass is tried again with back-off, as reads of data are (`megaresume.data.remote`), which also says how a store
+is reached. At most `BUFFERS` parts are in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import xxhash
+
+from megaresume.checkpoint.records.manifest import FileEntry, checksum_file
+from megaresume.checkpoint.store.buffer import Buffer
+from megaresume.checkpoint.store.receipts import OtherBytesError, Parts, compares_crc32, send_with_md5
+from megaresume.data.remote import PATIENCE, RemoteStore, patience, s3_code
+from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_error, read_file, write_error
+from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    from megaresume.checkpoint.store.workers import Workers
+
+T = TypeVar("T")
+
+
+class GaveWayError(Exception):
+    """An upload was stopped, for another one to come first."""
+
+
+class NotAsSavedError(CheckpointError):
+    """An object is missing, or holds other bytes than were saved."""
+
+
+#: bytes of a part of an upload, and of a range of a download; more if there would be more parts than S3 allows.
+PART = 16 << 20
+MOST_PARTS = 10_000
+#: requests at a time; files at a time; parts in memory.
+REQUESTS, FILES = 8, 4
+BUFFERS = REQUESTS + FILES
+#: seconds that a request may take that sends a part.
+SENT_WITHIN = 600.0
+#: seconds for a last word as a program ends.
+AT_THE_END = 10.0
+#: objects that S3 deletes in one request.
+_DELETED_AT_ONCE = 1000
+
+
+def is_store(place: str | os.PathLike[str]) -> bool:
+    """Whether this is a URL of an object store. ``file://`` is a directory."""
+    return "://" in os.fspath(place) and not os.fspath(place).startswith("file://")
+
+
+class Store:
+    """See above. Safe to use from several threads.
+
+    Args:
+        url: ``s3://bucket/run``: names are relative to it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        protocol, _, path = self.url.partition("://")
+        self._path = path
+        self._bucket, _, self._prefix = path.partition("/")
+        self._is_s3 = protocol in ("s3", "s3a")
+        self._remote = RemoteStore(protocol, _settings)
+        self._buffers = threading.BoundedSemaphore(BUFFERS)
+        #: of parts that were sent; with those in use, not more than `BUFFERS`.
+        self._spare: list[Buffer] = []
+        self._pools: tuple[int, Workers, Workers] | None = None
+        #: whether the store compares a CRC32; None: it was not asked yet.
+        self._is_compared: bool | None = None
+        self._asking = threading.Lock()
+
+    def __str__(self) -> str:
+        return self.url
+
+    def reopen(self) -> None:
+        """Connect anew, with the credentials that are there now."""
+        self._remote.reopen()
+        self._is_compared = self._is_compared or None
+
+    # Small objects
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Bytes of every object whose name begins with ``prefix`` (a folder: ends with a slash, or empty), by name.
+
+        Raises:
+            SetupError: the store does not answer or refuses, or there is no such bucket.
+        """
+        pages = self._pages if self._is_s3 else self._found
+        return self._tried(prefix, "listed", lambda: dict(pages(prefix)))
+
+    def _pages(self, prefix: str) -> Iterator[tuple[str, int]]:
+        before = f"{self._prefix}/" if self._prefix else ""
+        more: dict[str, Any] = {}
+        while True:
+            page = self._s3("list_objects_v2", Prefix=before + prefix, **more)
+            for one in page.get("Contents", ()):
+                yield one["Key"].removeprefix(before), int(one["Size"])
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _found(self, prefix: str) -> Iterator[tuple[str, int]]:
+        files = self._remote.opened()
+        files.invalidate_cache()
+        top = files._strip_protocol(self.url)
+        with contextlib.suppress(FileNotFoundError):
+            found = files.find(f"{self.url}/{prefix}".rstrip("/"), detail=True, **patience(files))
+            for path, info in found.items():
+                name = path.removeprefix(top).lstrip("/")
+                if name.startswith(prefix):
+                    yield name, int(info["size"])
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None if there is none. Raises SetupError, and NotAsSavedError if it is damaged."""
+
+        def get() -> bytes | None:
+            try:
+                return self._remote.whole(self._url(name))
+            except FileNotFoundError as error:
+                self._check_bucket(error)
+                return None
+
+        try:
+            return self._tried(name, "read", get)
+        except SetupError as error:
+            if type(error.__cause__).__name__ != "FlexibleChecksumError":  # botocore's, which not every store needs
+                raise
+            raise NotAsSavedError(
+                f"{self._url(name)} is not what was saved",
+                found=str(error.__cause__),
+                expected="an object as it was written",
+                cause="the store or the network damages data",
+                action="start again; if it fails again, compare what another client reads, such as aws s3 cp",
+            ) from error
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a small object in place, whatever was there. Raises SetupError."""
+        self._tried(name, "written", lambda: self._put(name, data), verb="written")
+
+    def try_write(self, name: str, data: bytes) -> None:
+        """The same once, for a program that ends: nobody waits for a store that does not answer."""
+        with contextlib.suppress(Exception):
+            try:
+                self._put(name, data, seconds=AT_THE_END)
+            except OtherBytesError:  # or these would stay there
+                self._put(name, data, seconds=AT_THE_END)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a small object in place, if there is none.
+
+        Returns:
+            whether what is there now is this. Two that try at once must not try the same bytes.
+
+        Raises:
+            SetupError: the store does not answer, or refuses.
+        """
+        if self.creates(name, data):
+            return True
+        # A store whose answer was lost is asked again, and then refuses what it has done already.
+        return self.read(name) == data
+
+    def creates(self, name: str, data: bytes) -> bool:
+        """The same; but False also for the same bytes. Of a store without conditional writes always True."""
+
+        def attempt() -> bool:
+            try:
+                self._put(name, data, is_new=True)
+            except FileExistsError:
+                return False
+            return True
+
+        return self._tried(name, "created", attempt, verb="written")
+
+    def _put(self, name: str, data: bytes, *, is_new: bool = False, seconds: float | None = None) -> None:
+        if self._is_s3:
+            condition = {"IfNoneMatch": "*"} if is_new else {}
+            try:
+                send_with_md5(self._s3, "put_object", data, Key=self._key(name), seconds=seconds, **condition)
+            except OtherBytesError:
+                if is_new:  # or nobody could ever put it in place
+                    self._s3("delete_object", Key=self._key(name))
+                raise
+            except OSError as error:
+                if is_new and s3_code(error) == "PreconditionFailed":
+                    raise FileExistsError(self._url(name)) from error
+                raise
+            return
+        files, url = self._remote.opened(), self._url(name)
+        how = self._condition() if is_new else {}
+        if how is None and files.exists(url, **patience(files, seconds)):
+            raise FileExistsError(url)
+        files.pipe_file(url, data, **(how or {}), **patience(files, seconds))
+
+    def _condition(self) -> dict[str, Any] | None:
+        """What tells fsspec to write only what is not there; None: this filesystem cannot."""
+        files = self._remote.opened()
+        takes = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
+        conditions: dict[str, Any] = {"mode": "create", "overwrite": False}
+        return next(({name: value} for name, value in conditions.items() if name in takes), None)
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the store can be asked to write only what is not there; some then ignore it."""
+        return self._is_s3 or self._condition() is not None
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; no error for those that are not there. Raises SetupError."""
+        doomed = list(names)
+        for first in range(0, len(doomed), _DELETED_AT_ONCE):
+            some = doomed[first : first + _DELETED_AT_ONCE]
+            self._tried(some[0], "deleted", lambda: self._delete(some), verb="written")  # noqa: B023  runs here
+
+    def _delete(self, names: Sequence[str]) -> None:
+        if self._is_s3:
+            keys = [{"Key": self._key(name)} for name in names]
+            answer = self._s3("delete_objects", Delete={"Objects": keys, "Quiet": True})
+            if failed := answer.get("Errors"):
+                raise OSError(f"{failed[0].get('Key')}: {failed[0].get('Code')} {failed[0].get('Message')}")
+            return
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                files = self._remote.opened()
+                files.rm_file(self._url(name), **patience(files))
+
+    def abort_uploads(self, names: re.Pattern[str]) -> int:
+        """Give up the uploads in parts that are under way: those of a process that was killed take room.
+
+        Args:
+            names: of the objects. Another run, or a program of the user's, may upload to a folder below this one.
+
+        Returns:
+            how many there were; 0 also if the store does not say.
+        """
+        if not self._is_s3:
+            return 0
+        prefix, count, more = f"{self._prefix}/" if self._prefix else "", 0, dict[str, Any]()
+        with contextlib.suppress(SetupError, CorpusError):
+            while True:
+                page = self._tried(
+                    "",
+                    "listed",
+                    lambda: self._s3("list_multipart_uploads", Prefix=prefix, **more),  # noqa: B023
+                )
+                for one in page.get("Uploads", ()):
+                    if not names.fullmatch(one["Key"].removeprefix(prefix)):
+                        continue
+                    self._abort(one["Key"], one["UploadId"])
+                    count += 1
+                if not page.get("IsTruncated"):
+                    break
+                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        return count
+
+    def _abort(self, key: str, upload: str) -> None:
+        with contextlib.suppress(Exception):  # the next start tries again, and a rule of the bucket can
+            self._s3("abort_multipart_upload", Key=key, UploadId=upload)
+
+    # Files
+
+    def upload_all(
+        self, files: Iterable[tuple[Path, str, FileEntry]], gives_way: Callable[[], bool] = lambda: False
+    ) -> list[str]:
+        """Upload files.
+
+        Args:
+            files: the file, its name in the store, and its size and, if known, checksum.
+            gives_way: whether to stop, asked before each file and part.
+
+        Returns:
+            their checksums, 32 hex digits, in this order.
+
+        Raises:
+            CheckpointError: a file is not what was saved.
+            SetupError: the store does not answer, or refuses.
+            GaveWayError: it was stopped.
+        """
+        try:
+            return _all(self._of_files.submit(self._upload, *one, gives_way) for one in files)
+        finally:
+            for buffer in self._spare:
+                buffer.rest()
+
+    def _upload(self, path: Path, name: str, entry: FileEntry, gives_way: Callable[[], bool]) -> str:
+        if gives_way():
+            raise GaveWayError
+        try:
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    raise _changed(path, entry, f"{size} bytes")
+                if size <= PART or not self._is_s3:
+                    return self._upload_whole(path, name, entry)
+                return self._upload_parts(file, path, name, entry, gives_way)
+        except OSError as error:
+            raise read_error(path, error) from error
+
+    def _upload_whole(self, path: Path, name: str, entry: FileEntry) -> str:
+        if entry.size <= PART:
+            with self._buffers:
+                with contextlib.suppress(IndexError):
+                    self._spare.pop().close()  # or there would be more than `BUFFERS`
+                data = read_file(path)
+                checksum = xxhash.xxh3_128_hexdigest(data)
+                check_source(path, entry, checksum, len(data))
+                self.write(name, data)
+        else:
+            checksum = checksum_file(path)
+            check_source(path, entry, checksum, entry.size)
+            self._tried(name, "written", lambda: self._remote.opened().put_file(str(path), self._url(name)), "written")
+        if not self._is_s3 and (found := self.checksum(name, entry.size)) != checksum:
+            self.delete([name])
+            raise CheckpointError(
+                f"{self._url(name)} was written and reads back other bytes",
+                found=f"checksum {found}",
+                expected=f"checksum {checksum}",
+                cause="the store or the network damages data",
+                action="it is copied again; look at the storage",
+            )
+        return checksum
+
+    def _upload_parts(self, file: Any, path: Path, name: str, entry: FileEntry, gives_way: Callable[[], bool]) -> str:
+        key, part_size = self._key(name), max(PART, -(-entry.size // MOST_PARTS))
+        receipts = Parts(self._s3, key, with_crc32=self._compares_crc32(key))
+        upload, hasher = self._tried(name, "begun", receipts.begin, verb="written"), xxhash.xxh3_128()
+        sent: list[Future[dict[str, Any]]] = []
+
+        def send(number: int, data: Buffer) -> dict[str, Any]:
+            try:
+                part = self._tried(name, f"written, part {number}", lambda: receipts.send(number, data), verb="written")
+                self._spare.append(data)
+                return part
+            finally:
+                self._buffers.release()
+
+        try:
+            left = entry.size
+            while left:
+                if gives_way():
+                    raise GaveWayError
+                self._buffers.acquire()
+                try:
+                    data = self._buffer(size := min(part_size, left))
+                    if (count := data.fill(file)) < size:
+                        raise _changed(path, entry, f"{entry.size - left + count} bytes")
+                    hasher.update(data)
+                    sent.append(self._of_requests.submit(send, len(sent) + 1, data))
+                except BaseException:
+                    self._buffers.release()
+                    raise
+                left -= size
+            parts = _all(sent)
+            check_source(path, entry, hasher.hexdigest(), entry.size)
+            self._tried(name, "completed", lambda: self._complete(key, upload, parts, entry.size), verb="written")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                _all(sent)
+            self._abort(key, upload)
+            raise
+        return hasher.hexdigest()
+
+    def _buffer(self, size: int) -> Buffer:
+        """A spare one, or another in its place."""
+        with contextlib.suppress(IndexError):
+            if len(spare := self._spare.pop()) == size:
+                return spare
+            spare.close()
+        return Buffer(size)
+
+    def _compares_crc32(self, key: str) -> bool:
+        with self._asking:
+            if self._is_compared is None:
+                self._is_compared = False
+                with contextlib.suppress(Exception):  # it is not known, and asked again after `reopen`
+                    self._is_compared = compares_crc32(functools.partial(self._ask, self._remote.impatient()), key)
+            return self._is_compared
+
+    def _complete(self, key: str, upload: str, parts: list[dict[str, Any]], size: int) -> None:
+        try:
+            self._s3("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:  # an answer was lost, and it is asked again
+            if int(self._s3("head_object", Key=key)["ContentLength"]) != size:
+                raise OSError("the upload is gone") from None
+
+    def checksum(self, name: str, size: int) -> str:
+        """xxh3_128 of an object, read in ranges; 32 hex digits. Raises CorpusError, SetupError."""
+        hasher = xxhash.xxh3_128()
+        for offset in range(0, size, PART):
+            hasher.update(self._remote.read(self._url(name), offset, min(PART, size - offset)))
+        return hasher.hexdigest()
+
+    def download_all(self, files: Iterable[tuple[str, Path, FileEntry]], beat: Callable[[], object]) -> None:
+        """Download files; those that are there with the right checksum are kept.
+
+        Args:
+            files: the name in the store, the file, and its size and checksum.
+            beat: called whenever something has come.
+
+        Raises:
+            NotAsSavedError: an object is missing, or is not what was saved.
+            CheckpointError: the disk refuses.
+            SetupError: the store does not answer, or refuses.
+        """
+        from concurrent.futures import ThreadPoolExecutor  # only here: half of `inspect`'s import time
+
+        # Nothing trains yet: these threads, unlike those of uploads, give way to nobody.
+        with (
+            ThreadPoolExecutor(REQUESTS, "megaresume-files") as pool,
+            ThreadPoolExecutor(REQUESTS, "megaresume-ranges") as ranges,
+        ):
+            _all([pool.submit(self._download, *one, beat, ranges) for one in files])
+
+    def _download(
+        self, name: str, path: Path, entry: FileEntry, beat: Callable[[], object], ranges: ThreadPoolExecutor
+    ) -> None:
+        make_dir(path.parent)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            if path.exists():
+                if path.stat().st_size == entry.size and checksum_file(path) == entry.checksum:
+                    return
+                path.unlink()
+            for is_last in (False, True):
+                found = self._fill(name, part, entry.size, beat, ranges)
+                if entry.checksum in (None, found):
+                    os.replace(part, path)
+                    _done(part).unlink(missing_ok=True)
+                    fsync_dir(path.parent)
+                    return
+                part.unlink()  # of what a power cut left, too, it may be
+                _done(part).unlink(missing_ok=True)
+                if is_last:
+                    raise NotAsSavedError(
+                        f"{self._url(name)} is not what was saved",
+                        found=f"checksum {found}, read twice",
+                        expected=f"checksum {entry.checksum}",
+                        cause="the store or the network damages data, or somebody has written there",
+                    )
+        except OSError as error:
+            raise write_error(part, error) from error
+        except CorpusError as error:
+            raise NotAsSavedError(f"{self._url(name)} is missing", found=error.found) from error
+
+    def _fill(self, name: str, part: Path, size: int, beat: Callable[[], object], ranges: ThreadPoolExecutor) -> str:
+        """Read the ranges that are not there yet, and force the file to the disk; its checksum, 32 hex digits.
+
+        Which ranges are there, a file beside it says: one byte each, written after it.
+        """
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        marks = os.open(_done(part), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        hasher = xxhash.xxh3_128()
+        #: in their order; each has a buffer until it is hashed.
+        coming: deque[Future[bytes | memoryview]] = deque()
+
+        def bring(number: int) -> bytes | memoryview:
+            offset = number * PART
+            data: bytes | memoryview
+            if done[number : number + 1] == b"x":
+                data = os.pread(descriptor, min(PART, size - offset), offset)
+            else:
+                left = data = self._remote.view(self._url(name), offset, min(PART, size - offset))
+                while left:
+                    written = os.pwrite(descriptor, left, offset)
+                    left, offset = left[written:], offset + written
+                os.pwrite(marks, b"x", number)
+            beat()
+            return data
+
+        def hash_next() -> None:
+            hasher.update(coming[0].result())
+            coming.popleft()
+            self._buffers.release()
+
+        try:
+            os.ftruncate(descriptor, size)
+            done = os.pread(marks, -(-size // PART), 0)
+            for number in range(-(-size // PART)):
+                # Whoever waits for a buffer has none that another file could wait for.
+                while not self._buffers.acquire(blocking=not coming):
+                    hash_next()
+                coming.append(ranges.submit(bring, number))
+            while coming:
+                hash_next()
+            fsync_file(descriptor)
+        finally:
+            for future in coming:
+                if not future.cancel():
+                    future.exception()
+                self._buffers.release()
+            os.close(descriptor)
+            os.close(marks)
+        return hasher.hexdigest()
+
+    # How
+
+    def prepare(self) -> None:
+        """Have every thread that is needed later, up to the end of Python."""
+        from megaresume.checkpoint.store.workers import Workers, senders
+
+        self._workers()
+        senders(os.getpid())
+        if (loop := getattr(self._remote.opened(), "loop", None)) is not None:
+            # Looks up names of hosts, for requests that wait for it.
+            loop.call_soon_threadsafe(loop.set_default_executor, Workers(2, "megaresume-names"))
+
+    @property
+    def _of_files(self) -> Workers:
+        return self._workers()[1]
+
+    @property
+    def _of_requests(self) -> Workers:
+        return self._workers()[2]
+
+    def _workers(self) -> tuple[int, Workers, Workers]:
+        from megaresume.checkpoint.store.workers import Workers  # only here: half of `inspect`'s import time
+
+        if self._pools is None or self._pools[0] != os.getpid():
+            self._pools = os.getpid(), Workers(FILES, "megaresume-files"), Workers(REQUESTS, "megaresume-parts")
+        return self._pools
+
+    def _url(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _s3(self, method: str, **parameters: Any) -> Any:
+        return self._ask(self._remote.opened(), method, **parameters)
+
+    def _ask(self, client: Any, method: str, *, seconds: float | None = None, **parameters: Any) -> Any:
+        seconds = seconds or (SENT_WITHIN if "Body" in parameters else PATIENCE)
+        return client.call_s3(method, Bucket=self._bucket, timeout=seconds, **parameters)
+
+    def _tried(self, name: str, what: str, call: Callable[[], T], verb: Literal["read", "written"] = "read") -> T:
+        try:
+            return self._remote.tried(self._url(name), what, call, verb=verb)
+        except CorpusError as error:
+            raise SetupError(
+                f"{self._url(name)} cannot be {verb}: the store does not know it",
+                found=f"{what}: {error.__cause__}",
+                expected="a bucket that is there",
+                cause="a wrong name of the bucket, the endpoint of another store, or an upload that was aborted",
+                action="correct the URL, or make the bucket with the store's own tool",
+            ) from error
+
+    def _check_bucket(self, error: FileNotFoundError) -> None:
+        """Pass on that it is the bucket that is not there."""
+        if self._is_s3 and "bucket" in str(error).lower():
+            raise error
+
+
+def _settings() -> dict[str, Any]:
+    """Of S3's client."""
+    from megaresume.checkpoint.store.http_session import HttpSession
+
+    return {"http_session_cls": HttpSession}
+
+
+def _done(part: Path) -> Path:
+    return part.with_name(f"{part.name}s")
+
+
+def _all(futures: Iterable[Future[T]]) -> list[T]:
+    """What they gave; the first error, when all of them are over."""
+    waiting = list(futures)
+    errors = [error for future in waiting if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in waiting]
+
+
+def check_source(path: Path, entry: FileEntry, checksum: str, size: int) -> None:
+    """Raise a CheckpointError if a file that was read to be copied is not what was saved.
+
+    Args:
+        path: the file.
+        entry: its size, and its checksum if the save took one.
+        checksum, size: of what was read.
+    """
+    if size != entry.size or (entry.checksum is not None and checksum != entry.checksum):
+        raise _changed(path, entry, f"{size} bytes, checksum {checksum}")
+
+
+def _changed(path: Path, entry: FileEntry, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not what was saved, and is not copied",
+        found=found,
+        expected=f"{entry.size} bytes" + (f", checksum {entry.checksum}" if entry.checksum else ""),
+        cause="the local storage returns other bytes than were written, or the step is being saved again",
+        action="a step that was saved again is copied then; otherwise look at the local storage",
+    )
