@@ -45,6 +45,7 @@ Where things are, from top to bottom; each imports only from those below it (`li
     settings.py         all settings, each declared once
     metrics/            live figures while it trains, and what became of the time of a run
     roots.py            the directories of a process: named alike, locked, with their copies
+    starts.py           the beginning and the end of a run: a start is recorded, checked, and tidies up
     copies/             copies of the checkpoints in a second storage
     host.py             `Host` and `Data`: the interfaces of a trainer, and of its data, to a session
     file_errors.py      files that fail: in words, tried again, compared with what was saved

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.envelope import DataState, Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
-from megaresume.checkpoint.records.step_file import DataState, Envelope, StepFile
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.save.commit import PendingCheckpoint, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.render import text_table

@@ -42,8 +42,10 @@ import xxhash
 
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, rank
-from megaresume.checkpoint.records.manifest import FileEntry, ranks_of, read_rank_file, write_rank_file
-from megaresume.checkpoint.records.names import SealError, rank_file, seal, text, unseal
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.records.names import rank_file
+from megaresume.checkpoint.records.rank_files import ranks_of, read_rank_file, write_rank_file
+from megaresume.checkpoint.records.sealed import SealError, seal, text, unseal
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import StateError
 

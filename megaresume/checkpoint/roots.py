@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megaresume.checkpoint.load.choose import restore_older
 from megaresume.checkpoint.lock.lock import claim_directory, release
 from megaresume.checkpoint.ranks import on_rank_0
 from megaresume.checkpoint.save.durability import Durability
 from megaresume.checkpoint.save.retention import Retention
+from megaresume.checkpoint.starts import restore_older
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:

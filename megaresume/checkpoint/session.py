@@ -41,21 +41,7 @@ from megaresume.checkpoint.host import (
     seed_of,
     without_state,
 )
-from megaresume.checkpoint.load.choose import (
-    MAX_STARTS,
-    NOTHING_TO_TRAIN,
-    check_fresh_start,
-    check_progress,
-    choose,
-    choose_of_two,
-    confirm_choice,
-    give_up,
-    record_end,
-    record_start,
-    restore_if_unlocked,
-    restore_older,
-    tidy,
-)
+from megaresume.checkpoint.load.choose import choose, choose_of_two, confirm_choice
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.lock.lock import release, take
 from megaresume.checkpoint.metrics.clocks import Clocks
@@ -71,16 +57,30 @@ from megaresume.checkpoint.ranks import (
     written_by_all,
 )
 from megaresume.checkpoint.records.branches import saves_of_present
+from megaresume.checkpoint.records.candidates import run_of
+from megaresume.checkpoint.records.envelope import DataState, Envelope
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.names import ledger_path, manifest_path, same_place, step_path
 from megaresume.checkpoint.records.position import Positions
-from megaresume.checkpoint.records.step_file import DataState, Envelope, StepFile, new_id, read_step_file, run_of
+from megaresume.checkpoint.records.step_file import StepFile, new_id, read_step_file
 from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
 from megaresume.checkpoint.roots import Roots
 from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.save.durability import Durability, not_durable
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, has_older, make_room
+from megaresume.checkpoint.starts import (
+    MAX_STARTS,
+    NOTHING_TO_TRAIN,
+    check_fresh_start,
+    check_progress,
+    give_up,
+    record_end,
+    record_start,
+    restore_if_unlocked,
+    restore_older,
+    tidy,
+)
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age
 from megaresume.stream.errors import UsageError

@@ -30,7 +30,7 @@ from megaresume.batches.rank_loader import available
 from megaresume.checkpoint.host import Data, change_lines
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import gather, known_to_all, on_all_ranks, on_rank_0, same_on_all_ranks, world_size
-from megaresume.checkpoint.records.step_file import DataState, stream_of
+from megaresume.checkpoint.records.envelope import DataState, stream_of
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.dealing import in_parts, part_of

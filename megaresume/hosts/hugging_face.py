@@ -41,8 +41,8 @@ from megaresume.checkpoint.host import Reading, Save
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import hugging_face_tag
-from megaresume.checkpoint.records.step_file import Envelope
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions

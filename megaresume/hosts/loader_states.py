@@ -24,9 +24,11 @@ import xxhash
 
 from megaresume.checkpoint.host import Data
 from megaresume.checkpoint.ranks import gather, on_all_ranks, rank
-from megaresume.checkpoint.records.manifest import FileEntry, read_rank_file, write_rank_file
-from megaresume.checkpoint.records.names import count, from_members, rank_file, text
-from megaresume.checkpoint.records.step_file import DataState, OpaqueState
+from megaresume.checkpoint.records.envelope import DataState, OpaqueState
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.records.names import rank_file
+from megaresume.checkpoint.records.rank_files import read_rank_file, write_rank_file
+from megaresume.checkpoint.records.sealed import count, from_members, text
 from megaresume.hosts.loaders import LoaderFacts, LoaderReader
 from megaresume.stream.errors import StateError, UsageError
 

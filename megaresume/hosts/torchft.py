@@ -42,13 +42,13 @@ import xxhash
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Resume, Save
-from megaresume.checkpoint.load.choose import check_fresh_start, record_membership
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, rank, world_size
+from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.records.rank_log import RankLog
-from megaresume.checkpoint.records.step_file import Envelope
 from megaresume.checkpoint.settings import Checkpoints
+from megaresume.checkpoint.starts import check_fresh_start, record_membership
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, feed_of

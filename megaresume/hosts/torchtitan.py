@@ -27,8 +27,8 @@ from megaresume.checkpoint.host import Reading, Save
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0
+from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import records_dir, torchtitan_tag
-from megaresume.checkpoint.records.step_file import Envelope
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files

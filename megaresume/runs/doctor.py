@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from megaresume.checkpoint.load.choose import starts_from
 from megaresume.checkpoint.load.foreign import Layout, subdirectories
 from megaresume.checkpoint.load.foreign_layouts import DEEPSPEED, HUGGING_FACE, LAYOUTS, VERL, ranks_of
 from megaresume.checkpoint.lock.lock import PATIENCE_SECONDS
@@ -29,6 +28,7 @@ from megaresume.checkpoint.records.ledger import LedgerEntry
 from megaresume.checkpoint.records.manifest import list_files
 from megaresume.checkpoint.records.names import is_mirror, records_dir, step_path
 from megaresume.checkpoint.records.step_file import read_step_file
+from megaresume.checkpoint.starts import starts_from
 from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.load_rules import Partitions

@@ -14,10 +14,12 @@ from typing import Any
 from megaresume.checkpoint.copies.stager import read_staging
 from megaresume.checkpoint.lock.lock import Holder
 from megaresume.checkpoint.records.candidates import Examined
+from megaresume.checkpoint.records.envelope import DataState, OpaqueState
 from megaresume.checkpoint.records.ledger import LedgerReading
-from megaresume.checkpoint.records.manifest import Manifest, random_digest
+from megaresume.checkpoint.records.manifest import Manifest
 from megaresume.checkpoint.records.names import megatron_tag, split_root
-from megaresume.checkpoint.records.step_file import DataState, OpaqueState, StepFile
+from megaresume.checkpoint.records.rank_files import random_digest
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.command_line import at_least
 from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.runs.answer import Answer, live, plain, told

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.checkpoint.records.names import SealError, unseal
 from megaresume.checkpoint.records.rank_log import VERSION, ranges_of
+from megaresume.checkpoint.records.sealed import SealError, unseal
 from megaresume.files import read_file
 from megaresume.stream.batches import Balance, micro_batches
 from megaresume.stream.errors import UsageError

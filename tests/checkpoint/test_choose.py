@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.load.choose import check_fresh_start, choose, confirm_choice, record_start
+from megaresume.checkpoint.load.choose import choose, confirm_choice
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.records.names import seal, step_path
-from megaresume.checkpoint.records.step_file import write_step_file
+from megaresume.checkpoint.lock.fenced import write_step_file
+from megaresume.checkpoint.records.names import step_path
+from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.starts import check_fresh_start, record_start
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
 from megaresume.stream.state import StreamState

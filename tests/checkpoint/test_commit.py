@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.load.choose import choose, distrust_tracker, record_start
+from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import FileEntry, checksum_files, read_manifest
 from megaresume.checkpoint.records.names import manifest_path
 from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.save.commit import Commit, abandon_save, begin_save, commit_save
+from megaresume.checkpoint.starts import distrust_tracker, record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.stream.state import StreamState

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.load.choose import choose
-from megaresume.checkpoint.records.candidates import read_pointers
 from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.pointers import read_pointers
 from megaresume.checkpoint.save.commit import Commit, begin_save
 from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.state import StreamState

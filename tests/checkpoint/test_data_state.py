@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.records.step_file import VERSION, Envelope, OpaqueState, stream_of
+from megaresume.checkpoint.records.envelope import VERSION, Envelope, OpaqueState, stream_of
 from megaresume.hosts.megatron.host import KEY, envelope_on
 from megaresume.stream.errors import NewerFormatError, StateError
 from megaresume.stream.state import StreamState

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.copies import places
 from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records import manifest as manifests
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import Manifest, read_manifest
 from megaresume.checkpoint.save import durability
@@ -136,7 +136,7 @@ def test_a_file_that_could_not_be_forced_is_written_again(
     """A checkpoint that is complete is not lost with a moment of the disk's. What was lost is not called durable."""
     name = complete.files[0].path
     disk = Disk(name, times)
-    for module in (durability, places):
+    for module in (durability, manifests):
         monkeypatch.setattr(module, "fsync_file", disk.fsync)
     work = Durability(checksums=True)
     work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)

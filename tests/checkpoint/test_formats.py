@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import read_manifest
-from megaresume.checkpoint.records.step_file import read_marker, read_step_file
+from megaresume.checkpoint.records.marker import read_marker
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.state import StreamState
 

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.records.candidates import read_pointers
 from megaresume.checkpoint.records.ledger import read_ledger
-from megaresume.checkpoint.records.manifest import write_rank_file
-from megaresume.checkpoint.records.names import rank_file, unseal
+from megaresume.checkpoint.records.names import rank_file
+from megaresume.checkpoint.records.pointers import read_pointers
+from megaresume.checkpoint.records.rank_files import write_rank_file
+from megaresume.checkpoint.records.sealed import unseal
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.save.durability import not_durable
 from megaresume.checkpoint.save.retention import put_back
+from megaresume.checkpoint.starts import record_start
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable
 from tests.release import release

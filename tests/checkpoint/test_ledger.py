@@ -11,13 +11,9 @@ import pytest
 
 from megaresume.checkpoint.records import ledger
 from megaresume.checkpoint.records.branches import abandoned_checkpoints, branches_of, saves_given_up, saves_of_present
-from megaresume.checkpoint.records.ledger import (
-    LedgerEntry,
-    append_ledger,
-    read_ledger,
-    read_run,
-)
-from megaresume.checkpoint.records.names import ledger_path, seal, unseal
+from megaresume.checkpoint.records.ledger import LedgerEntry, append_ledger, read_ledger, read_run
+from megaresume.checkpoint.records.names import ledger_path
+from megaresume.checkpoint.records.sealed import seal, unseal
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import NewerFormatError, StateError
 

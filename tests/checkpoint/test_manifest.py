@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from megaresume.checkpoint.records.manifest import FileEntry, Manifest, checksum_files, list_files, read_manifest
-from megaresume.checkpoint.records.names import seal
+from megaresume.checkpoint.records.sealed import seal
 from megaresume.stream.errors import CheckpointError, NewerFormatError
 
 

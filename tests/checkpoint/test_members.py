@@ -11,8 +11,9 @@ import pytest
 
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import read_manifest
-from megaresume.checkpoint.records.names import from_members, seal, unseal
-from megaresume.checkpoint.records.step_file import read_marker, read_step_file
+from megaresume.checkpoint.records.marker import read_marker
+from megaresume.checkpoint.records.sealed import from_members, seal, unseal
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.stream.errors import MegaresumeError
 
 FORMATS = Path(__file__).parent / "formats"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.load.choose import NOTHING_TO_TRAIN, check_progress, choose, record_start
+from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.save.commit import Commit
+from megaresume.checkpoint.starts import NOTHING_TO_TRAIN, check_progress, record_start
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

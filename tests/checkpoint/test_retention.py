@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from megaresume import files
-from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.records.candidates import examine, list_candidates
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.save import retention as module
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.save.retention import Retention
+from megaresume.checkpoint.starts import record_start
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.durability import make_durable

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaresume.checkpoint.records.names import SealError, seal, unseal
+from megaresume.checkpoint.records.sealed import SealError, seal, unseal
 
 FIELDS = {"format": "x", "version": 1, "text": 'quote " and ünïcode', "list": [1, [2, {"a": None}]], "empty": {}}
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.copies.stager import Stager, adopt, read_staging, stage
-from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, is_copied, prune
+from megaresume.checkpoint.starts import record_start
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.conftest import MODEL, save_checkpoint
@@ -337,7 +338,7 @@ def test_a_shared_storage_that_damages(tmp_path: Path, monkeypatch: pytest.Monke
         os.write(descriptor, bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with monkeypatch.context() as context, pytest.raises(CheckpointError, match="reads back other bytes"):
-        context.setattr("megaresume.checkpoint.copies.places.write_all", write_all)
+        context.setattr("megaresume.checkpoint.records.manifest.write_all", write_all)
         stage(local, shared, 10, "global_step10")
     assert not is_copied(local, shared, 10, "global_step10")
     assert stage(local, shared, 10, "global_step10") is not None and choose(shared, checksums=True) is not None

@@ -8,15 +8,10 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.records.names import seal
-from megaresume.checkpoint.records.step_file import (
-    Marker,
-    StepFile,
-    read_marker,
-    read_step_file,
-    write_marker,
-    write_step_file,
-)
+from megaresume.checkpoint.lock.fenced import write_step_file
+from megaresume.checkpoint.records.marker import Marker, read_marker, write_marker
+from megaresume.checkpoint.records.sealed import seal
+from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError
 from megaresume.stream.state import StreamState

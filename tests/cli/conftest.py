@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.load.choose import record_start
 from megaresume.checkpoint.save.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
 from megaresume.program import main

@@ -13,9 +13,9 @@ import yaml
 from megaresume.batches.assemble import Assembler, make_batch
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.load.choose import record_start
 from megaresume.checkpoint.records.rank_log import RankLog, noted
 from megaresume.checkpoint.save.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.lock.fenced import write_step_file
 from megaresume.checkpoint.records.ledger import append_lines
-from megaresume.checkpoint.records.names import seal, step_path
-from megaresume.checkpoint.records.step_file import read_step_file, write_step_file
+from megaresume.checkpoint.records.names import step_path
+from megaresume.checkpoint.records.sealed import seal
+from megaresume.checkpoint.records.step_file import read_step_file
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.stream.state import StreamState

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from megaresume.checkpoint.records.names import seal, step_path
+from megaresume.checkpoint.records.names import step_path
+from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.program import main
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.load.choose import choose, record_start
-from megaresume.checkpoint.records.names import seal
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.save.commit import begin_save
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 

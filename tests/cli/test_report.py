@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from megaresume.checkpoint.load.choose import record_membership, record_start
 from megaresume.checkpoint.records.step_file import read_step_file
+from megaresume.checkpoint.starts import record_membership, record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.render import svg

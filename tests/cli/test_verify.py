@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.load.choose import record_start
 from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.save.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.starts import record_start
 from megaresume.data.layout import HEADER_BYTES
 from megaresume.stream.errors import StateError
 from megaresume.stream.source import same_corpora

@@ -70,7 +70,7 @@ def test_the_commands(
         return
     # What it shows of a difference.
     path = tmp_path / "samples" / "rank_00001.jsonl"
-    from megaresume.checkpoint.records.names import seal, unseal
+    from megaresume.checkpoint.records.sealed import seal, unseal
 
     lines = [unseal(line) for line in path.read_bytes().splitlines()]
     changed = [line | ({"order": "0" * 16} if line["step"] == 7 else {}) for line in lines]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.checkpoint.records.step_file import Envelope, OpaqueState
+from megaresume.checkpoint.records.envelope import Envelope, OpaqueState
 from megaresume.data.data_config import DataConfig
 from megaresume.data.record_index import COLUMNS_AT, IndexWriter, RecordIndex, RowIndex, ShardIndex
 from megaresume.data.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.copies.stager import read_staging
-from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.records import manifest as manifests
-from megaresume.checkpoint.records.candidates import read_pointers
 from megaresume.checkpoint.records.ledger import LedgerEntry, read_ledger, read_run
 from megaresume.checkpoint.records.manifest import read_manifest
-from megaresume.checkpoint.records.names import unseal
-from megaresume.checkpoint.records.step_file import Marker, StepFile, read_marker, read_step_file
+from megaresume.checkpoint.records.marker import Marker, read_marker
+from megaresume.checkpoint.records.pointers import read_pointers
+from megaresume.checkpoint.records.sealed import unseal
+from megaresume.checkpoint.records.step_file import StepFile, read_step_file
+from megaresume.checkpoint.starts import record_start
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 from megaresume.stream.state import StreamState

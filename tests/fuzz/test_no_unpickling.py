@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.load.choose import record_start
 from megaresume.checkpoint.save.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.starts import record_start
 from tests.checkpoint.durability import make_durable
 
 pytestmark = pytest.mark.process

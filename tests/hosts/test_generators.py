@@ -18,8 +18,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as deepspee
 from megaresume.checkpoint import random_state
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
-from megaresume.checkpoint.records.manifest import FileEntry, Manifest, random_digest, remove_orphans, write_rank_file
+from megaresume.checkpoint.records.manifest import FileEntry, Manifest
 from megaresume.checkpoint.records.names import rank_file, rank_file_words
+from megaresume.checkpoint.records.rank_files import random_digest, remove_orphans, write_rank_file
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import StateError
 

@@ -21,7 +21,7 @@ SAVE = """
 from pathlib import Path
 from megaresume import open_stream
 from megaresume.checkpoint.save.commit import begin_save, commit_save
-from megaresume.checkpoint.load.choose import record_start
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 stream, root, topology = open_stream("data.yaml"), Path("save"), Topology(dp=1, world_size=1, global_batch_size=1)
 record_start(root, iteration=0, state=stream.state_at(0), choice=None, topology=topology)

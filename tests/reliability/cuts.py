@@ -25,11 +25,12 @@ from typing import Final, Literal
 import pytest
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.load.choose import choose, distrust_tracker
+from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.records.candidates import read_pointer
 from megaresume.checkpoint.records.names import TRACKER
+from megaresume.checkpoint.records.pointers import read_pointer
 from megaresume.checkpoint.save.retention import put_back
+from megaresume.checkpoint.starts import distrust_tracker
 from megaresume.hosts.megatron.load_rules import check_tracker
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.harness import Harness, Lost, newest_complete

@@ -22,18 +22,12 @@ from pathlib import Path
 from megaresume.checkpoint.copies.places import share_ledger
 from megaresume.checkpoint.copies.store_place import StorePlace
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.lock.lock import check_owned, write_fenced
-from megaresume.checkpoint.records.candidates import read_pointers, write_latest, write_tracker
-from megaresume.checkpoint.records.names import (
-    TRACKER,
-    data_path,
-    manifest_path,
-    marker_path,
-    rank_dirs,
-    records_dir,
-    step_path,
-)
-from megaresume.checkpoint.records.step_file import Marker, read_step_file, remove_marker, write_marker, write_step_file
+from megaresume.checkpoint.lock.fenced import write_latest, write_manifest, write_step_file, write_tracker
+from megaresume.checkpoint.lock.lock import check_owned
+from megaresume.checkpoint.records.marker import Marker, remove_marker, write_marker
+from megaresume.checkpoint.records.names import TRACKER, data_path, marker_path, rank_dirs, records_dir, step_path
+from megaresume.checkpoint.records.pointers import read_pointers
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.save.retention import make_room, remove_older
 from megaresume.checkpoint.store.mirror import file_name, record_name
 from megaresume.files import fsync_dir, fsync_file, make_dir, write_atomic, write_error
@@ -89,7 +83,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
         write_atomic(data_path(local), data_path(place.root).read_bytes())
     write_step_file(step_path(local, iteration, tag), step)
     whole = replace(manifest, durable=True, boots=())
-    write_fenced(local, manifest_path(local, iteration, tag), whole.to_bytes())
+    write_manifest(local, whole)
     if latest:
         write_latest(local, tag)
     if tracker:

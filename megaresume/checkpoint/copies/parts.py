@@ -36,11 +36,11 @@ from megaresume.checkpoint.ranks import (
     on_rank_0_for_long,
 )
 from megaresume.checkpoint.records.branches import saves_given_up
-from megaresume.checkpoint.records.candidates import Candidate, examine
+from megaresume.checkpoint.records.candidates import Candidate, examine, run_of
 from megaresume.checkpoint.records.ledger import add_lines
-from megaresume.checkpoint.records.manifest import read_manifest, remove_orphans
+from megaresume.checkpoint.records.manifest import read_manifest
 from megaresume.checkpoint.records.names import ledger_path, manifest_path, marker_path
-from megaresume.checkpoint.records.step_file import run_of
+from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.save.commit import PendingCheckpoint, join_save
 from megaresume.checkpoint.store.lease import Saved
 from megaresume.checkpoint.store.store import NotAsSavedError

@@ -22,10 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-import xxhash
-
-from megaresume.checkpoint.lock.lock import check_owned, release, take, write_fenced
-from megaresume.checkpoint.records.candidates import write_latest, write_tracker
+from megaresume.checkpoint.lock.fenced import write_latest, write_manifest, write_step_file, write_tracker
+from megaresume.checkpoint.lock.lock import check_owned, release, take
 from megaresume.checkpoint.records.ledger import add_lines, read_ledger
 from megaresume.checkpoint.records.manifest import (
     FileEntry,
@@ -33,8 +31,9 @@ from megaresume.checkpoint.records.manifest import (
     checksum_file,
     list_files,
     read_manifest,
-    remove_orphans,
+    write_copy,
 )
+from megaresume.checkpoint.records.marker import Marker, remove_marker, write_marker
 from megaresume.checkpoint.records.names import (
     data_path,
     ledger_path,
@@ -44,25 +43,15 @@ from megaresume.checkpoint.records.names import (
     step_path,
 )
 from megaresume.checkpoint.records.position import share_position, write_position
-from megaresume.checkpoint.records.step_file import (
-    Marker,
-    StepFile,
-    keep_superseded,
-    remove_marker,
-    write_marker,
-    write_step_file,
-)
-from megaresume.checkpoint.save.retention import Retention, prune
+from megaresume.checkpoint.records.rank_files import remove_orphans
+from megaresume.checkpoint.records.step_file import StepFile
+from megaresume.checkpoint.save.retention import Retention, keep_superseded, prune
 from megaresume.checkpoint.store.store import check_source
 from megaresume.files import (
-    fsync_dir,
-    fsync_file,
     make_dir,
-    open_file,
     read_error,
     remove_leftovers,
     size_of,
-    write_all,
     write_atomic,
     write_error,
 )
@@ -204,7 +193,7 @@ class DirectoryPlace:
     def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
         keep_superseded(self.root, step)
         write_step_file(step_path(self.root, step.iteration, step.tag), step)
-        write_fenced(self.root, manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
+        write_manifest(self.root, manifest)
         if latest:
             write_latest(self.root, step.tag)
         if tracker:
@@ -245,10 +234,6 @@ def share_ledger(source: Path, target: Path) -> None:
         add_lines(ledger_path(target), missing)
 
 
-#: bytes at once; reading, hashing and writing release the interpreter lock.
-_CHUNK = 8 << 20
-
-
 def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
     """Copy a file, unless the same bytes are there already.
 
@@ -279,26 +264,6 @@ def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
             action="it is copied again; look at the storage",
         )
     return written
-
-
-def write_copy(source: Path, target: Path) -> str:
-    """Copy a file and force it to the disk; the checksum of what was written. Raises CheckpointError."""
-    hasher = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK))
-    try:
-        with open_file(source) as file:
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                while size := file.readinto(buffer):
-                    hasher.update(buffer[:size])
-                    write_all(descriptor, buffer[:size])
-                fsync_file(descriptor)
-            finally:
-                os.close(descriptor)
-        fsync_dir(target.parent)
-    except OSError as error:
-        raise write_error(target, error) from error
-    return hasher.hexdigest()
 
 
 def _checksum(path: Path) -> str:

@@ -29,18 +29,14 @@ from megaresume.checkpoint.copies.fetch import fetch
 from megaresume.checkpoint.copies.places import DirectoryPlace, Place, share_ledger
 from megaresume.checkpoint.copies.stager import PATIENCE, Stager, adopt
 from megaresume.checkpoint.copies.store_place import NodePlace, StorePlace, place_of
-from megaresume.checkpoint.load.choose import choose_of_two, record_cut_commits
+from megaresume.checkpoint.load.choose import choose_of_two
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import claim_directory, hold_directory, release, say
 from megaresume.checkpoint.nodes import Nodes, find_nodes, take_of_each
-from megaresume.checkpoint.ranks import (
-    is_rank_0,
-    on_all_ranks,
-    on_rank_0_for_long,
-    world_size,
-)
-from megaresume.checkpoint.records.step_file import run_of
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0_for_long, world_size
+from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.save.retention import Retention
+from megaresume.checkpoint.starts import record_cut_commits
 from megaresume.checkpoint.store.mirror import by_name
 from megaresume.checkpoint.store.store import NotAsSavedError, is_store
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError

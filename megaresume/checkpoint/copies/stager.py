@@ -30,22 +30,14 @@ from typing import Any
 from megaresume.checkpoint.copies.places import PartMissingError, Place, part_here, share_ledger
 from megaresume.checkpoint.copies.store_place import place_of
 from megaresume.checkpoint.records.branches import saves_given_up
-from megaresume.checkpoint.records.candidates import Candidate, Pointer, examine, find, list_candidates, read_pointers
+from megaresume.checkpoint.records.candidates import Candidate, examine, find, list_candidates, run_of
 from megaresume.checkpoint.records.ledger import read_ledger
-from megaresume.checkpoint.records.manifest import remove_orphans
-from megaresume.checkpoint.records.names import (
-    check_tag,
-    data_path,
-    ledger_path,
-    marker_path,
-    read_record,
-    records_dir,
-    seal,
-    step_path,
-    text,
-    texts,
-)
-from megaresume.checkpoint.records.step_file import Marker, StepFile, read_marker, read_step_file, run_of
+from megaresume.checkpoint.records.marker import Marker, read_marker
+from megaresume.checkpoint.records.names import check_tag, data_path, ledger_path, marker_path, records_dir, step_path
+from megaresume.checkpoint.records.pointers import Pointer, read_pointers
+from megaresume.checkpoint.records.rank_files import remove_orphans
+from megaresume.checkpoint.records.sealed import read_record, seal, text, texts
+from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, is_copied, prune
 from megaresume.checkpoint.store.store import GaveWayError, is_store
 from megaresume.files import delete_soon, leftover_name, make_dir, write_atomic

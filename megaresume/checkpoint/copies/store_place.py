@@ -20,14 +20,10 @@ from pathlib import Path
 from megaresume.checkpoint.copies.places import DirectoryPlace, PartMissingError, Place, missing_lines, part_here
 from megaresume.checkpoint.lock.lock import say
 from megaresume.checkpoint.ranks import pauses
-from megaresume.checkpoint.records.candidates import list_candidates
+from megaresume.checkpoint.records.candidates import list_candidates, run_of
 from megaresume.checkpoint.records.ledger import add_lines, merge_lines
-from megaresume.checkpoint.records.manifest import (
-    FileEntry,
-    Manifest,
-    checksum_file,
-    read_manifest,
-)
+from megaresume.checkpoint.records.manifest import FileEntry, Manifest, checksum_file, read_manifest
+from megaresume.checkpoint.records.marker import Marker, remove_marker
 from megaresume.checkpoint.records.names import (
     RECORDS_DIR,
     data_path,
@@ -38,15 +34,8 @@ from megaresume.checkpoint.records.names import (
     records_dir,
     step_path,
 )
-from megaresume.checkpoint.records.step_file import (
-    Marker,
-    StepFile,
-    keep_superseded,
-    read_step_file,
-    remove_marker,
-    run_of,
-)
-from megaresume.checkpoint.save.retention import Retention, superfluous
+from megaresume.checkpoint.records.step_file import StepFile, read_step_file
+from megaresume.checkpoint.save.retention import Retention, keep_superseded, superfluous
 from megaresume.checkpoint.store.lease import Head, Lease, Saved
 from megaresume.checkpoint.store.mirror import (
     LEDGERS,

@@ -1,6 +1,6 @@
 """What is loaded.
 
-choose.py           of one root or of two, the same on all ranks; the beginning and the end of a run
+choose.py           of one root or of two, the same on all ranks
 search.py           the rules of a choice
 foreign.py          checkpoints of other programs
 foreign_layouts.py  how each of these programs lays them out

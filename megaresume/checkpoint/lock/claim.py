@@ -32,7 +32,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.records.names import from_members, read_record, records_dir, seal
+from megaresume.checkpoint.records.names import records_dir
+from megaresume.checkpoint.records.sealed import from_members, read_record, seal
 from megaresume.checkpoint.system import boot_id, stat_fields, utc
 from megaresume.files import leftover_name, read_file, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError

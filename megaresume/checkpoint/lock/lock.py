@@ -56,14 +56,7 @@ from megaresume.checkpoint.lock.claim import (
     this_process,
     write_alive,
 )
-from megaresume.checkpoint.ranks import (
-    gather,
-    is_rank_0,
-    known_to_all,
-    on_rank_0,
-    pauses,
-    world_size,
-)
+from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_rank_0, pauses, world_size
 from megaresume.checkpoint.records.ledger import read_run
 from megaresume.checkpoint.records.names import ledger_path, records_dir
 from megaresume.checkpoint.system import is_shared, mount_of

@@ -11,6 +11,8 @@
     words.py     what ``metrics=`` and ``--megaresume-metrics`` accept
     meter.py     `Meter`: what the training tells, and the thread that it does not wait for
     looker.py    `Looker`: that thread counts, writes the record and feeds the sinks
+    session_figures.py  the figures of a session, and those of its run's ledger
+    goodput.py   what became of the time of a run
 
 Nothing rides in a batch, no collective is added to a step, and the training is looked at, not stopped: the thread reads
 how many samples are trained, and plans those again. See docs/metrics.md.

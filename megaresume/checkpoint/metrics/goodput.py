@@ -23,10 +23,10 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaresume.checkpoint.load.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.metrics.record import Mark
 from megaresume.checkpoint.records.ledger import LedgerEntry
 from megaresume.checkpoint.records.position import Position, reached_of
+from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
 from megaresume.checkpoint.system import seconds_of
 
 CAUSES = ("startup", "data", "saving", "lost", "waiting")

@@ -1,14 +1,4 @@
-"""Which checkpoints a root holds, whether each of them is whole, and which one the pointers name.
-
-The two pointer files, for us and for every other program that reads the directory.
-
-    latest                                  DeepSpeed's: the name of a tag directory
-    latest_checkpointed_iteration.txt       Megatron's, the tracker: an iteration, or the word ``release``
-
-DeepSpeed writes its own before the other ranks are done, and both upstreams write in place, so a kill leaves an
-empty file. Reading is therefore tolerant: it says what is there and what is wrong with it, and never raises.
-
-Which checkpoints a root holds, and whether each of them is whole.
+"""Which checkpoints a root holds, whether each of them is whole, which one a pointer names, and of which run they are.
 
 Listing looks at names only; examining one checkpoint reads its records and looks up the size of every file. So a root
 with a thousand checkpoints costs one examination when the newest is whole.
@@ -22,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from megaresume.checkpoint.lock.lock import write_fenced
+from megaresume.checkpoint.records.ledger import read_run
 from megaresume.checkpoint.records.manifest import Manifest, Progress, list_files, read_manifest
+from megaresume.checkpoint.records.marker import read_marker
 from megaresume.checkpoint.records.names import (
-    LATEST,
     RECORDS_DIR,
-    TRACKER,
     RecordKind,
-    SealError,
-    check_tag,
+    ledger_path,
     manifest_path,
     marker_path,
     older_dir,
@@ -38,106 +26,13 @@ from megaresume.checkpoint.records.names import (
     records_dir,
     step_path,
     tag_iteration,
-    unseal,
     usual_tags,
 )
-from megaresume.checkpoint.records.step_file import StepFile, read_marker, read_step_file
-from megaresume.files import open_file, read_error, read_file
-from megaresume.stream.errors import MegaresumeError, NewerFormatError, UsageError
-
-PointerName = Literal["latest", "latest_checkpointed_iteration.txt"]
-
-#: bytes; a pointer holds one short name, more is garbage.
-_MAX_BYTES = 4096
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pointer:
-    """What one pointer file says."""
-
-    name: PointerName
-    status: Literal["ok", "absent", "empty", "garbled", "release", "dangling", "unreadable"]
-    #: the content of the file, shortened for display; None if there is no file.
-    text: str | None = None
-    #: the tag that it names: a directory that exists where ``status`` is ok or release.
-    tag: str | None = None
-    #: the iteration that it names, if that is known without opening anything.
-    iteration: int | None = None
-
-    @property
-    def problem(self) -> str | None:
-        """What is wrong, as a sentence; None for a pointer that is absent, ok, or ``release``."""
-        match self.status:
-            case "empty":
-                return f"{self.name} is empty (a writer was killed, or the disk was full)"
-            case "garbled":
-                wanted = "a tag" if self.name == LATEST else "an iteration or 'release'"
-                return f"{self.name} holds {self.text!r}, not {wanted}"
-            case "dangling":
-                return f"{self.name} names {self.text!r}, but there is no such checkpoint directory"
-            case "unreadable":
-                return f"{self.name} cannot be read: {self.text}"
-            case _:
-                return None
-
-
-def read_pointer(root: Path, name: PointerName) -> Pointer:
-    """Read one pointer and look whether what it names exists. Never raises."""
-    try:
-        with open_file(root / name) as file:
-            data = file.read(_MAX_BYTES)
-    except FileNotFoundError:
-        return Pointer(name=name, status="absent")
-    except OSError as error:
-        return Pointer(name=name, status="unreadable", text=error.strerror or str(error))
-    text = data.decode("utf-8", "backslashreplace").strip()
-    shown = text if len(text) <= 80 else text[:77] + "..."
-    if not text:
-        return Pointer(name=name, status="empty", text="")
-    if name == LATEST:
-        return _read_latest(root, text, shown)
-    return _read_tracker(root, text, shown)
-
-
-def _read_latest(root: Path, text: str, shown: str) -> Pointer:
-    try:
-        check_tag(text)
-    except UsageError:
-        return Pointer(name=LATEST, status="garbled", text=shown)
-    there = (root / text).is_dir()
-    return Pointer(
-        name=LATEST, status="ok" if there else "dangling", text=shown, tag=text, iteration=tag_iteration(text)
-    )
-
-
-def _read_tracker(root: Path, text: str, shown: str) -> Pointer:
-    if text == "release":
-        there = (root / text).is_dir()
-        return Pointer(name=TRACKER, status="release" if there else "dangling", text=shown, tag=text)
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        return Pointer(name=TRACKER, status="garbled", text=shown)
-    iteration = int(text)
-    tag = next((tag for tag in usual_tags(iteration) if (root / tag).is_dir()), None)
-    # An iteration may also be that of a custom tag: `resolve_pointer` says whether it dangles.
-    return Pointer(
-        name=TRACKER, status="ok" if tag is not None else "dangling", text=shown, tag=tag, iteration=iteration
-    )
-
-
-def read_pointers(root: Path) -> tuple[Pointer, Pointer]:
-    """Read ``latest`` and the tracker."""
-    return read_pointer(root, LATEST), read_pointer(root, TRACKER)
-
-
-def write_latest(root: Path, tag: str) -> None:
-    """Point ``latest`` to a tag directory, atomically. Raises CheckpointError, UsageError for an impossible tag."""
-    write_fenced(root, root / LATEST, check_tag(tag).encode())
-
-
-def write_tracker(root: Path, iteration: int) -> None:
-    """Point the tracker to an iteration, atomically. Raises CheckpointError."""
-    write_fenced(root, root / TRACKER, str(iteration).encode())
-
+from megaresume.checkpoint.records.pointers import Pointer
+from megaresume.checkpoint.records.sealed import SealError, unseal
+from megaresume.checkpoint.records.step_file import StepFile, read_step_file
+from megaresume.files import read_error, read_file
+from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError
 
 T = TypeVar("T")
 
@@ -392,3 +287,28 @@ def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
     if empty:
         return verdict("incomplete", *empty)
     return verdict("unmanaged", UNMANAGED)
+
+
+def run_of(root: Path) -> str | None:
+    """The run that a checkpoint root belongs to: from the ledger, or else from its newest readable record."""
+    run = read_run(ledger_path(root))
+    if run is not None:
+        return run
+    try:
+        names = sorted(os.listdir(records_dir(root)), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    for name in names:
+        record = parse_record_name(name)
+        try:
+            if record is not None and record.kind == "state":
+                return read_step_file(records_dir(root) / name).run
+            if record is not None and record.kind == "saving":
+                marker = read_marker(records_dir(root) / name)
+                if marker is not None:
+                    return marker.run
+        except NewerFormatError:
+            raise
+        except (StateError, CheckpointError):
+            continue
+    return None

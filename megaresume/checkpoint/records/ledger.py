@@ -19,7 +19,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megaresume.checkpoint.records.names import SealError, from_members, members, recorded_tag, seal, unseal
+from megaresume.checkpoint.records.names import recorded_tag
+from megaresume.checkpoint.records.sealed import SealError, from_members, members, seal, unseal
 from megaresume.checkpoint.system import Topology
 from megaresume.files import (
     READABLE,

@@ -1,17 +1,8 @@
-"""The manifest: every file of a tag directory with its size and, if asked for, its checksum; files of each rank.
+"""The manifest: every file of a tag directory with its size and, if asked for, its checksum.
 
 It is written when all ranks are done and every expected file was seen: **its rename is the moment at which a
 checkpoint counts as complete**. It names the state that it was committed with, so that neither fits another's. It is
 written once more, with checksums, when every file is on the disk: the checkpoint is **durable** (`durability`).
-
-Every rank adds files of its own to a checkpoint, in a directory of the step in ``<save>/megaresume``:
-
-    step_0000010.random/rank_00000.json    random state of rank 0 (`megaresume.checkpoint.random_state`)
-    step_0000010.loader/rank_00000.pkl     state of data-parallel rank 0's loader, where the run has a loader of its own
-
-They are written before the commit, and the manifest names them with size and checksum: they are part of the
-checkpoint. The loaders' are pickles, because their libraries' states are; trusted like the weights, and opened by a
-resume alone.
 """
 
 from __future__ import annotations
@@ -19,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -27,26 +17,11 @@ from typing import Any, Literal
 
 import xxhash
 
-from megaresume.checkpoint.records.names import (
-    RankFileKind,
-    count,
-    flag,
-    from_members,
-    has_stand_ins,
-    marker_path,
-    parse_rank_file,
-    rank_file_words,
-    read_record,
-    recorded_tag,
-    records_dir,
-    rows,
-    seal,
-    texts,
-    usual_tags,
-)
+from megaresume.checkpoint.records.names import has_stand_ins, rank_file_words, recorded_tag, records_dir
+from megaresume.checkpoint.records.sealed import count, flag, from_members, read_record, rows, seal, texts
 from megaresume.checkpoint.system import boots_up
-from megaresume.files import make_dir, open_file, read_file, write_atomic
-from megaresume.stream.errors import CheckpointError, StateError, one_line
+from megaresume.files import fsync_dir, fsync_file, open_file, write_all, write_error
+from megaresume.stream.errors import CheckpointError, one_line
 
 FORMAT = "megaresume.manifest"
 #: Every megaresume refuses a manifest of a later version than its own. A member that it does not know is passed over.
@@ -180,6 +155,26 @@ def checksum_files(
         except RuntimeError:  # no new threads as Python ends, which waits until the last checkpoint is durable
             found = map(one, names)
         return dict(zip(names, found, strict=True))
+
+
+def write_copy(source: Path, target: Path) -> str:
+    """Copy a file and force it to the disk; the checksum of what was written. Raises CheckpointError."""
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK))
+    try:
+        with open_file(source) as file:
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                while size := file.readinto(buffer):
+                    hasher.update(buffer[:size])
+                    write_all(descriptor, buffer[:size])
+                fsync_file(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise write_error(target, error) from error
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,81 +384,3 @@ def file_entry(row: Any) -> FileEntry:
     if checksum is not None and not isinstance(checksum, str):
         raise ValueError(f"{checksum!r} is not a checksum")
     return FileEntry(path=path, size=count(size), checksum=checksum)
-
-
-_DIRECTORY = re.compile(r"step_([0-9]{7,18})(?:@(.+))?\.(?:loader|random|synced)")
-
-
-def write_rank_file(root: Path, path: str, data: bytes) -> FileEntry:
-    """Write one rank's file, atomically and durably; what the manifest says of it.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
-    make_dir((records_dir(root) / path).parent)
-    write_atomic(records_dir(root) / path, data)
-    return FileEntry(path=path, size=len(data), checksum=xxhash.xxh3_128_hexdigest(data))
-
-
-def read_rank_file(root: Path, entry: FileEntry) -> bytes:
-    """Read one rank's file.
-
-    Raises:
-        StateError: it is missing, or is not the one that was saved; the rank is named.
-    """
-    path = records_dir(root) / entry.path
-    inspect = f"megaresume inspect {root} shows which checkpoints are whole; load one of those"
-    try:
-        data = read_file(path)
-    except OSError as error:
-        raise StateError(
-            f"{rank_file_words(entry.path)} is missing",
-            found=f"{path}: {error.strerror or error}",
-            expected=f"{entry.size} bytes",
-            cause="the directory megaresume was not copied along, or is not on a filesystem that all nodes share",
-            action=inspect,
-        ) from error
-    checksum = xxhash.xxh3_128_hexdigest(data)
-    if checksum != entry.checksum:
-        raise StateError(
-            f"{rank_file_words(entry.path)} is damaged",
-            found=f"{path}: {len(data)} bytes, checksum {checksum}",
-            expected=f"{entry.size} bytes, checksum {entry.checksum}",
-            cause="the file was copied in part, or belongs to another save of the same step",
-            action=inspect,
-        )
-    return data
-
-
-def ranks_of(entries: Iterable[FileEntry], kind: RankFileKind) -> dict[int, FileEntry]:
-    """The files of one kind, by rank."""
-    found = ((parse_rank_file(entry.path), entry) for entry in entries)
-    return {name[1]: entry for name, entry in found if name is not None and name[0] == kind}
-
-
-def random_digest(manifest: Manifest) -> tuple[int, str] | None:
-    """Ranks whose random state a checkpoint holds, and 16 hex digits over all of it; None if it holds none."""
-    ranks = ranks_of(manifest.beside, "random")
-    if not ranks:
-        return None
-    words = " ".join(f"{rank}:{ranks[rank].checksum}" for rank in sorted(ranks))
-    return len(ranks), xxhash.xxh3_64_hexdigest(words.encode())
-
-
-def remove_orphans(root: Path) -> None:
-    """Delete the files of checkpoints whose tag directory is gone: without weights they are of no use.
-
-    Not those of a save that is in progress, whose tag directory may come later.
-    """
-    try:
-        names = os.listdir(records_dir(root))
-    except OSError:
-        return
-    for name in names:
-        match = _DIRECTORY.fullmatch(name)
-        if match is None:
-            continue
-        iteration = int(match[1])
-        tags = [match[2]] if match[2] else usual_tags(iteration)
-        if not any((root / tag).is_dir() or marker_path(root, iteration, tag).exists() for tag in tags):
-            shutil.rmtree(records_dir(root) / name, ignore_errors=True)

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.records.ledger import read_ledger
-from megaresume.checkpoint.records.names import from_members, ledger_path, read_record, records_dir, seal
+from megaresume.checkpoint.records.names import ledger_path, records_dir
+from megaresume.checkpoint.records.sealed import from_members, read_record, seal
 from megaresume.checkpoint.system import utc
 from megaresume.files import leftover_name
 from megaresume.stream.errors import MegaresumeError, StateError

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.records.ledger import append_lines
-from megaresume.checkpoint.records.names import SealError, seal, unseal
+from megaresume.checkpoint.records.sealed import SealError, seal, unseal
 from megaresume.files import READABLE, read_file
 from megaresume.stream.errors import StateError, UsageError, as_count
 from megaresume.stream.state import is_version

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.records.names import seal
+from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.system import utc
 from megaresume.files import is_torn

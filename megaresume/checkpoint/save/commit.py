@@ -32,10 +32,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.lock.lock import check_owned, write_fenced
-from megaresume.checkpoint.records.candidates import read_pointer, write_latest, write_tracker
+from megaresume.checkpoint.lock.fenced import write_latest, write_manifest, write_step_file, write_tracker
+from megaresume.checkpoint.lock.lock import check_owned
+from megaresume.checkpoint.records.candidates import run_of
+from megaresume.checkpoint.records.envelope import DataState
 from megaresume.checkpoint.records.ledger import append_ledger, last_start, with_attempt
 from megaresume.checkpoint.records.manifest import FileEntry, Manifest, checksum_file, list_files, unlisted
+from megaresume.checkpoint.records.marker import Marker, read_marker, remove_marker, write_marker
 from megaresume.checkpoint.records.names import (
     TRACKER,
     check_tag,
@@ -47,19 +50,9 @@ from megaresume.checkpoint.records.names import (
     records_dir,
     step_path,
 )
-from megaresume.checkpoint.records.step_file import (
-    DataState,
-    Marker,
-    StepFile,
-    keep_superseded,
-    new_id,
-    read_marker,
-    remove_marker,
-    run_of,
-    write_marker,
-    write_step_file,
-)
-from megaresume.checkpoint.save.retention import put_back
+from megaresume.checkpoint.records.pointers import read_pointer
+from megaresume.checkpoint.records.step_file import StepFile, new_id
+from megaresume.checkpoint.save.retention import keep_superseded, put_back
 from megaresume.checkpoint.system import Topology, utc
 from megaresume.files import make_dir, read_error, size_of, write_atomic, write_error
 from megaresume.stream.errors import CheckpointError, UsageError
@@ -205,7 +198,7 @@ def commit_save(
     )
     # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
     write_step_file(step_path(root, step.iteration, step.tag), step)
-    write_fenced(root, manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
+    write_manifest(root, manifest)
     seconds = time.time() - pending.began
     if origin is not None:
         write_data_config(root, origin)

@@ -45,23 +45,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.lock.lock import check_owned, write_fenced
+from megaresume.checkpoint.lock.fenced import write_manifest
+from megaresume.checkpoint.lock.lock import check_owned
 from megaresume.checkpoint.ranks import gather, rank
 from megaresume.checkpoint.records.candidates import examine, list_candidates
 from megaresume.checkpoint.records.ledger import append_ledger
-from megaresume.checkpoint.records.manifest import Manifest, checksum_file, read_manifest, remove_orphans
-from megaresume.checkpoint.records.names import (
-    TRACKER,
-    flag,
-    ledger_path,
-    manifest_path,
-    part_path,
-    read_record,
-    records_dir,
-    seal,
-    step_path,
-    text,
-)
+from megaresume.checkpoint.records.manifest import Manifest, checksum_file, read_manifest, write_copy
+from megaresume.checkpoint.records.names import TRACKER, ledger_path, manifest_path, part_path, records_dir, step_path
+from megaresume.checkpoint.records.rank_files import remove_orphans
+from megaresume.checkpoint.records.sealed import flag, read_record, seal, text
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, changing, prune, remove_older
 from megaresume.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
@@ -169,10 +161,6 @@ def _force(path: Path, flags: int) -> str:
 
 
 def _write_again(root: Path, path: Path, checksum: str | None) -> None:
-    from megaresume.checkpoint.copies.places import (
-        write_copy,  # with all that knows of object stores: see `Session.start`
-    )
-
     draft = records_dir(root) / leftover_name(path.name)
     try:
         if checksum is None or write_copy(path, draft) != checksum:
@@ -281,7 +269,7 @@ def _replace(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]
         there = committed(root, iteration, tag, manifest.save_id)
         if there is None or there.durable or not (root / tag).is_dir():
             return None
-        write_fenced(root, manifest_path(root, iteration, tag), manifest.to_bytes())
+        write_manifest(root, manifest)
     return read_step_file(step_path(root, iteration, tag), iteration=iteration, tag=tag)
 
 

@@ -38,16 +38,10 @@ from pathlib import Path
 
 from megaresume.checkpoint.lock.lock import check_owned
 from megaresume.checkpoint.records.branches import abandoned_checkpoints, saves_given_up
-from megaresume.checkpoint.records.candidates import (
-    Candidate,
-    examine,
-    find,
-    list_candidates,
-    read_pointers,
-    resolve_pointer,
-)
+from megaresume.checkpoint.records.candidates import Candidate, examine, find, list_candidates, resolve_pointer
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import read_manifest
+from megaresume.checkpoint.records.marker import read_marker, remove_marker
 from megaresume.checkpoint.records.names import (
     is_usual_tag,
     ledger_path,
@@ -58,10 +52,12 @@ from megaresume.checkpoint.records.names import (
     rank_dirs,
     records_dir,
     step_path,
+    superseded_path,
 )
-from megaresume.checkpoint.records.step_file import StepFile, read_marker, read_step_file, remove_marker
+from megaresume.checkpoint.records.pointers import read_pointers
+from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.files import delete_soon, fsync_dir, leftover_name, make_dir, write_atomic, write_error
-from megaresume.stream.errors import MegaresumeError, UsageError
+from megaresume.stream.errors import MegaresumeError, NewerFormatError, StateError, UsageError
 
 #: held while the records of a step change places: a thread may say meanwhile that its checkpoint is durable.
 changing = threading.Lock()
@@ -345,3 +341,31 @@ def is_copied(local: Path, shared: Path, iteration: int | None, tag: str) -> boo
     except MegaresumeError:
         return False
     return ours.save_id == copied.save_id and marker is None and not copied.verify(shared / tag)
+
+
+def keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
+    """Copy the state of the same step if it is of other data: a step's history is never lost in silence."""
+    path = step_path(root, step.iteration, step.tag)
+    if (aside := older_dir(root, step.iteration, step.tag) / path.relative_to(root)).exists():
+        path = aside
+    if not path.exists():
+        return ()
+    try:
+        old = read_step_file(path)
+        digest, what = old.state.digest, f"digest {old.state.digest}, saved {old.saved_at}"
+        if digest == step.state.digest and old.tag == step.tag:
+            return ()
+    except NewerFormatError:
+        raise
+    except StateError as error:
+        digest, what = "unreadable", f"an unreadable state ({error.headline})"
+    keep = superseded_path(root, step.iteration, step.tag, digest)
+    make_dir(keep.parent)
+    try:
+        write_atomic(keep, path.read_bytes(), drafts=records_dir(root))
+    except OSError as error:
+        raise write_error(keep, error) from error
+    return (
+        f"iteration {step.iteration} was committed before with other data: {what}; now digest {step.state.digest}. "
+        f"The old state is kept as {keep.relative_to(root)}",
+    )

@@ -37,9 +37,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megaresume.checkpoint.load.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.records.ledger import LedgerEntry, read_ledger
-from megaresume.checkpoint.records.names import count, from_members, ledger_path, members, read_record, seal
+from megaresume.checkpoint.records.names import ledger_path
+from megaresume.checkpoint.records.sealed import count, from_members, members, read_record, seal
+from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, StateError, UsageError
 

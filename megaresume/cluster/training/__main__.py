@@ -260,8 +260,8 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 
 def _load(args: Arguments, engine: Any) -> None:
     """Resume from --load, or make sure that a fresh start overwrites nothing."""
-    from megaresume.checkpoint.load.choose import check_fresh_start
     from megaresume.checkpoint.ranks import on_rank_0
+    from megaresume.checkpoint.starts import check_fresh_start
 
     path = None
     if args.load is not None:

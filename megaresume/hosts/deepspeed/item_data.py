@@ -14,7 +14,7 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
-from megaresume.checkpoint.records.step_file import DataState, stream_of
+from megaresume.checkpoint.records.envelope import DataState, stream_of
 from megaresume.checkpoint.session import Session
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData

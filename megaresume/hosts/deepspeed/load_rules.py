@@ -42,7 +42,7 @@ from megaresume.checkpoint.records.manifest import (
     list_files,
     verify_files,
 )
-from megaresume.checkpoint.records.names import read_record, rows, seal, text
+from megaresume.checkpoint.records.sealed import read_record, rows, seal, text
 from megaresume.checkpoint.system import Topology
 from megaresume.files import delete_soon, leftover_name, read_file
 from megaresume.stream.errors import CheckpointError, counted

@@ -22,11 +22,10 @@ from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.checkpoint.host import change_lines
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.checkpoint.records.envelope import DataState, stream_of
 from megaresume.checkpoint.records.rank_log import RankLog, noted
-from megaresume.checkpoint.records.step_file import DataState, stream_of
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import LoaderOptions
-from megaresume.checkpoint.records.step_file import DataState, stream_of
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint, tokens_of

@@ -16,7 +16,8 @@ from typing import Any
 
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
-from megaresume.checkpoint.records.step_file import Envelope, StepFile
+from megaresume.checkpoint.records.envelope import Envelope
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.hosts.megatron.arguments import Settings, ignores_rampup
 from megaresume.hosts.megatron.host import MegatronHost, can_be_written, switch_on
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_tracker, mend_tracker, newer_copy

@@ -35,9 +35,10 @@ from megaresume.checkpoint.file_errors import read_undamaged, reading
 from megaresume.checkpoint.host import Data, Save
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
-from megaresume.checkpoint.records.candidates import read_pointers
+from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import LATEST, deepspeed_tag, megatron_tag
-from megaresume.checkpoint.records.step_file import Envelope, StepFile
+from megaresume.checkpoint.records.pointers import read_pointers
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.system import Topology

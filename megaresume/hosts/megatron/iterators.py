@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
-from megaresume.checkpoint.records.step_file import stream_of
+from megaresume.checkpoint.records.envelope import stream_of
+from megaresume.checkpoint.records.rank_log import RankLog, images_of
 from megaresume.data.layout import has_spans
 from megaresume.data.source import is_document_source
 from megaresume.hosts.megatron.calls import check_load, is_built

@@ -22,17 +22,12 @@ from typing import Any
 
 from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.records.candidates import (
-    Candidate,
-    Pointer,
-    examine,
-    list_candidates,
-    read_pointer,
-    write_tracker,
-)
+from megaresume.checkpoint.lock.fenced import write_tracker
+from megaresume.checkpoint.records.candidates import Candidate, examine, list_candidates
+from megaresume.checkpoint.records.envelope import Kind
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import TRACKER, ledger_path, marker_path, megatron_tag
-from megaresume.checkpoint.records.step_file import Kind
+from megaresume.checkpoint.records.pointers import Pointer, read_pointer
 from megaresume.files import read_file
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError

@@ -23,9 +23,9 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.host import Data
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
-from megaresume.checkpoint.search import Choice
-from megaresume.checkpoint.step_file import DataState, stream_of
+from megaresume.checkpoint.records.envelope import DataState, stream_of
 from megaresume.hosts.endless import Endless, check_endless, check_steps
 from megaresume.hosts.feeds import ItemFeed, check_same_data
 from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states

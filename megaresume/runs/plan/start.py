@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 
 from megaresume.checkpoint.host import without_state
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.records.envelope import stream_of
 from megaresume.checkpoint.records.names import TRACKER, deepspeed_tag, megatron_tag
-from megaresume.checkpoint.records.step_file import stream_of
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed.load_rules import BEGIN_ANEW, Partitions, check_zero, choose_to_load
 from megaresume.hosts.megatron import load_rules

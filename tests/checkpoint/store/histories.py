@@ -27,13 +27,14 @@ from unittest import mock
 from megaresume.checkpoint.copies.places import missing_lines
 from megaresume.checkpoint.copies.session_copies import Staged
 from megaresume.checkpoint.copies.store_place import StorePlace
-from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start, restore_older
+from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock import lock
 from megaresume.checkpoint.records.branches import saves_given_up, saves_of_present
 from megaresume.checkpoint.records.step_file import new_id
 from megaresume.checkpoint.save import commit
 from megaresume.checkpoint.save.retention import KEEP_ALL
+from megaresume.checkpoint.starts import record_start, restore_older
 from megaresume.checkpoint.store.lease import newest_head
 from tests.checkpoint.conftest import make_state, save_checkpoint
 

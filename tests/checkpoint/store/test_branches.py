@@ -14,13 +14,14 @@ import pytest
 from megaresume.checkpoint.copies.session_copies import Staged
 from megaresume.checkpoint.copies.stager import stage
 from megaresume.checkpoint.copies.store_place import StorePlace, place_of
-from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.branches import branches_of, saves_given_up, saves_of_present
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.step_file import new_id
 from megaresume.checkpoint.save import commit
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.store.lease import Head, newest_head
 from tests.checkpoint.conftest import make_state, save_checkpoint
 from tests.checkpoint.store import histories

@@ -21,11 +21,12 @@ from megaresume.checkpoint.copies.places import DirectoryPlace, Place
 from megaresume.checkpoint.copies.session_copies import Staged
 from megaresume.checkpoint.copies.stager import Stager, read_staging, stage
 from megaresume.checkpoint.copies.store_place import StorePlace, place_of
-from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.manifest import FileEntry
-from megaresume.checkpoint.records.step_file import Marker
+from megaresume.checkpoint.records.marker import Marker
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.store import lease, store
 from megaresume.data import remote
 from megaresume.files import make_dir

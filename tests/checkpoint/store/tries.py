@@ -42,8 +42,9 @@ import s3fs  # noqa: F401
 
 from megaresume.checkpoint.copies import stager
 from megaresume.checkpoint.copies.session_copies import Staged
-from megaresume.checkpoint.load.choose import choose, choose_of_two, record_start
+from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.save.retention import Retention
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.store import lease, store, workers  # noqa: F401
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError

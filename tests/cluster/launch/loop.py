@@ -25,8 +25,8 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.host import Reading, change_lines
 from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.records.envelope import Envelope, stream_of
 from megaresume.checkpoint.records.names import deepspeed_tag
-from megaresume.checkpoint.records.step_file import Envelope, stream_of
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology

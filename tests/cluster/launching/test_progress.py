@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.load.choose import NOTHING_TO_TRAIN
 from megaresume.checkpoint.records.ledger import ATTEMPT, LedgerEntry, append_ledger, with_attempt
 from megaresume.checkpoint.records.names import ledger_path
+from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
 from megaresume.checkpoint.system import Topology
 from megaresume.cluster.launching.driver import (
     AttemptProgress,

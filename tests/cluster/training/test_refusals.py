@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.load.choose import record_start
 from megaresume.checkpoint.save.commit import begin_save
+from megaresume.checkpoint.starts import record_start
 from megaresume.cluster.training.launch import check_layout, parse_arguments
 from megaresume.stream.errors import UsageError
 

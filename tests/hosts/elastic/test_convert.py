@@ -158,7 +158,7 @@ def test_only_what_jobs_made_is_removed(root: Path) -> None:
 
 def test_without_zero_there_is_nothing_to_convert(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "megaresume" / "step_0000004.json"
-    from megaresume.checkpoint.records.names import seal, unseal
+    from megaresume.checkpoint.records.sealed import seal, unseal
 
     fields = unseal(path.read_bytes())
     del fields["checksum"]

@@ -18,7 +18,7 @@ import stream_kit as kit
 
 from megaresume.checkpoint.host import Loaded
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.records.step_file import Envelope
+from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.hosts.megatron import iterators
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.host import MegatronHost

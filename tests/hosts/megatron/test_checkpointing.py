@@ -16,8 +16,8 @@ import pytest
 
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.envelope import DataState, Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
-from megaresume.checkpoint.records.step_file import DataState, Envelope
 from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.hosts.megatron import checkpointing
 from megaresume.hosts.megatron.arguments import Settings

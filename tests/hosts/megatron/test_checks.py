@@ -11,9 +11,10 @@ import pytest
 
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.ledger import LedgerEntry, append_ledger
+from megaresume.checkpoint.records.marker import Marker, write_marker
 from megaresume.checkpoint.records.names import ledger_path, marker_path
-from megaresume.checkpoint.records.step_file import Envelope, Marker, write_marker
 from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.system import Topology

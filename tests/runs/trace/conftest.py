@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.checkpoint.load.choose import record_start
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.save.commit import begin_save, commit_save
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.config import StreamConfig

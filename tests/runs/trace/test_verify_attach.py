@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.records.names import seal, unseal
+from megaresume.checkpoint.records.sealed import seal, unseal
 from megaresume.program import main
 from tests.hosts.conftest import HERE
 from tests.hosts.conftest import data_yaml as data_yaml

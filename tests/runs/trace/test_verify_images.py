@@ -11,9 +11,9 @@ import yaml
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream, open_validation
-from megaresume.checkpoint.load.choose import record_start
 from megaresume.checkpoint.records.rank_log import RankLog, noted
 from megaresume.checkpoint.save.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.program import main

@@ -11,11 +11,13 @@ import yaml
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.load.choose import choose, record_start
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.lock.fenced import write_step_file
 from megaresume.checkpoint.records.names import step_path
 from megaresume.checkpoint.records.rank_log import RankLog, noted
-from megaresume.checkpoint.records.step_file import read_step_file, write_step_file
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.save.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule

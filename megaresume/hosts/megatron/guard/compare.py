@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaresume.checkpoint.records.step_file import DataState
+from megaresume.checkpoint.records.envelope import DataState
 from megaresume.hosts.megatron.guard.pinned import extendable
 from megaresume.hosts.megatron.guard.record import (
     FLAGS,

@@ -21,7 +21,7 @@ import xxhash
 
 from megaresume.checkpoint.host import Data
 from megaresume.checkpoint.ranks import broadcast, gather, is_rank_0, on_all_ranks, rank, same_on_all_ranks
-from megaresume.checkpoint.records.step_file import OpaqueState
+from megaresume.checkpoint.records.envelope import OpaqueState
 from megaresume.hosts.megatron.guard.compare import Difference, refuse
 from megaresume.hosts.megatron.guard.pinned import blend_part, components_of, is_blend, mismatches, part
 from megaresume.hosts.megatron.guard.record import (

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.records.step_file import DataState, OpaqueState
+from megaresume.checkpoint.records.envelope import DataState, OpaqueState
 from megaresume.data.layout import HEADER_BYTES, IndexHeader
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.progress import progress

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaresume.checkpoint.host import Loaded
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.records.step_file import Envelope, OpaqueState
+from megaresume.checkpoint.records.envelope import Envelope, OpaqueState
 
 
 def order_state(content: Mapping[str, Any], samples: int) -> OpaqueState:

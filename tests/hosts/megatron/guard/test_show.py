@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.records.step_file import OpaqueState
+from megaresume.checkpoint.records.envelope import OpaqueState
 from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.hosts.megatron.guard.compare import describe
 from tests.hosts.megatron.guard.conftest import Corpora, Run
