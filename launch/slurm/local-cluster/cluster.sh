@@ -119,12 +119,16 @@ end_processes() {
 }
 
 # Whether there are none left. They are killed each time: some may have been started while the others were looked up.
+# None twice: a slurmstepd that has just started has overwritten its environment, and not yet opened its log.
 all_gone() {
-  local left
-  left=$(daemons; tasks)
-  # shellcheck disable=SC2086  # one word a process
-  end_processes $left
-  [ -z "$left" ]
+  local left look
+  for look in first second; do
+    [ "$look" = first ] || sleep 0.2
+    left=$(daemons; tasks)
+    # shellcheck disable=SC2086  # one word a process
+    end_processes $left
+    [ -z "$left" ] || return 1
+  done
 }
 
 # ---------------------------------------------------------------- configuration

@@ -36,7 +36,7 @@ with running_cluster(**{settings!r}) as cluster:
 def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, os.popen("ps -eo pid,ppid,stat,etimes,args").read()
         time.sleep(0.1)
 
 
