@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megaresume.hosts.deepspeed.witness import MicroBatch, Witness, fingerprint
+from megaresume.hosts.deepspeed.witness import MicroBatch, Witness, _weights, fingerprint
 
 A, B, C = (torch.full((8,), number) for number in (1, 2, 3))
 
@@ -27,9 +27,17 @@ def judged(taken: Sequence[torch.Tensor], trained: Sequence[Sequence[torch.Tenso
         assert forward is not None
         loss = weight.sum()
         witness.watch(forward, {"loss": loss, "scale": weight})
-        with witness.backward():
-            loss.backward()
+        witness.backward(loss.backward)
     return [str(batch) for batch in witness.untrained(out)], [str(batch) for batch in witness.trained_twice(out)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_fingerprint_is_the_same_on_every_device(dtype: torch.dtype) -> None:
+    tokens = torch.arange(8192).remainder(251).to(dtype).reshape(2, -1)
+    weights = _weights(8192, torch.device("cpu"))
+    exact = sum(token * weight for token, weight in zip(tokens.flatten().tolist(), weights.tolist(), strict=True))
+    elsewhere = (tokens.reshape(-1).to(torch.int64) * weights).sum()  # as on a GPU
+    assert int(fingerprint(tokens)) == int(elsewhere) == (exact + 2**63) % 2**64 - 2**63
 
 
 @pytest.mark.parametrize(

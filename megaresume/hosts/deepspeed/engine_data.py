@@ -14,6 +14,7 @@ evaluated and the other trained twice, or that one had no backward. `megaresume.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -77,6 +78,8 @@ class EngineData(Batches):
         #: the micro-batch that was forwarded last, and whether its losses are wanted.
         self._with_losses: MicroBatch | None = None
         self._wants_losses = False
+        #: a micro-batch that was looked at and not taken.
+        self._ahead: list[tuple[Any, MicroBatch]] = []
         #: micro-batches of this rank in the step that is handed out.
         self._per_step = 0
         #: why nothing more is handed out, though nothing failed.
@@ -86,7 +89,7 @@ class EngineData(Batches):
 
     @abstractmethod
     def _read(self) -> tuple[Any, MicroBatch]:
-        """The next micro-batch, and what is to be known of it."""
+        """Read the next micro-batch, and say what is to be known of it."""
 
     @abstractmethod
     def _open_step(self) -> None:
@@ -180,7 +183,18 @@ class EngineData(Batches):
                 action="do not call next(data) yourself, do not evaluate with it, and do not save or restore "
                 "engine.train_batch; data.peek() shows the next batch without taking it",
             )
-        return self.session.clocks.wait(self._read)
+        return self._ahead.pop() if self._ahead else self.session.clocks.wait(self._read)
+
+    def peek(self) -> Any:
+        """A copy of the micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph
+        captures. Of a loader that saves its own state: after ``engine.load_checkpoint``, as it cannot go back."""
+        self._check_open()
+        if not self._ahead:
+            self._random.step_begins()  # what is drawn to read it is drawn again after a resume
+            self._ahead.append(self._read())
+        batch, what = self._ahead[0]
+        self._witness.know(what.key)
+        return copy.deepcopy(batch)
 
     def _close_on_error(self, function: Callable[[], Any]) -> Any:
         """Call a function; if it raises, nothing more is handed out."""
@@ -288,8 +302,7 @@ class EngineData(Batches):
 
     def backward(self, function: Callable[[], Any]) -> Any:
         """Around ``engine.backward()``."""
-        with self._witness.backward():
-            return self.broken_by_errors_of("engine.backward()", function)
+        return self._witness.backward(lambda: self.broken_by_errors_of("engine.backward()", function))
 
     def after_step(self) -> None:
         """After ``engine.step()``."""

@@ -7,7 +7,6 @@ the samples that ``engine.global_steps`` steps have trained.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,8 +32,6 @@ class ItemData(EngineData):
         self.feed, self.loader, self.stream = feed, feed.loader, feed.stream
         self.balance, self.loader.meter = self.loader.balance, session.meter
         self._batches = Endless(feed)
-        #: a micro-batch that was looked at and not taken, and its key.
-        self._ahead: list[tuple[Any, MicroBatch]] = []
         self._count_from(int(engine.global_steps), 0)
 
     @property
@@ -84,21 +81,7 @@ class ItemData(EngineData):
         self._begin_again()
         return self
 
-    def peek(self) -> Any:
-        """A copy of the micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph
-        captures."""
-        self._check_open()
-        if not self._ahead:
-            self._random.step_begins()  # what the dataset draws for it is drawn again after a resume
-            self._ahead.append(self._next())
-        batch, what = self._ahead[0]
-        self._witness.know(what.key)
-        return copy.deepcopy(batch)
-
     def _read(self) -> tuple[Any, MicroBatch]:
-        return self._ahead.pop() if self._ahead else self._next()
-
-    def _next(self) -> tuple[Any, MicroBatch]:
         begin = self._count.end
         batch = self._batches.next(begin)
         name = f"samples {begin} to {self.loader.samples - 1}"

@@ -13,7 +13,6 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import LoaderOptions
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
-from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint, tokens_of
+from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint
 from megaresume.hosts.feeds import RankFaults
 from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states
 from megaresume.hosts.loaders import LoaderReader, adapter_of
@@ -292,8 +291,6 @@ class AttachedLoader(LoaderStates, EngineData):
     def __init__(self, engine: Any, loader: Any, session: Session) -> None:
         super().__init__(engine, session)
         self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
-        #: a batch that was looked at and not taken.
-        self._ahead: list[Any] = []
         self._set_base(int(engine.global_steps), NO_LOADER.to_state(0), NO_LOADER)
 
     def _set_base(self, step: int, state: DataState, record: LoaderRecord) -> None:
@@ -321,19 +318,8 @@ class AttachedLoader(LoaderStates, EngineData):
 
     def _read(self) -> tuple[Any, MicroBatch]:
         number = self.batches_trained + len(self._count.out)
-        batch = self._ahead.pop() if self._ahead else next(self._require_reader())
+        batch = next(self._require_reader())
         return batch, self._as_known(batch, f"batch {number} of this rank")
-
-    def peek(self) -> Any:
-        """A copy of the batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
-        After ``engine.load_checkpoint``: a loader cannot go back."""
-        self._check_open()
-        if not self._ahead:
-            self._random.step_begins()  # what the loader draws for it is drawn again after a resume
-            self._ahead.append(next(self._require_reader()))
-        if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
-            self._witness.know(int(fingerprint(tokens)))
-        return copy.deepcopy(self._ahead[0])
 
     def _require_reader(self) -> LoaderReader:
         if self.reader is None:
@@ -360,6 +346,7 @@ class AttachedLoader(LoaderStates, EngineData):
             while self._count.step < int(self.engine.global_steps):
                 self._open_step()
                 self._note_step(self._count.stepped())
+                self._witness.clear()
         super()._check_clock()
 
     def _note_step(self, batches: Sequence[MicroBatch]) -> None:

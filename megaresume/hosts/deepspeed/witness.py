@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from megaresume.checkpoint.records.rank_log import Noted
+
+T = TypeVar("T")
 
 
 @functools.lru_cache(maxsize=8)
@@ -37,7 +38,8 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
     """The weighted sum of all tokens modulo 2^64: int64[], on their device. Places count, the shape does not."""
     flat = tokens.reshape(-1).to(torch.int64)
-    return (flat * _weights(flat.numel(), flat.device)).sum()
+    weights = _weights(flat.numel(), flat.device)
+    return torch.dot(flat, weights) if flat.is_cpu else (flat * weights).sum()  # the first has no CUDA kernel for int64
 
 
 def tokens_of(batch: Any) -> torch.Tensor | None:
@@ -140,12 +142,12 @@ class Witness:
         self._reached += 1
         forward.passes.add(torch._C._current_graph_task_id())
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward of the engine."""
+    def backward(self, function: Callable[[], T]) -> T:
+        """Make a backward of the engine."""
         before = self._reached
-        yield
+        result = function()
         self._trains_past |= self._reached == before
+        return result
 
     def knows_last(self, batch: MicroBatch) -> torch.Tensor | None:
         """Whether the last forward was given this micro-batch: bool[], on its device, which is not waited for. None:

@@ -66,7 +66,12 @@ without_accumulation = megaresume.DataLoader(torch.arange(10), batch_size=2)
 found["sizes"] = toy.error_of(lambda: megaresume.attach(toy.engine_of(micro=2, batch=4), without_accumulation))
 engine = toy.engine_of(micro=2, batch=2)
 data = attach_loader(engine, None)  # as on a rank that receives its batches from another one
+for _ in range(3):
+    engine.backward(engine(torch.zeros(2, 4, dtype=torch.int64)).sum())
+    engine.step()
+forwards = data._witness.graphs
 found["no_loader"] = toy.error_of(lambda: next(data))
 found["option"] = toy.error_of(lambda: megaresume.attach(engine, kit.torchdata_loader("map"), log_samples=save))
 toy.result("refusals", found)
+toy.result("forwards", forwards)
 os._exit(0)

@@ -99,6 +99,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
     _, output = launch(str(HERE / "refusals.py"), energon_dataset, run.root, num_processes=1)
     line = next((line for line in output.splitlines() if line.startswith("RESULT refusals ")), None)
     assert line is not None, output[-3000:]
+    assert "RESULT forwards [0]" in output  # of steps that are over
     found = json.loads(line.removeprefix("RESULT refusals "))[0]
     assert {name: error[:2] for name, error in found.items()} == {
         "dp": [
