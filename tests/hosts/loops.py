@@ -654,6 +654,38 @@ def load_in_a_step() -> None:
     toy.result("load_in_a_step", found)
 
 
+def gradients_read() -> None:
+    """torch.autograd.grad trains nothing; ZeRO 1 allows it, and a backward past the engine as well."""
+    found: dict[str, Any] = {}
+
+    def loss_of(run: Run, batch: Any) -> torch.Tensor:
+        return toy.loss_of(run.engine(batch["tokens"]), batch["labels"], batch["loss_mask"])
+
+    def read(run: Run, batch: Any) -> None:
+        torch.autograd.grad(loss_of(run, batch), next(run.model.parameters()))
+
+    def read_as_well(run: Run) -> None:
+        for _ in steps(run, 3):
+            read(run, batch := next(run.data))
+            run.train(batch)
+
+    def only_read(run: Run) -> None:
+        first, second = next(run.data), next(run.data)
+        read(run, first)
+        run.train(second)
+        run.train(second)
+
+    def two_backwards(run: Run) -> None:
+        for _ in steps(run, 3):
+            loss_of(run, batch := next(run.data)).backward()
+            run.train(batch)
+
+    for case in (read_as_well, only_read, two_backwards):
+        run = Run(2, config={"stage": 1})
+        found[case.__name__] = error_of(functools.partial(case, run)), int(run.engine.global_steps)
+    toy.result("gradients_read", found)
+
+
 def drawn_after_a_save() -> None:
     run = Run(1)
     run.train(next(run.data))
@@ -844,6 +876,7 @@ for accumulation in (1, 4):
         found = {"error": error, "steps": steps_made, "seen": seen, "samples": run.data.samples_trained}
         toy.result(f"{name}_{accumulation}", found)
 load_in_a_step()
+gradients_read()
 drawn_after_a_save()
 forgotten()
 loaders()

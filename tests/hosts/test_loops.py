@@ -160,6 +160,15 @@ def test_a_load_leaves_no_gradients_of_the_step_it_gives_up(loops: Any) -> None:
             assert after == expected, case
 
 
+def test_gradients_that_are_only_read_train_nothing(loops: Any) -> None:
+    for rank, found in enumerate(loops["gradients_read"]):
+        assert found["read_as_well"] == [[], 3]
+        samples = f"samples {2 * rank} to {2 * rank + 1}"
+        for case, words in (("only_read", TAKEN), ("two_backwards", TWICE)):
+            error, made = found[case]
+            assert error[1].startswith(words) and samples in error[1] and made == 0, case
+
+
 def test_batches_of_other_loaders(loops: Any) -> None:
     for found in loops["loaders"]:
         assert found["plain"] == found["peeked"] == found["changed"] == [[], [0, 1, 2, 3]]

@@ -61,6 +61,22 @@ def test_batches_that_are_alike(
     assert judged(taken, trained) == (untrained, twice)
 
 
+@pytest.mark.parametrize("passes", ["grad", "grad, backward", "backward, grad", "backward, backward"])
+def test_passes_that_only_read_gradients_count_if_there_are_no_others(passes: str) -> None:
+    """Past the engine: torch.autograd.grad of a weight and of an input; and a backward, also of some weights alone."""
+    witness, out, net = Witness(), named(A), torch.nn.Linear(8, 1)
+    for number, name in enumerate(passes.split(", ")):
+        forward, inputs = witness.look([A], out, 0), torch.ones(8, requires_grad=True)
+        assert forward is not None
+        witness.watch(forward, outputs := net(inputs))
+        if name == "grad":
+            torch.autograd.grad(outputs.sum(), [net.weight, inputs])
+        else:
+            torch.autograd.backward(outputs.sum(), inputs=[net.bias] if number else None)
+    assert witness.untrained(out) == []
+    assert witness.trained_twice(out) == (out if passes == "backward, backward" else [])
+
+
 def test_no_hook_stays_on_a_parameter_that_the_model_gives_out() -> None:
     witness, weight = Witness(), torch.nn.Parameter(torch.ones(2))
     forward = witness.look([A], named(A), 0)

@@ -10,7 +10,8 @@ A micro-batch is recognised by its tokens when it enters ``engine.forward``, its
 
 A loop may change its inputs (mask, cut, repeat, split them) or call the module past the engine. Then forwards are not
 recognised, and only their number counts. An ``engine.backward`` that goes through no output of the engine shows a loop
-that trains past it: then every forward is taken for one that is trained.
+that trains past it: then every forward is taken for one that is trained. ``torch.autograd.grad`` trains nothing, unless
+a step has no other passes: then the loop makes its gradients by it.
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ class Witness:
         self._forwards: list[Forward] = []
         #: backward passes through any output, counted once for each output.
         self._reached = 0
+        #: those of this step that add to gradients, by torch's number.
+        self._training: set[int] = set()
+        #: whether ``engine.backward`` is running.
+        self._in_backward = False
         #: an ``engine.backward`` of this step went through none.
         self._trains_past = False
         #: an earlier step was trained through ``engine.forward``.
@@ -111,7 +116,8 @@ class Witness:
         """A step is over."""
         self._trains_here = any(forward.passes for forward in self._forwards) and not self._trains_past
         self._forwards.clear()
-        self._trains_past = False
+        self._training.clear()
+        self._in_backward = self._trains_past = False
 
     def look(self, inputs: Sequence[Any], out: Sequence[MicroBatch], turn: int) -> Forward | None:
         """Note what a forward is given; None if it builds no graph.
@@ -140,12 +146,16 @@ class Witness:
 
     def _reach(self, forward: Forward, _gradient: torch.Tensor) -> None:
         self._reached += 1
-        forward.passes.add(torch._C._current_graph_task_id())
+        number = torch._C._current_graph_task_id()
+        forward.passes.add(number)
+        if self._in_backward or number in self._training or _adds_to_gradients():
+            self._training.add(number)
 
     def backward(self, function: Callable[[], T]) -> T:
         """Make a backward of the engine."""
-        before = self._reached
+        before, self._in_backward = self._reached, True
         result = function()
+        self._in_backward = False
         self._trains_past |= self._reached == before
         return result
 
@@ -189,8 +199,8 @@ class Witness:
     def trained_twice(self, out: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The outstanding micro-batches with two forwards, each with a backward of its own. Several forwards in one
         backward are one loss; several backwards of one forward need ``retain_graph``, so they are meant."""
-        forwards = [forward for forward in self._forwards if forward.passes]
-        if len({number for forward in forwards for number in forward.passes}) <= len(out):
+        forwards = [forward for forward in self._forwards if self._passes(forward)]
+        if len({number for forward in forwards for number in self._passes(forward)}) <= len(out):
             return []  # one backward for each, or fewer
         forwards = [forward for forward in forwards if forward.inputs]
         alike = Counter(batch.key for batch in out)
@@ -198,15 +208,19 @@ class Witness:
         for forward, mine in zip(forwards, self._keys(forwards), strict=True):
             # The labels of one may be the tokens of another one.
             if len(known := [key for key in mine if key in passes]) == 1:
-                passes[known[0]].append(forward.passes)
+                passes[known[0]].append(self._passes(forward))
         twice = {
             key for key, each in passes.items() if each and len(set().union(*each)) >= max(map(len, each)) + alike[key]
         }
         return [batch for batch in out if batch.key in twice]
 
+    def _passes(self, forward: Forward) -> set[int]:
+        """The passes through a forward that train."""
+        return forward.passes & self._training if self._training else forward.passes
+
     def _trained(self) -> list[Forward]:
         """The forwards that a backward went through, or may have."""
-        return [one for one in self._forwards if one.passes or not one.is_watched or self._trains_past]
+        return [one for one in self._forwards if self._passes(one) or not one.is_watched or self._trains_past]
 
     def _keys(self, forwards: Sequence[Forward]) -> list[frozenset[int]]:
         """The values of the fingerprints of these forwards: one wait for the device for all that are new."""
@@ -216,6 +230,24 @@ class Witness:
             for forward in new:
                 forward.keys = frozenset(next(values) for _ in forward.inputs)
         return [forward.keys or frozenset() for forward in forwards]
+
+
+def _adds_to_gradients() -> bool:
+    """Whether the backward pass that is running adds to the gradients of a leaf, as none of ``torch.autograd.grad``
+    does. For hooks."""
+    nodes = [torch._C._current_autograd_node()]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        inner = {one for one, _ in node.next_functions if one is not None}
+        try:
+            if not inner and torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # a leaf whose gradient torch.autograd.grad is to return
+            continue
+        nodes += inner - seen
+        seen |= inner
+    return False
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:
