@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.data.catalog import check_no_overlap, check_not_seen, located, open_sources
-from megaresume.data.data_config import INHERITED, Data, DataConfig, ValidationSet
+from megaresume.data.data_config import INHERITED, DataConfig, DataConfigLike, ValidationSet
 from megaresume.data.source import Source
 from megaresume.data.split import Part
 from megaresume.stream.config import OnChange, StreamConfig
@@ -28,7 +28,7 @@ DEFAULT_SET = "valid"
 
 
 def open_stream(
-    data: Data,
+    data: DataConfigLike,
     *,
     seq_length: int | None = None,
     seed: int | None = None,
@@ -80,7 +80,7 @@ def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[st
 
 
 def open_validation(
-    data: Data,
+    data: DataConfigLike,
     training: Stream,
     *,
     seq_length: int | None = None,
@@ -144,7 +144,7 @@ def check_held_out(training: Stream, held_out: Stream, name: str, state: StreamS
 
 
 def open_part(
-    data: Data,
+    data: DataConfigLike,
     *,
     part: Part,
     state: StreamState | None,
@@ -167,7 +167,7 @@ def open_part(
     """
     named = DataConfig.of(data, base_dir)
     if named.words:
-        of_part, of_training = (named.of_part(p, split)["sources"] for p in (part, "train"))
+        of_part, of_training = (named.mapping_for(p, split)["sources"] for p in (part, "train"))
         if [s["weight"] for s in of_part.values()] != [s["weight"] for s in of_training.values()]:
             state = None  # corpora without weights are weighed by their documents, which no flag moves
     config = named.stream_config(part, split=split, seq_length=seq_length, seed=seed)

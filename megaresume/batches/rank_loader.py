@@ -56,7 +56,7 @@ class DataParallel:
         Raises:
             StateError: samples would be trained twice, or by nobody.
         """
-        now, size = _of_torch()
+        now, size = _torch_rank_and_size()
         if self.is_default and (now, size) != (self.rank, self.size):
             raise StateError(
                 "the loader was made for ranks that do not exist",
@@ -93,7 +93,7 @@ def data_parallel(dp_rank: int | None, dp_size: int | None) -> DataParallel:
             action="call torch.distributed.init_process_group (or what does it: deepspeed.initialize, Accelerator()) "
             "before making the loader; or give dp_rank and dp_size",
         )
-    own_rank, own_size = _of_torch()
+    own_rank, own_size = _torch_rank_and_size()
     rank, size = own_rank if dp_rank is None else dp_rank, own_size if dp_size is None else dp_size
     if not 0 <= rank < size:
         raise UsageError(
@@ -109,7 +109,7 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _of_torch() -> tuple[int, int]:
+def _torch_rank_and_size() -> tuple[int, int]:
     """(rank, ranks) of the default process group; without one there is a single rank."""
     return (dist.get_rank(), dist.get_world_size()) if _has_group() else (0, 1)
 
@@ -117,7 +117,7 @@ def _of_torch() -> tuple[int, int]:
 def process_rank() -> tuple[int, int]:
     """(rank, ranks) of this process, in torch.distributed; before that is initialised, as a launcher says."""
     if _has_group():
-        return _of_torch()
+        return _torch_rank_and_size()
     return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
 
 

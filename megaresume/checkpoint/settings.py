@@ -106,12 +106,12 @@ class LoaderOptions:
     )
 
     @property
-    def of_batches(self) -> dict[str, Any]:
+    def batch_kwargs(self) -> dict[str, Any]:
         """The settings of what a batch is, as parameters of `StreamDataset`."""
         return {"fields": self.fields, "attention_mask": self.attention_mask, "pad_id": self.pad_id}
 
     @property
-    def of_reading(self) -> dict[str, Any]:
+    def reader_kwargs(self) -> dict[str, Any]:
         """The settings of reading ahead, as parameters of `StreamLoader`; page-locked memory depends on the device."""
         names = ("num_workers", "prefetch", "read_ahead", "requests", "cache_dir", "cache_gib", "start_method")
         return {name: getattr(self, name) for name in names}
@@ -224,7 +224,7 @@ class Checkpoints:
         return Retention(keep_last=self.keep_last, keep_every=self.keep_every)
 
     @property
-    def of_session(self) -> dict[str, Any]:
+    def session_kwargs(self) -> dict[str, Any]:
         """These settings as parameters of `Session`. Raises UsageError for an impossible number."""
         return {name: getattr(self, name) for name in _OF_SESSION}
 

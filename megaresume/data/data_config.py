@@ -120,7 +120,7 @@ class DataConfig:
     validation: Mapping[str, ValidationSet] | None = None
 
     @classmethod
-    def of(cls, data: Data, base_dir: str | os.PathLike[str] = ".") -> DataConfig:
+    def of(cls, data: DataConfigLike, base_dir: str | os.PathLike[str] = ".") -> DataConfig:
         """Read a data config.
 
         Args:
@@ -153,7 +153,7 @@ class DataConfig:
             validation=None if sets is None else read(_Sets, sets, "validation"),
         )
 
-    def of_part(self, part: Part, split: str | None = None) -> dict[str, Any]:
+    def mapping_for(self, part: Part, split: str | None = None) -> dict[str, Any]:
         """The mapping for a part: what its metadatasets stand for, paths and steps of augmentation written out.
 
         Args:
@@ -178,14 +178,14 @@ class DataConfig:
         """The definition of the order of a part.
 
         Args:
-            part, split: as for `of_part`.
+            part, split: as for `mapping_for`.
             seq_length: tokens a sample, if the mapping does not say.
             seed: if the mapping does not say.
 
         Raises:
-            ConfigError: as `of_part` and `StreamConfig.from_dict`.
+            ConfigError: as `mapping_for` and `StreamConfig.from_dict`.
         """
-        mapping = self.of_part(part, split)
+        mapping = self.mapping_for(part, split)
         if seed is not None:
             mapping.setdefault("seed", seed)
         return StreamConfig.from_dict(mapping, seq_length=seq_length)
@@ -209,7 +209,7 @@ def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, An
 
 
 #: The forms of a data config that `DataConfig.of` takes.
-Data = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str] | DataConfig
+DataConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str] | DataConfig
 
 
 def _augmented(name: object, entry: Any) -> Any:

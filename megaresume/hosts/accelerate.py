@@ -54,7 +54,7 @@ from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
-from megaresume.hosts.steps import words_of
+from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
 from megaresume.stream.errors import UsageError
 
@@ -119,7 +119,7 @@ class AcceleratorHost(TrainerHost):
     """
 
     package = "accelerate"
-    words = words_of(
+    words = loop_words(
         clock="optimizer.step()",
         early_save=(
             "the loop saves before the optimizer step, or after every micro-batch of an accumulation; or steps are "

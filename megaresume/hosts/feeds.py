@@ -1,7 +1,7 @@
-"""The data of a loop: `ItemFeed` of a `DataLoader`, `Samples` of a `StreamLoader`.
+"""The data of a loop: `ItemFeed` of a `DataLoader`, `StreamFeed` of a `StreamLoader`.
 
 Each is the `Data` of a session, and a `Feed`: micro-batches from a sample on, and how many samples are a step.
-For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to`, `say_left_over`.
+For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to`, `warn_of_left_over`.
 
 The feeds of all processes make one run: each sample of a step is trained by one rank, and by no other. Every loader
 deals out by itself, by its number among the data-parallel ranks. In `check_shares` the processes compare these numbers,
@@ -196,7 +196,7 @@ class RankFaults:
         return self.known.with_new(self._new, self._to, trained)
 
 
-class Samples(Feed):
+class StreamFeed(Feed):
     """The samples of a `StreamLoader`.
 
     Args:
@@ -304,7 +304,7 @@ def feed_of(loader: Any, *, whole_steps: bool = False) -> Feed:
     if isinstance(loader, DataLoader):
         return ItemFeed(loader)
     if isinstance(loader, StreamLoader):
-        return Samples(loader, whole_steps=whole_steps)
+        return StreamFeed(loader, whole_steps=whole_steps)
     raise UsageError(
         "megaresume.attach needs a loader of megaresume's",
         found=kind_of(loader),
@@ -328,7 +328,7 @@ def micro_batches(loader: DataLoader, samples: int) -> int:
     return samples // loader.step_samples * loader.accumulation + len(_last_parts(loader, samples))
 
 
-def say_left_over(loader: DataLoader, samples: int) -> None:
+def warn_of_left_over(loader: DataLoader, samples: int) -> None:
     """Say, on rank 0, which of so many samples to the end of the run cannot be given to all ranks."""
     short = samples % loader.step_samples
     left = short - sum(_last_parts(loader, samples))

@@ -56,9 +56,9 @@ from megaresume.hosts.accelerate_backends import (
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, hook, replaced
-from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, say_left_over
+from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, warn_of_left_over
 from megaresume.hosts.hugging_face_data import (
-    Batches,
+    CountedBatches,
     callback_of,
     check_methods,
     check_processes,
@@ -66,9 +66,9 @@ from megaresume.hosts.hugging_face_data import (
     let_epochs_end,
     loader_of,
 )
-from megaresume.hosts.steps import words_of
+from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
-from megaresume.hosts.trainer import Hook, TrainerHost, of_trainer, write_all
+from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, write_all
 from megaresume.stream.errors import StateError, UsageError
 
 #: the key in ``stateful_callbacks`` of trainer_state.json.
@@ -141,7 +141,7 @@ class TransformersHost(TrainerHost):
     """
 
     package = "transformers"
-    words = words_of(
+    words = loop_words(
         trainer="the Trainer",
         name="trainer.get_train_dataloader()",
         clock="the optimizer step",
@@ -205,7 +205,7 @@ class TransformersHost(TrainerHost):
         args.output_dir = os.path.abspath(args.output_dir) if replay is None else replay.out  # os.chdir may follow
         limit = "save_total_limit", args.save_total_limit
         place = "output_dir", args.output_dir
-        return of_trainer(given, trainer="Hugging Face's Trainer", save_dir=place, keep_last=limit)
+        return merge_trainer_settings(given, trainer="Hugging Face's Trainer", save_dir=place, keep_last=limit)
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""
@@ -221,7 +221,7 @@ class TransformersHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         self._attached_with = self._settings()
-        batches = Batches(self.steps)
+        batches = CountedBatches(self.steps)
         self.trainer.get_train_dataloader = lambda: batches if self._ran else self.loader
         self.trainer.callback_handler.callbacks.insert(0, callback_of(self))  # before those that log the epoch
 
@@ -488,7 +488,7 @@ class TransformersHost(TrainerHost):
         if args.max_steps > 0:
             return loader.epoch + self._epochs_of(max(args.max_steps - self.steps.step, 0)), int(args.max_steps)
         loader.stop = max(self._end_of(args.num_train_epochs), self.steps.samples)
-        say_left_over(loader, loader.stop - self.steps.samples)
+        warn_of_left_over(loader, loader.stop - self.steps.samples)
         steps = self._steps(micro_batches(loader, loader.stop - self.steps.samples))
         return math.ceil(args.num_train_epochs), self.steps.step + steps
 

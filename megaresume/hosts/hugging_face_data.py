@@ -1,6 +1,6 @@
 """The data of a Hugging Face Trainer: the loader that its settings describe, how its items become a batch, and which
-Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's); `Batches`, which
-it reads from, and the callback that tells of its steps.
+Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's); `CountedBatches`,
+which it reads from, and the callback that tells of its steps.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def _refused(cls: type, method: str, what: str) -> UsageError:
     )
 
 
-class Batches:
+class CountedBatches:
     """The batches that the Trainer iterates over in place of the loader."""
 
     def __init__(self, steps: Steps) -> None:

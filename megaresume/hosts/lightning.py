@@ -53,12 +53,12 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.feeds import ItemFeed, micro_batches_to, say_left_over
+from megaresume.hosts.feeds import ItemFeed, micro_batches_to, warn_of_left_over
 from megaresume.hosts.lightning_trainer import (
     DEEPSPEED,
     FILE,
     KEY,
-    Batches,
+    CountedBatches,
     callback_of,
     check_fit,
     check_kind,
@@ -69,7 +69,7 @@ from megaresume.hosts.lightning_trainer import (
     make_room,
     not_made,
 )
-from megaresume.hosts.steps import words_of
+from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
 from megaresume.stream.errors import UsageError
 
@@ -115,7 +115,7 @@ class LightningHost(TrainerHost):
         checkpoints, stop: see `attach`.
     """
 
-    words = words_of(name="trainer.train_dataloader", clock="the optimizer step")
+    words = loop_words(name="trainer.train_dataloader", clock="the optimizer step")
     forgotten = "trainer.fit was called without ckpt_path='last', or save_dir was used before"
     load = "trainer.fit(model, ckpt_path='last')"
     begin_anew = "read its weights with YourModule.load_from_checkpoint, and save to another directory"
@@ -127,7 +127,7 @@ class LightningHost(TrainerHost):
         self.module = ""
         self.is_open = False
         #: what the Trainer reads from, once a fit has begun.
-        self.batches: Batches | None = None
+        self.batches: CountedBatches | None = None
         #: what the checkpoint that is being made is to hold; None if none is.
         self.held: dict[str, Any] | None = None
         self._asked: Any = None
@@ -231,7 +231,7 @@ class LightningHost(TrainerHost):
         loader = on_all_ranks(self._request)
         on_all_ranks(lambda: check_fit(self.trainer, self.module, loader))
         self.open(ItemFeed(loader), self.checkpoints, self.stop)
-        self.is_open, self.batches = True, Batches(self.steps, len(loader))
+        self.is_open, self.batches = True, CountedBatches(self.steps, len(loader))
         root = self.save_dir
         if self._asked:
             pick = None if self._asked == "last" else exactly(self.session, root, self._asked)
@@ -481,7 +481,7 @@ class LightningHost(TrainerHost):
         if loader.epoch + 1 == self.epochs() and loader.stop != end:
             loader.stop = end
             if not loader.drop_last:
-                say_left_over(loader, end - at)
+                warn_of_left_over(loader, end - at)
         within = max(at - (end - loader.items), 0)
         return within // loader.step_samples * loader.accumulation, micro_batches_to(loader, end, at)
 

@@ -286,7 +286,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Batches:
+class CountedBatches:
     """The micro-batches of this rank, with the length of the epoch that runs.
 
     Lightning takes it for a loader that saves its own state, and says nothing of one that cannot be resumed. Its data

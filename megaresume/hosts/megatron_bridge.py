@@ -34,9 +34,9 @@ from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.store.store import is_store
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, check_new, refuse, replaced, require
-from megaresume.hosts.feeds import Feed, Samples, feed_of
-from megaresume.hosts.steps import words_of
-from megaresume.hosts.trainer import Carried, TrainerHost, check_sizes, of_trainer, write_all
+from megaresume.hosts.feeds import Feed, StreamFeed, feed_of
+from megaresume.hosts.steps import loop_words
+from megaresume.hosts.trainer import Carried, TrainerHost, check_sizes, merge_trainer_settings, write_all
 from megaresume.stream.errors import UsageError
 
 #: imports Bridge.
@@ -125,7 +125,7 @@ class BridgeHost(TrainerHost):
     """
 
     package = "megatron-bridge"
-    words = words_of(
+    words = loop_words(
         trainer="Megatron-Bridge",
         name="what config.dataset gives",
         clock="the optimizer step",
@@ -214,7 +214,7 @@ class BridgeHost(TrainerHost):
         most = own.most_recent_k if own.most_recent_k and own.most_recent_k > 0 else None
         most_is = "checkpoint.most_recent_k"
         place = "checkpoint.save", own.save
-        return of_trainer(given, trainer="Megatron-Bridge", save_dir=place, keep_last=(most_is, most))
+        return merge_trainer_settings(given, trainer="Megatron-Bridge", save_dir=place, keep_last=(most_is, most))
 
     def open_once(self, groups: Any) -> None:
         """Make the loader, and open the session; once. Collective.
@@ -244,7 +244,7 @@ class BridgeHost(TrainerHost):
         loader: Any = self._data(rank, ranks)
         feed, config = feed_of(loader), self.trainer
         train, sizes = config.train, feed.topology(0)
-        length = getattr(feed.stream.config, "seq_length", None) if isinstance(feed, Samples) else None
+        length = getattr(feed.stream.config, "seq_length", None) if isinstance(feed, StreamFeed) else None
         ramps = getattr(train, "rampup_batch_size", None)
         step = train.global_batch_size // (train.micro_batch_size * ranks)
         check_sizes(
@@ -308,7 +308,7 @@ class BridgeHost(TrainerHost):
 
     def batches(self) -> Iterator[Any]:
         """The micro-batches of this rank, to the end of the data."""
-        of_stream = isinstance(self.steps.feed, Samples)
+        of_stream = isinstance(self.steps.feed, StreamFeed)
         for batch in self.steps.to_the_end():
             yield {key: batch[key] for key in _KEYS if key in batch} if of_stream else batch
 

@@ -140,7 +140,7 @@ def loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
         if "seq_length" in order:
             raise _packed("seq_length=")
         if wrong := [name for name in order if name not in OF_ORDER]:
-            raise _of_batches(wrong, "leave them out")
+            raise _batches_error(wrong, "leave them out")
         return DataLoader(data, 1, dp_rank=0, dp_size=1, **order).made_by("megaresume.Prompts")
     if order:
         raise UsageError(
@@ -153,7 +153,7 @@ def loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
         raise _packed("a DataLoader with seq_length")
     given = {"drop_last": data.drop_last, "accumulation": data.accumulation > 1, "balance": data.balance is not None}
     if wrong := [name for name, is_given in (given | {"collate_fn": data.collates}).items() if is_given]:
-        raise _of_batches(wrong, "leave them out of the DataLoader")
+        raise _batches_error(wrong, "leave them out of the DataLoader")
     if data.samples:
         raise UsageError(
             "the loader was read from already",
@@ -164,7 +164,7 @@ def loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
     return data
 
 
-def _of_batches(wrong: Sequence[str], action: str) -> UsageError:
+def _batches_error(wrong: Sequence[str], action: str) -> UsageError:
     return UsageError(
         "Prompts makes no batches",
         found=", ".join(f"{name}=" for name in wrong),

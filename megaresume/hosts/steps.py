@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # both need torch, which a launcher may be without
     from megaresume.hosts.feeds import Feed
 
 
-def words_of(*, trainer: str = "the loop", name: str = "loop", clock: str = "loop.stepped()", **other: Any) -> Words:
+def loop_words(*, trainer: str = "the loop", name: str = "loop", clock: str = "loop.stepped()", **other: Any) -> Words:
     """The words of a loop that takes micro-batches by a ``for``.
 
     Args:
@@ -93,7 +93,7 @@ class Steps(Count[str]):
         self._ranges: dict[int, tuple[int, int]] = {}
         #: what the step has trained of them, as far as a trainer says so; kept, so that no other one gets its ``id``.
         self._trained: dict[int, Any] = {}
-        super().__init__(words or words_of())
+        super().__init__(words or loop_words())
 
     def loaded(self, step: int, samples: int) -> None:
         """See `Count`. A ``for`` that runs is over."""

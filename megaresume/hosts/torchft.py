@@ -53,7 +53,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
-from megaresume.hosts.steps import words_of
+from megaresume.hosts.steps import loop_words
 from megaresume.hosts.torchft_dealing import OF_MANAGER, Share
 from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.hosts.torchft_steps import ReplicaSteps
@@ -82,7 +82,7 @@ class TorchftHost(TrainerHost):
     """
 
     package = _package()
-    words = words_of(trainer="the manager", clock="manager.should_commit()", name="loop")
+    words = loop_words(trainer="the manager", clock="manager.should_commit()", name="loop")
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
     begin_anew = "read its rank_00000.pt with torch.load, and save to another directory"

@@ -33,10 +33,10 @@ from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.attach import check_new, refuse, replaced, require
-from megaresume.hosts.feeds import Feed, Samples, feed_of
+from megaresume.hosts.feeds import Feed, StreamFeed, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.steps import Steps, words_of
-from megaresume.hosts.trainer import Carried, Hook, TrainerHost, check_sizes, of_trainer, write_all
+from megaresume.hosts.steps import Steps, loop_words
+from megaresume.hosts.trainer import Carried, Hook, TrainerHost, check_sizes, merge_trainer_settings, write_all
 
 #: torchtitan's name of what a dataloader puts into a checkpoint, and its IGNORE_INDEX.
 DATALOADER, IGNORE = "dataloader", -100
@@ -68,7 +68,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: Stop
     TitanHost(trainer).attach(checkpoints, stop)
 
 
-class Batches:
+class CountedBatches:
     """The dataloader that torchtitan iterates over: the micro-batches of this rank, to the end of the data.
 
     Args:
@@ -90,7 +90,7 @@ class TitanHost(TrainerHost):
     """See `TrainerHost`."""
 
     package = "torchtitan"
-    words = words_of(trainer="the Trainer", name="trainer.dataloader", clock="trainer.train_step()")
+    words = loop_words(trainer="the Trainer", name="trainer.dataloader", clock="trainer.train_step()")
     forgotten = "checkpoint.folder was used before, and trainer.train() did not load from it"
     load = "trainer.train(), which loads the newest complete checkpoint"
     begin_anew = "checkpoint.initial_load_path with its step directory, and another checkpoint.folder"
@@ -148,7 +148,7 @@ class TitanHost(TrainerHost):
         """See `TrainerHost`."""
         kept = "checkpoint.keep_latest_k", self.manager.keep_latest_k
         place = "checkpoint.folder", self.manager.folder
-        return of_trainer(given, trainer="torchtitan's Trainer", save_dir=place, keep_last=kept)
+        return merge_trainer_settings(given, trainer="torchtitan's Trainer", save_dir=place, keep_last=kept)
 
     def feed(self) -> Feed:
         """See `TrainerHost`: the Trainer's own dataloader.
@@ -188,7 +188,9 @@ class TitanHost(TrainerHost):
         manager.states[DATALOADER] = self._carried
         self._titans_save = manager.save
         of_stream = functools.partial(_of_stream, positions=not hasattr(trainer, "job_config"))  # since 0.3
-        trainer.dataloader = Batches(self.steps, of_stream if isinstance(self.steps.feed, Samples) else _as_it_is)
+        trainer.dataloader = CountedBatches(
+            self.steps, of_stream if isinstance(self.steps.feed, StreamFeed) else _as_it_is
+        )
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""

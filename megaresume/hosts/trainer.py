@@ -39,7 +39,7 @@ from megaresume.hosts.attach import SLOT, hook
 from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
-from megaresume.hosts.steps import Steps, words_of
+from megaresume.hosts.steps import Steps, loop_words
 from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class TrainerHost(Host):
     #: the distribution whose version is recorded.
     package: str
     #: for errors: see `Words`.
-    words: ClassVar[Words] = words_of()
+    words: ClassVar[Words] = loop_words()
     #: the count of what it has trained, and its session: set by `open`.
     steps: Steps
     session: Session
@@ -105,7 +105,7 @@ class TrainerHost(Host):
         )
 
     def settings(self, given: Checkpoints) -> Checkpoints:
-        """With what the trainer itself says of directory and retention: see `of_trainer`, `check_checkpoints`."""
+        """Merge in the trainer's own directory and retention: see `merge_trainer_settings`, `check_checkpoints`."""
         return check_checkpoints(given)
 
     def feed(self) -> Feed:
@@ -325,7 +325,7 @@ def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: 
     session = Session(
         host,
         feed,
-        **checkpoints.of_session,
+        **checkpoints.session_kwargs,
         random=None if device is None else RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
         stop=stop,
         on_stop=lambda: host.save_now(),
@@ -398,7 +398,7 @@ def check_sizes(
         )
 
 
-def of_trainer(
+def merge_trainer_settings(
     checkpoints: Checkpoints,
     *,
     trainer: str = "this trainer",

@@ -36,8 +36,8 @@ from megaresume.checkpoint.records.names import tag_iteration, verl_tag
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, ItemFeed
-from megaresume.hosts.steps import Steps, words_of
-from megaresume.hosts.trainer import Carried, Hook, TrainerHost, of_trainer, write_all
+from megaresume.hosts.steps import Steps, loop_words
+from megaresume.hosts.trainer import Carried, Hook, TrainerHost, merge_trainer_settings, write_all
 from megaresume.hosts.verl_issued import end_of_run
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CheckpointError, UsageError
@@ -67,7 +67,7 @@ def attach(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoin
     VerlHost(trainer, append).attach(checkpoints)
 
 
-class Batches(Carried):
+class CountedBatches(Carried):
     """Those of this rank, and the text that a checkpoint has of them.
 
     Args:
@@ -104,7 +104,7 @@ class VerlHost(TrainerHost):
     """
 
     package = "verl"
-    words = words_of(name="trainer.train_dataloader", clock="training_client.train_batch()")
+    words = loop_words(name="trainer.train_dataloader", clock="training_client.train_batch()")
     forgotten = "trainer.resume_mode is disable"
     load = "trainer.resume_mode=auto"
     begin_anew = "merge its weights (verl.model_merger) for model.path, and set another trainer.default_local_dir"
@@ -138,7 +138,7 @@ class VerlHost(TrainerHost):
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""
         handler = self.trainer.ckpt_handler
-        return of_trainer(
+        return merge_trainer_settings(
             given,
             trainer="VeRL's SFTTrainer",
             save_dir=("trainer.default_local_dir", handler.default_local_dir),
@@ -179,7 +179,7 @@ class VerlHost(TrainerHost):
         trainer = self.trainer
         # Retention is the session's: what VeRL deletes, it deletes before the newer one is complete.
         trainer.ckpt_handler.max_ckpt_to_keep = None
-        self.batches = Batches(self.steps, trainer.config.trainer.total_epochs)
+        self.batches = CountedBatches(self.steps, trainer.config.trainer.total_epochs)
         trainer.train_dataloader = trainer.ckpt_handler.train_dataloader = self.batches
 
     def hooks(self) -> list[Hook]:

@@ -268,7 +268,7 @@ def test_a_blend_is_several_sources_and_weights_multiply(several):
     assert found["stages"][0]["weights"]["text"] == 1
     assert Fraction(found["stages"][0]["weights"]["pairs/coco"]) == 1
     (several / "data.yaml").write_text(yaml.safe_dump(config()))
-    assert list(DataConfig.of(several / "data.yaml").of_part("train")["sources"]) == list(found["sources"])[1:]
+    assert list(DataConfig.of(several / "data.yaml").mapping_for("train")["sources"]) == list(found["sources"])[1:]
     stream = open_stream(several / "data.yaml")
     assert [s.name for s in stream.config.sources] == list(found["sources"])[1:]
     assert [len(s) for s in stream.sources] == [11, 5, 11, 11]

@@ -15,7 +15,7 @@ import torch
 
 import megaresume
 from megaresume.hosts.attach import OWN_LOOP, TRAINERS
-from megaresume.hosts.trainer import of_trainer
+from megaresume.hosts.trainer import merge_trainer_settings
 from megaresume.stream.errors import SetupError, UsageError
 
 
@@ -259,8 +259,8 @@ def test_what_a_trainer_decides_by_itself(given: dict[str, Any], words: str) -> 
     own = {"save_dir": ("output_dir", "/there"), "keep_last": ("save_total_limit", None)}
     (name,) = given
     with pytest.raises(UsageError, match=rf"{name} cannot be used(.)* under Hugging Face's Trainer(.|\n)*{words}"):
-        of_trainer(megaresume.Checkpoints(**given), trainer="Hugging Face's Trainer", **own)
-    assert of_trainer(megaresume.Checkpoints(), **own) == megaresume.Checkpoints(save_dir="/there")
+        merge_trainer_settings(megaresume.Checkpoints(**given), trainer="Hugging Face's Trainer", **own)
+    assert merge_trainer_settings(megaresume.Checkpoints(), **own) == megaresume.Checkpoints(save_dir="/there")
 
 
 def test_a_trainer_of_verl_that_is_made() -> None:

@@ -25,7 +25,7 @@ from megaresume.checkpoint.copies.places import missing_lines
 from megaresume.checkpoint.copies.session_copies import Staged
 from megaresume.checkpoint.copies.stager import committed_in, remove_soon, stage
 from megaresume.checkpoint.copies.store_place import StorePlace
-from megaresume.checkpoint.load.choose import of_two_runs
+from megaresume.checkpoint.load.choose import different_runs_error
 from megaresume.checkpoint.load.search import Choice, Search
 from megaresume.checkpoint.ranks import (
     gather,
@@ -125,7 +125,7 @@ class Parts:
         if len(some) < len(manifest.files):
             manifest = replace(manifest, files=some, part=self.nodes.part)
         if run_of(self.local) not in (None, step.run):
-            raise of_two_runs(self.local, run_of(self.local), place.name, step.run)
+            raise different_runs_error(self.local, run_of(self.local), place.name, step.run)
         try:
             fetch(place, self.local, replace(found, load_dir=place.root, manifest=manifest), beat)
         except NotAsSavedError as error:

@@ -152,10 +152,10 @@ def _why(other: Choice, best: Choice, given_up: frozenset[str]) -> str:
 def _check_same_run(local: Path, shared: Path) -> None:
     runs = run_of(local), run_of(shared)
     if None not in runs and runs[0] != runs[1]:
-        raise of_two_runs(local, runs[0], shared, runs[1])
+        raise different_runs_error(local, runs[0], shared, runs[1])
 
 
-def of_two_runs(local: Path, run: str | None, shared: Path | str, other: str | None) -> CheckpointError:
+def different_runs_error(local: Path, run: str | None, shared: Path | str, other: str | None) -> CheckpointError:
     """The error of a local root and copies that do not belong together."""
     return CheckpointError(
         "the local checkpoints and the copies are of two runs",

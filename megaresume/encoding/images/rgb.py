@@ -215,7 +215,7 @@ class Step(Protocol):
         ...
 
 
-Share = Annotated[float, Within(0.0, 1.0)]
+Probability = Annotated[float, Within(0.0, 1.0)]
 Area = Annotated[float, Within(0.01, 1.0)]
 Radius = Annotated[float, Within(0.0, 100.0)]
 
@@ -227,7 +227,7 @@ class Flip(Options):
     kind: ClassVar[str] = "flip"
     main: ClassVar[str] = "p"
     #: the probability of the step.
-    p: Share = 0.5
+    p: Probability = 0.5
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """Flip the image, or not: one draw."""
@@ -245,7 +245,7 @@ class Crop(Options):
     #: least and largest share of the area that is kept.
     scale: Annotated[tuple[Area, Area], Items()] = (0.8, 1.0)
     #: the probability of the step.
-    p: Share = 1.0
+    p: Probability = 1.0
 
     def __post_init__(self) -> None:
         _ascending(self.scale, "crop.scale")
@@ -270,11 +270,11 @@ class ColorJitter(Options):
 
     kind: ClassVar[str] = "color_jitter"
     main: ClassVar[str | None] = None
-    brightness: Share = 0.0
-    contrast: Share = 0.0
-    saturation: Share = 0.0
+    brightness: Probability = 0.0
+    contrast: Probability = 0.0
+    saturation: Probability = 0.0
     #: the probability of the step.
-    p: Share = 1.0
+    p: Probability = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """Four draws; brightness, then contrast, then saturation."""
@@ -301,7 +301,7 @@ class Grayscale(Options):
     kind: ClassVar[str] = "grayscale"
     main: ClassVar[str] = "p"
     #: the probability of the step.
-    p: Share = 0.1
+    p: Probability = 0.1
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """Remove the colour, or not: one draw."""
@@ -317,7 +317,7 @@ class GaussianBlur(Options):
     #: least and largest radius, pixels.
     radius: Annotated[tuple[Radius, Radius], Items()] = (0.1, 2.0)
     #: the probability of the step.
-    p: Share = 0.5
+    p: Probability = 0.5
 
     def __post_init__(self) -> None:
         _ascending(self.radius, "gaussian_blur.radius")
@@ -341,7 +341,7 @@ class GaussianNoise(Options):
     #: largest standard deviation, of values from 0 to 255; the one used is drawn from 0 up to it.
     std: Annotated[float, Within(0.0, 255.0)] = 8.0
     #: the probability of the step.
-    p: Share = 1.0
+    p: Probability = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """Two draws, and one for each value when it is applied."""

@@ -36,7 +36,7 @@ from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptions
 from megaresume.checkpoint.stopping import StopConditions
-from megaresume.data.data_config import Data
+from megaresume.data.data_config import DataConfigLike
 from megaresume.hosts.attach import hook
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
@@ -55,7 +55,7 @@ from megaresume.stream.stream import Stream
 
 def attach(
     engine: Any,
-    data: Stream | Data | Any = None,
+    data: Stream | DataConfigLike | Any = None,
     *,
     checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
@@ -203,7 +203,7 @@ def _refuse_options(kind: Literal["items", "loader"], found: Sequence[str]) -> N
         )
 
 
-def _open(data: Data, options: DataOptions) -> Stream:
+def _open(data: DataConfigLike, options: DataOptions) -> Stream:
     return open_stream(
         data,
         seq_length=options.seq_length,
@@ -415,4 +415,4 @@ def _session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Sess
             expected="the local directory of the checkpoints",
             action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=..., stage_to=...))",
         )
-    return Session(host, **checkpoints.of_session, random=host.random_state(), **more)
+    return Session(host, **checkpoints.session_kwargs, random=host.random_state(), **more)

@@ -189,7 +189,7 @@ class TrainingData(EngineData):
             dp_size=facts.data_size(self.engine),
             balance=self.balance,
         )[index]
-        batch = StreamDataset(self.stream, **self.options.of_batches).__getitems__(numbers)
+        batch = StreamDataset(self.stream, **self.options.batch_kwargs).__getitems__(numbers)
         if not self._is_pipeline:
             self._witness.know(int(fingerprint(batch["tokens"])))
         return self._transformed(batch)
@@ -269,8 +269,8 @@ class TrainingData(EngineData):
             start=sample,
             balance=self.balance,
             pin_memory=self.engine.device.type == "cuda" if loading.pin_memory is None else loading.pin_memory,
-            **loading.of_reading,
-            **loading.of_batches,
+            **loading.reader_kwargs,
+            **loading.batch_kwargs,
         )
         return iter(loader)
 

@@ -239,7 +239,7 @@ def _split_is_a_default(args: Any) -> bool:
 
 
 def _from_yaml(args: Any, data_file: str, named: DataConfig) -> dict[Part, PartData | None]:
-    mapping, directory = named.of_part("train"), named.directory
+    mapping, directory = named.mapping_for("train"), named.directory
     seed = mapping.get("seed")
     if seed is not None and seed != args.seed:
         raise UsageError(

@@ -152,7 +152,7 @@ def _recorded_split(recorded: Path) -> str | None:
     """``--split`` of the launch that saved, if its sources say all the same."""
     if not recorded.is_file():
         return None
-    sources = DataConfig.of(recorded).of_part("train").get("sources", {})
+    sources = DataConfig.of(recorded).mapping_for("train").get("sources", {})
     splits = {entry.get("split") for entry in sources.values() if isinstance(entry, Mapping)}
     return splits.pop() if len(splits) == 1 else None
 

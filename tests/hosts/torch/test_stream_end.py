@@ -18,7 +18,7 @@ from megaresume import BatchSchedule, Checkpoints
 from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
-from megaresume.hosts.feeds import Feed, ItemFeed, Samples, micro_batches
+from megaresume.hosts.feeds import Feed, ItemFeed, StreamFeed, micro_batches
 from megaresume.hosts.steps import Steps
 from megaresume.program import main
 from tests.hosts.conftest import write_corpus
@@ -93,7 +93,7 @@ def test_a_stream(
     schedule, of_ranks, states = BatchSchedule.constant(micro * ranks * accumulation), [], []
     for rank in range(ranks):
         options: dict[str, Any] = {"dp_rank": rank, "dp_size": ranks, "prefetch": prefetch, "balance": balance}
-        feed = Samples(megaresume.StreamLoader(stream_of(samples), schedule, micro_batch_size=micro, **options))
+        feed = StreamFeed(megaresume.StreamLoader(stream_of(samples), schedule, micro_batch_size=micro, **options))
         steps = steps_of(feed)
         of_ranks.append(trained(steps, lambda batch: batch["samples"].tolist()))
         states.append(feed.snapshot(steps.samples).to_dict())
@@ -143,7 +143,7 @@ def test_items_that_are_left_out_are_said(caplog: pytest.LogCaptureFixture) -> N
 def test_where_steps_are_whole(caplog: pytest.LogCaptureFixture) -> None:
     """As torchtitan's are."""
     loader = megaresume.StreamLoader(stream_of(11), BatchSchedule.constant(4), micro_batch_size=4, prefetch=0)
-    given = trained(steps_of(Samples(loader, whole_steps=True)), lambda batch: batch["samples"].tolist())
+    given = trained(steps_of(StreamFeed(loader, whole_steps=True)), lambda batch: batch["samples"].tolist())
     assert given == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     assert "the last 3 samples of the stream are not trained: a step has 4" in caplog.text
 

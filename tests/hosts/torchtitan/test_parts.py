@@ -15,7 +15,7 @@ import megaresume
 from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.steps import Steps
-from megaresume.hosts.torchtitan import Batches, attach
+from megaresume.hosts.torchtitan import CountedBatches, attach
 from megaresume.hosts.trainer import Carried
 from megaresume.stream.errors import StateError, UsageError
 
@@ -29,12 +29,12 @@ def test_the_data_in_a_checkpoint(tmp_path: Path) -> None:
     assert loaded.text == saved.text
 
 
-def batches(**options: Any) -> tuple[Batches, Steps]:
+def batches(**options: Any) -> tuple[CountedBatches, Steps]:
     """Two micro-batches a step, of seven items an epoch."""
     loader = megaresume.DataLoader(torch.arange(7), batch_size=2, accumulation=2, **options)
     steps = Steps(ItemFeed(loader))
     steps.session = SimpleNamespace(step_begins=lambda: None, clocks=Clocks())  # type: ignore[assignment]
-    return Batches(steps, lambda batch: batch.tolist()), steps
+    return CountedBatches(steps, lambda batch: batch.tolist()), steps
 
 
 def test_epoch_after_epoch_to_the_end_of_the_data() -> None:

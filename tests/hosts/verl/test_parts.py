@@ -12,16 +12,16 @@ import megaresume
 from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.hosts.steps import Steps
-from megaresume.hosts.verl import Batches, attach
+from megaresume.hosts.verl import CountedBatches, attach
 from megaresume.stream.errors import UsageError
 
 
-def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> tuple[Batches, Steps]:
+def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> tuple[CountedBatches, Steps]:
     """Of ten items an epoch, from a state on."""
     feed = ItemFeed(megaresume.DataLoader(torch.arange(10), batch_size=batch_size, drop_last=True))
     steps = Steps(feed)
     steps.session = SimpleNamespace(step_begins=lambda: None, clocks=Clocks())  # type: ignore[assignment]
-    source = Batches(steps, epochs)
+    source = CountedBatches(steps, epochs)
     if state is not None:
         feed.loader.load_state_dict(state)
         steps.loaded(step, feed.loader.samples)
@@ -29,7 +29,7 @@ def batches(batch_size: int, epochs: int, state: Any = None, step: int = 0) -> t
     return source, steps
 
 
-def take(source: Batches, steps: Steps, most: int = 100) -> list[int]:
+def take(source: CountedBatches, steps: Steps, most: int = 100) -> list[int]:
     """What one ``for`` trains."""
     handed: list[int] = []
     for batch in source:
