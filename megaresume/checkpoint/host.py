@@ -108,6 +108,9 @@ class Data(Protocol):
     A class made from this one has what most have: nothing to prepare, to write, to restore later or to describe.
     """
 
+    #: what `next_sample` goes by, if not by the position of whatever reads: for the line of a resume.
+    counts_by: str = ""
+
     @property
     def origin(self) -> Mapping[str, Any] | None:
         """A data config that opens the same corpora again; None if megaresume does not open them."""
@@ -150,6 +153,15 @@ class Data(Protocol):
         """
         return
 
+    def next_sample(self) -> int | None:
+        """The sample that is handed out next, counted from the start of the run, all ranks together: after a `restore`,
+        the position of whatever reads, and not what the state says. On every rank; no collective.
+
+        Returns:
+            None: nothing is read on this rank, or by sample numbers that the trainer gives.
+        """
+        return None
+
     def describe(self) -> list[str]:
         """What was changed and accepted at the resume, in lines for people."""
         return []
@@ -161,9 +173,13 @@ class Reading:
 
     #: what is stored with the weights; None if megaresume stored nothing.
     envelope: Envelope | None
-    #: optimizer steps and samples that the weights have trained, by the framework's own count.
+    #: optimizer steps that the weights have trained, by the framework's own count.
     iteration: int
-    samples: int
+    #: samples that they have trained, by a count that is stored with them and is not the data state's. None: the
+    #: framework counts steps alone.
+    samples: int | None
+    #: the name of that count, for people.
+    counter: str = "the count of samples in the checkpoint"
     #: what was read in place of what was chosen: a conversion of it.
     choice: Choice | None = None
     #: how the run was laid out when it saved; None: as it says beside the checkpoint.
@@ -180,6 +196,9 @@ class Loaded:
     envelope: Envelope
     #: how the run was laid out when it saved.
     topology: Topology | None
+    #: see `Reading`.
+    samples: int | None = None
+    counter: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,11 +214,12 @@ class Resume:
     #: how the run was laid out when it saved, and is now.
     before: Topology | None
     now: Topology
-    #: samples that the weights have seen and that would be repeated; that they have not seen and would not come.
-    #: The data state's position against the framework's, if it numbers the samples by itself (Megatron); otherwise 0,
-    #: since `check_same` has refused a count of the framework's that differs from the state's.
-    repeated: int
-    skipped: int
+    #: samples that the weights have seen and that come again; that they have not seen and that do not come: the sample
+    #: that the data hands out next (`Data.next_sample`), against ``counter``. None: nothing says which comes next.
+    repeated: int | None
+    skipped: int | None
+    #: what counted the samples that the weights have trained, in words.
+    counter: str
     #: what became of the random state, in words; None if it is the framework's business.
     random: str | None = None
     #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips is unknown.
@@ -210,13 +230,19 @@ class Resume:
         before = self.before or self.now
         pairs = [("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size"), ("gbs", "global_batch_size")]
         layout = " ".join(f"{word} {getattr(before, name)}->{getattr(self.now, name)}" for word, name in pairs)
-        counts = f"repeated {self.repeated} skipped {self.skipped}"
+        counts = f"repeated {_or_unknown(self.repeated)} skipped {_or_unknown(self.skipped)}"
         if self.order_changed:
             counts = f"repeated unknown skipped unknown (order changed: {', '.join(self.order_changed)})"
         return (
             f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
-            f"{counts} | step {self.step} from {self.tag}" + (f" | {self.random}" if self.random else "")
+            f"{counts} | step {self.step} from {self.tag}"
+            + (f" | {self.random}" if self.random else "")
+            + f" | position checked with {self.counter}"
         )
+
+
+def _or_unknown(number: int | None) -> str:
+    return "unknown" if number is None else str(number)
 
 
 def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
@@ -236,10 +262,11 @@ def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
 
 def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choice: Choice) -> None:
     """Raise a StateError unless the state that is stored with the weights is of their step, and the one beside them."""
-    if (envelope.iteration, envelope.samples) != (read.iteration, read.samples):
+    if envelope.iteration != read.iteration or read.samples not in (None, envelope.samples):
+        trained = "" if read.samples is None else f" and {read.samples} samples"
         raise StateError(
             "the weights and the data state are from different steps",
-            found=f"weights of iteration {read.iteration} and {read.samples} samples; data state of iteration "
+            found=f"weights of iteration {read.iteration}{trained}; data state of iteration "
             f"{envelope.iteration} and {envelope.samples} samples",
             expected="the same",
             cause="files of two checkpoints were mixed in one directory, a part of the run was trained without "
@@ -254,6 +281,31 @@ def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choic
             cause="a tag directory was copied over another one, or its records were",
             action=f"megaresume inspect {choice.load_dir}; load a checkpoint that is whole",
         )
+
+
+def check_place(data: Data, trained: int, counter: str) -> int | None:
+    """Raise a StateError unless restored data hands out next what the weights have not trained yet.
+
+    Args:
+        data: restored.
+        trained: samples that they have trained.
+        counter: what says so, in words.
+
+    Returns:
+        the sample; None if the data does not know it.
+    """
+    sample = data.next_sample()
+    if sample not in (None, trained):
+        raise StateError(
+            "the data did not come back to the place where it was saved",
+            found=f"it hands out sample {sample} next",
+            expected=f"sample {trained}, by {counter}",
+            cause="the loader, or a class made from one, does not put back what its load_state_dict or restore is "
+            "given; or something read from it meanwhile",
+            action="compare what the loader hands out after a save with what it hands out after it was restored; a "
+            "loader of megaresume's alone never does this: report it",
+        )
+    return sample
 
 
 def seed_of(state: DataState) -> int:

@@ -37,6 +37,7 @@ from megaresume.checkpoint.host import (
     ReadsSome,
     Resume,
     Save,
+    check_place,
     check_same,
     seed_of,
     without_state,
@@ -351,22 +352,34 @@ class Session:
 
         envelope = on_all_ranks(check)
         topology = read.topology or (None if beside is None else beside.topology)
-        self.loaded = Loaded(choice=choice, envelope=envelope, topology=topology)
+        self.loaded = Loaded(
+            choice=choice, envelope=envelope, topology=topology, samples=read.samples, counter=read.counter
+        )
 
     def resume(self, *, position: int | None = None, words: str | None = None) -> None:
         """Let the data resume from what was loaded, restore the random state, and print a line about it.
 
         Args:
-            position: samples after which the data continues; None: those of the state.
+            position: samples after which the framework continues, if it was told to continue elsewhere or numbers the
+                samples that it reads by itself; None: those of the state.
             words: about the random state, if the framework restores it by itself.
 
         Raises, on every rank:
-            StateError: the state does not fit the data, or the ranks were given different ones.
+            StateError: the state does not fit the data, the ranks were given different ones, or the data is at another
+                place than the weights (`check_place`).
         """
         loaded, data = self.loaded, self.data
         assert loaded is not None and data is not None
         choice, state = loaded.choice, loaded.envelope.state
         on_all_ranks(lambda: data.restore(state, choice))
+        trained, counter = loaded.samples, loaded.counter
+        if trained is None:
+            trained, counter = state.samples, f"the data state alone: {self.host.framework} counts no samples"
+        if data.counts_by:
+            counter = f"{counter}, by {data.counts_by}"
+        expected = trained if position is None else position
+        places = gather(on_all_ranks(lambda: check_place(data, expected, counter)))
+        at = next((place for place in places if place is not None), position)
         resumed_at = state if position is None else on_all_ranks(lambda: data.snapshot(position))
         same_on_all_ranks(
             f"sample {resumed_at.samples}, digest {resumed_at.digest}",
@@ -392,8 +405,9 @@ class Session:
             before=loaded.topology,
             now=now,
             random=words,
-            repeated=max(state.samples - resumed_at.samples, 0),
-            skipped=max(resumed_at.samples - state.samples, 0),
+            repeated=None if at is None else max(trained - at, 0),
+            skipped=None if at is None else max(at - trained, 0),
+            counter=counter,
             order_changed=data.changed,
         )
         if is_rank_0():

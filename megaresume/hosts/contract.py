@@ -17,7 +17,7 @@ one of one rank, one of two ranks that is killed in a save, and copies of it.
                                the URL of an empty place
     asked to stop              it saves and exits
     more items                 each comes once; without ``append`` they are refused, and so are other items
-    a batch that was taken and not trained, a forgotten load, a damaged checkpoint
+    a batch that was taken and not trained, a forgotten load, a damaged checkpoint, data restored at another place
 """
 
 from __future__ import annotations
@@ -249,6 +249,16 @@ class HostContract:
         self.refused(driver, self.again(copy, mistake="load"), "did not load a checkpoint")
         assert len(lines(copy)) == before and self.newest(copy) == 16
         assert all(path.read_bytes() == content for path, content in files.items())
+
+    def test_data_that_comes_back_at_another_place(self, driver: Driver, copy: Path) -> None:
+        """Nothing is trained: it would be other samples than those that the weights have not seen."""
+        before = len(lines(copy))
+        words = (
+            "did not come back to the place where it was saved",
+            "is before the state that the stream continues from",
+        )
+        self.refused(driver, self.again(copy, mistake="place"), *words)
+        assert len(lines(copy)) == before and self.newest(copy) == 16
 
     def test_a_damaged_checkpoint_is_passed_over(self, driver: Driver, copy: Path, order: list[int]) -> None:
         choice = self.choice_of(copy)

@@ -10,11 +10,15 @@ import shutil
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
+
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
 
 #: items of the data set, and samples of a step.
 ITEMS, STEP = 100, 8
@@ -49,8 +53,9 @@ class Job:
     stop_after: int = 0
     #: of the data, if it has grown.
     append: Literal["next_epoch", "now"] | None = None
-    #: what the program does wrong: ``look`` at a batch before it trains; not to ``load``.
-    mistake: Literal["", "look", "load"] = ""
+    #: what the program does wrong: ``look`` at a batch before it trains; not to ``load``; or its data comes back at
+    #: another ``place``, by `misplaced`.
+    mistake: Literal["", "look", "load", "place"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,22 @@ def wait_for_copies(job: Job, step: int, seconds: float = 120.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no checkpoint was copied to {job.stage_to} in {seconds:.0f} s")
         time.sleep(0.02)
+
+
+@contextmanager
+def misplaced(job: Job) -> Iterator[None]:
+    """Around a program: if its mistake is ``place``, its data comes back a step after the place that its state says."""
+    restore = Stream.restore
+
+    def restore_later(self: Stream, state: StreamState | None) -> None:
+        restore(self, None if state is None else state.replace(samples=state.samples + STEP))
+
+    if job.mistake == "place":
+        Stream.restore = restore_later  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Stream.restore = restore  # type: ignore[method-assign]
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

@@ -125,6 +125,10 @@ class ItemFeed(Feed):
         """See `Data`."""
         self.loader.restore(stream_of(state))
 
+    def next_sample(self) -> int:
+        """See `Data`."""
+        return self.loader.samples
+
     def describe(self) -> list[str]:
         """See `Data`."""
         return change_lines(self.loader.stream, self.loader.step_samples)
@@ -248,6 +252,11 @@ class StreamFeed(Feed):
         """See `Data`."""
         self.stream.restore(stream_of(state))
         self._set_base(self.stream.start)
+        self.loader.start = self.stream.start
+
+    def next_sample(self) -> int:
+        """See `Data`."""
+        return self.loader.start
 
     def describe(self) -> list[str]:
         """See `Data`."""

@@ -375,7 +375,8 @@ class TransformersHost(TrainerHost):
             return None
         reading = on_all_ranks(lambda: self.read(choice, None if beside is None else beside.topology))
         self.session.accept(choice, beside, reading)
-        self.steps.loaded(reading.iteration, reading.samples)
+        assert self.session.loaded is not None
+        self.steps.loaded(reading.iteration, self.session.loaded.envelope.samples)
         self.session.resume()
         return str(choice.tag_dir)
 
@@ -474,7 +475,7 @@ class TransformersHost(TrainerHost):
             check_loadable(
                 self.trainer.accelerator, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew
             )
-        return Reading(envelope=envelope, iteration=step, samples=0 if envelope is None else envelope.samples)
+        return Reading(envelope=envelope, iteration=step, samples=None)
 
     # How long a run and an epoch are
 

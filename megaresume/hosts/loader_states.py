@@ -273,6 +273,7 @@ class LoaderStates(Data):
 
     #: of this process; None if it reads no data.
     reader: LoaderReader | None
+    counts_by = "the batches handed out (the loader does not say where it stands)"
 
     def _begin(self, state: DataState) -> None:
         """Nothing is trained since this state."""

@@ -304,7 +304,8 @@ class BridgeHost(TrainerHost):
         with replaced(self.trainer.checkpoint, load=str(choice.tag_dir), ckpt_step=None):
             result = read(carrying)
         trained, envelope = state.train_state, Envelope.read(carrying.text) if carrying.text else None
-        return self.resumed_at(trained.step, trained.consumed_train_samples, envelope, result)
+        reading = self.resumed_at(trained.step, trained.consumed_train_samples, envelope, result)
+        return replace(reading, counter="consumed_train_samples")
 
     def batches(self) -> Iterator[Any]:
         """The micro-batches of this rank, to the end of the data."""

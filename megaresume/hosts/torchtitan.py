@@ -223,8 +223,7 @@ class TitanHost(TrainerHost):
             assert choice.iteration is not None
             with replaced(self.manager, folder=str(choice.load_dir)), files.dcp_errors():
                 load(choice.iteration)
-            envelope = Envelope.read(self._carried.text)
-            return self.resumed_at(int(self.trainer.step), envelope.samples, envelope, result=True)
+            return self.resumed_at(int(self.trainer.step), None, Envelope.read(self._carried.text), result=True)
 
         folder = self.folder
         if self.load_by(read, None if step == -1 else folder / torchtitan_tag(step), root=folder):

@@ -249,9 +249,16 @@ class TrainerHost(Host):
         """From what `carried` gave, which was read with the weights."""
         return self.resumed_at(carried["step"], carried["samples"], Envelope.read(carried["data"]))
 
-    def resumed_at(self, step: int, samples: int, envelope: Envelope | None, result: Any = None) -> Reading:
-        """The weights of so many steps and samples were read, and what lay with them. ``result``: of the method."""
-        self.steps.loaded(step, samples)
+    def resumed_at(self, step: int, samples: int | None, envelope: Envelope | None, result: Any = None) -> Reading:
+        """The weights of so many steps and samples were read, and what lay with them.
+
+        Args:
+            step, samples: by the trainer's own count; None: it counts no samples.
+            envelope: the data state; None: there is none.
+            result: of the trainer's own method.
+        """
+        recorded = 0 if envelope is None else envelope.samples
+        self.steps.loaded(step, recorded if samples is None else samples)
         return Reading(envelope=envelope, iteration=step, samples=samples, result=result)
 
     def load_by(

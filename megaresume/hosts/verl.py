@@ -219,7 +219,7 @@ class VerlHost(TrainerHost):
         state = torch.load(choice.tag_dir / FILE, map_location="cpu", weights_only=True)
         envelope, step = Envelope.read(state[KEY]), tag_iteration(choice.tag)
         assert step is not None
-        return self.resumed_at(step, envelope.samples, envelope, result=(result,))
+        return self.resumed_at(step, None, envelope, result=(result,))
 
     def _fit(self, fit: Any, *args: Any, **more: Any) -> None:
         fit(*args, **more)

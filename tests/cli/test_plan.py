@@ -286,7 +286,7 @@ def test_the_text_begins_with_the_verdict(run: SavedRun) -> None:
     assert done.stdout.startswith(
         "OK: resumes from global_step12 at step 12, sample 96, and ends at step 100, sample 1,504"
     )
-    assert "gbs 8->16" in done.stdout and "repeated 0 skipped 0" in done.stdout
+    assert "gbs 8->16" in done.stdout and "repeated" not in done.stdout
     refused = megaresume("plan", run.save, "--seed", 5)
     assert refused.returncode == 1 and "seed  3 -> 5" in refused.stdout
     refused = megaresume("plan", run.save, "--seq-length", 128)

@@ -329,7 +329,7 @@ SESSION = (
     ),
     Mutation(
         "pair weights with the data of another step",
-        "    if (envelope.iteration, envelope.samples) != (read.iteration, read.samples):\n",
+        "    if envelope.iteration != read.iteration or read.samples not in (None, envelope.samples):\n",
         "    if False:\n",
         ACCEPTING,
     ),
@@ -338,6 +338,15 @@ SESSION = (
         "    if beside is not None and beside.state != envelope.state:\n",
         "    if False:\n",
         ACCEPTING,
+    ),
+    Mutation(
+        "train data that came back at another place", "    if sample not in (None, trained):\n", "    if False:\n", LOOP
+    ),
+    Mutation(
+        "measure the place of the data by its state",
+        "    sample = data.next_sample()\n",
+        "    sample: int | None = trained\n",
+        LOOP,
     ),
     Mutation(
         "load damaged files",

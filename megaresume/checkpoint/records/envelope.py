@@ -8,8 +8,9 @@
     order     the order of Megatron's own datasets, as the guard recorded it
     loader    what is known of the states of a third-party loader; the states are files beside the checkpoint
 
-The envelope is stored in the same file as the weights, and lies beside the checkpoint in the step file: the two must be
-equal. Only a stream is understood here; the others are opaque to this package.
+The envelope is stored twice: within the checkpoint, in a file that the framework writes (that of the weights, or one of
+its own: Trainer's trainer_state.json, VeRL's data.pt), and beside it in the step file. The two must be equal. Only a
+stream is understood here; the others are opaque to this package.
 """
 
 from __future__ import annotations

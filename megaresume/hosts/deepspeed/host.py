@@ -257,6 +257,7 @@ class EngineHost:
                 envelope=envelope,
                 iteration=self.iteration(),
                 samples=samples,
+                counter="global_samples",
                 choice=choice,
                 result=(path, client_state),
             )

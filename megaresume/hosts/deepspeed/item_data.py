@@ -70,6 +70,10 @@ class ItemData(EngineData):
         self._count_from(int(self.engine.global_steps), of_stream.samples)
         self._ready, self._closed = True, None
 
+    def next_sample(self) -> int:
+        """See `Data`."""
+        return self.feed.next_sample()
+
     def describe(self) -> list[str]:
         """See `Data`."""
         return self.feed.describe()

@@ -70,7 +70,7 @@ class TrainingData(EngineData):
     def _set_base(self, step: int, state: StreamState | None) -> None:
         """Count from here: ``step`` optimizer steps have trained ``state.samples`` samples."""
         planned = self._planned or BatchSchedule.constant(int(self.engine.train_batch_size()))
-        sample = 0 if state is None else state.samples
+        sample = 0 if state is None else self.stream.start
         schedule = planned.resumed(() if state is None else state.batches, sample)
         # Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up.
         micro = int(self.engine.train_micro_batch_size_per_gpu())
@@ -140,6 +140,10 @@ class TrainingData(EngineData):
         self.stream.restore(of_stream)
         self._set_base(int(self.engine.global_steps), of_stream)
         self._ready, self._closed = True, None
+
+    def next_sample(self) -> int:
+        """See `Data`."""
+        return self._count.end
 
     def describe(self) -> list[str]:
         """See `Data`."""
@@ -396,3 +400,10 @@ class AttachedLoader(LoaderStates, EngineData):
             dp=facts.data_size(self.engine),
         )
         self._ready, self._closed = True, None
+
+    def next_sample(self) -> int | None:
+        """See `Data`."""
+        if self.reader is None:
+            return None
+        share = facts.data_size(self.engine) * int(self.engine.train_micro_batch_size_per_gpu())
+        return self._count.samples + (self.reader.handed - self.batches_trained) * share

@@ -275,9 +275,14 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
     root, tag = Path(os.path.abspath(args.load)), host.tag(trained[0])
     choice = host.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], step=None, manifest=None)
     topology = topology_of(seen, envelope.samples)
-    host.session.accept(
-        choice, host.beside, Reading(envelope=envelope, iteration=trained[0], samples=trained[1], topology=topology)
+    reading = Reading(
+        envelope=envelope,
+        iteration=trained[0],
+        samples=trained[1],
+        counter="consumed_train_samples",
+        topology=topology,
     )
+    host.session.accept(choice, host.beside, reading)
 
 
 def _begin_anew(host: MegatronHost) -> None:

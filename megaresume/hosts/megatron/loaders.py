@@ -100,6 +100,13 @@ class LoaderOrder(LoaderStates):
             dp=self.dp,
         )
 
+    def next_sample(self) -> int | None:
+        """See `Data`."""
+        if self.reader is None:
+            return None
+        share = self.dp * int(self._args.micro_batch_size)
+        return self._base + (self.reader.handed - self.record.batches) * share
+
 
 class ItemOrder(Data):
     """A `megaresume.DataLoader`. Collective.
@@ -157,6 +164,10 @@ class ItemOrder(Data):
         """See `Data`. Any number of ranks, workers and samples of a micro-batch may have saved it."""
         if self.feed is not None:
             self.feed.restore(state, choice)
+
+    def next_sample(self) -> int | None:
+        """See `Data`."""
+        return None if self.feed is None else self.feed.next_sample()
 
     def describe(self) -> list[str]:
         """See `Data`."""

@@ -108,7 +108,7 @@ def _checkpoint(result: DryRun) -> str:
         return ""
     lines = ["checkpoint", f"  {choice.tag_dir}"]
     if state is not None:
-        lines.append(f"  sample {state.samples:,}, digest {state.digest}; repeated 0 skipped 0")
+        lines.append(f"  sample {state.samples:,}, digest {state.digest}")
     lines += [f"  passed over {rejected}" for rejected in choice.rejected]
     return "\n".join([*lines, *(f"  {note}" for note in choice.notes)])
 
@@ -211,7 +211,7 @@ def _guard(result: DryRun) -> str:
             lines.append(f"  {component.path}: {now}")
     if guarded.stock_reshuffles:
         lines.append("  stock Megatron would reshuffle: every sample from the first on another one, samples repeated")
-        lines.append("  and skipped without a word. The guard keeps the recorded order: repeated 0 skipped 0")
+        lines.append("  and skipped without a word. The guard keeps the recorded order")
     elif guarded.stock_reshuffles is False:
-        lines.append("  stock Megatron would keep this order as well. The guard checks it: repeated 0 skipped 0")
+        lines.append("  stock Megatron would keep this order as well. The guard checks it")
     return "\n".join(lines)

@@ -287,9 +287,6 @@ class DryRun(Answer):
     balance: Gain | None = None
     #: the findings on Megatron's own datasets.
     guard: Guarded | None = None
-    #: samples that would be repeated and skipped: 0 by promise; if they cannot be 0, the launch is refused.
-    repeated: int = 0
-    skipped: int = 0
 
     @property
     def state(self) -> StreamState | None:

@@ -103,9 +103,13 @@ class Samples:
     """The data."""
 
     changed = ()
+    counts_by = ""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.origin = stream, stream.origin
+
+    def next_sample(self) -> int:
+        return self.stream.start
 
     def prepare(self) -> None:
         """Every rank plans the whole stream."""

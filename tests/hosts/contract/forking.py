@@ -19,7 +19,7 @@ from typing import Any
 
 from megaresume import StopConditions
 from megaresume.cluster.local import LocalJob
-from megaresume.hosts.driver import Driver, Job, Ran, wait_for_copies
+from megaresume.hosts.driver import Driver, Job, Ran, misplaced, wait_for_copies
 from tests.hosts.torch.record import ENVIRONMENT
 
 Train = Callable[[Job], None]
@@ -57,7 +57,8 @@ class ForkingDriver(Driver):
         said, status = io.StringIO(), 0
         with contextlib.redirect_stdout(said):
             try:
-                self.train(job)
+                with misplaced(job):
+                    self.train(job)
             except SystemExit as stopped:
                 status = int(stopped.code or 0)
             except Exception:  # noqa: BLE001  a refusal, or a mistake of the program: the test looks at what was said
@@ -93,7 +94,9 @@ class LaunchingDriver(Driver):
 def main(train: Train) -> None:
     """Train as the job says that this program was given."""
     asked = json.loads(sys.argv[1])
-    train(Job(**asked | {"directory": Path(asked["directory"]), "kill": tuple(asked["kill"])}))
+    job = Job(**asked | {"directory": Path(asked["directory"]), "kill": tuple(asked["kill"])})
+    with misplaced(job):
+        train(job)
 
 
 def staged(job: Job) -> dict[str, Any]:

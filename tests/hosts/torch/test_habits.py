@@ -23,6 +23,7 @@ from megaresume.checkpoint.system import boot_id
 from megaresume.hosts.loop import Loop
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
+from megaresume.stream.state import StreamState
 from tests.hosts.torch.program import Numbers
 
 
@@ -542,3 +543,37 @@ def test_a_save_in_the_background_that_fails(slow: Tried, directory: Path, monke
         slow.loop.save()
     choice = choose(directory)
     assert choice is not None and choice.tag == deepspeed_tag(1)
+
+
+class LateLoader(megaresume.DataLoader):
+    """Comes back one batch after the place that its state says."""
+
+    def restore(self, state: StreamState) -> None:
+        super().restore(state)
+        self.rewind(state.samples + self.batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_loader_that_comes_back_at_another_place(
+    tried: Tried, directory: Path, batch_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried.train_one()
+    tried.loop.save()
+    tried.loop.close()
+
+    def resumed(loader: megaresume.DataLoader) -> Loop:
+        objects = {"model": tried.model, "optimizer": tried.optimizer}
+        return megaresume.attach(objects, loader, checkpoints=Checkpoints(save_dir=directory))  # type: ignore[no-any-return]
+
+    late = resumed(LateLoader(Numbers(), batch_size=batch_size))
+    with pytest.raises(StateError, match="did not come back to the place") as error:
+        late.load()
+    assert f"sample {4 + batch_size} next" in str(error.value) and "sample 4, by the count" in str(error.value)
+    with pytest.raises(StateError, match="did not come back to the place"):
+        next(iter(late))
+    late.close()
+    loop = resumed(megaresume.DataLoader(Numbers(), batch_size=batch_size))
+    loop.load()
+    loop.close()
+    line = "repeated 0 skipped 0 | step 1 from global_step1 | random state restored | position checked with the count"
+    assert line in capsys.readouterr().out
