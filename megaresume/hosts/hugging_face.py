@@ -82,17 +82,6 @@ WRITTEN: Written = {
     "DDP": (("optimizer.pt",), "neither deepspeed nor fsdp"),
 }
 
-#: without ``get_train_dataloader``, which is replaced.
-HOOKED = (
-    "train",
-    "set_initial_training_values",
-    "_init_training_state",
-    "_run_epoch",
-    "_save_checkpoint",
-    "_evaluate",
-    "_load_callback_state",
-)
-
 
 def attach(
     trainer: Any,
@@ -181,7 +170,7 @@ class TransformersHost(TrainerHost):
     def check(self) -> None:
         """See `TrainerHost`."""
         trainer = self.trainer
-        if missing := [name for name in HOOKED if not hasattr(trainer, name)]:
+        if missing := [name for owner, name, _ in self.hooks() if not hasattr(owner, name)]:
             raise UsageError(
                 "this version of transformers has another Trainer",
                 found=f"transformers {importlib.metadata.version('transformers')}, without {', '.join(missing)}",
@@ -227,11 +216,21 @@ class TransformersHost(TrainerHost):
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
-        hooks: list[Hook] = [(self.trainer, name, getattr(self, name.lstrip("_"))) for name in HOOKED]
-        told: list[Hook] = [(self.trainer, "log", self.with_figures), (self.trainer, "training_step", self._with_loss)]
-        if hasattr(self.trainer, "_get_grad_norm"):
-            told.append((self.trainer, "_get_grad_norm", self._with_norm))
-        return [*hooks, *told]
+        trainer = self.trainer
+        hooks: list[Hook] = [
+            (trainer, "train", self.train),
+            (trainer, "set_initial_training_values", self._set_initial_training_values),
+            (trainer, "_init_training_state", self._init_training_state),
+            (trainer, "_run_epoch", self._run_epoch),
+            (trainer, "_save_checkpoint", self._save_checkpoint),
+            (trainer, "_evaluate", self._evaluate),
+            (trainer, "_load_callback_state", self._load_callback_state),
+            (trainer, "log", self._with_figures),
+            (trainer, "training_step", self._with_loss),
+        ]
+        if hasattr(trainer, "_get_grad_norm"):
+            hooks.append((trainer, "_get_grad_norm", self._with_norm))
+        return hooks
 
     def take_losses(self, every: int) -> None:
         """See `GivesLosses`."""
@@ -243,14 +242,14 @@ class TransformersHost(TrainerHost):
         losses = LogitLosses(every, take, instead="call loader.meter.losses in compute_loss")
         hook(self.trainer, "compute_loss", functools.partial(_with_outputs, losses))
 
-    def _with_loss(self, train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+    def _with_loss(self, train: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self.steps.trains(inputs)
-        loss = train(model, inputs, *args, **more)
+        loss = train(model, inputs, *args, **kwargs)
         self.note_loss(loss, is_scaled=True)
         return loss
 
-    def _with_norm(self, norm_of: Any, *args: Any, **more: Any) -> Any:
-        norm = norm_of(*args, **more)
+    def _with_norm(self, norm_of: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = norm_of(*args, **kwargs)
         self.note_norm(norm)
         return norm
 
@@ -258,10 +257,10 @@ class TransformersHost(TrainerHost):
         """See `HasLoggers`: with what the Trainer logs next."""
         self._figures = figures
 
-    def with_figures(self, log: Any, logs: dict[str, Any], *args: Any, **more: Any) -> Any:
+    def _with_figures(self, log: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's ``log``, with figures that it has not logged yet."""
         figures, self._figures = self._figures, {}
-        return log({**logs, **figures}, *args, **more)
+        return log({**logs, **figures}, *args, **kwargs)
 
     def save_now(self) -> None:
         """Save the step that was made last, by the Trainer's own method."""
@@ -307,7 +306,9 @@ class TransformersHost(TrainerHost):
                 "dataset",
             )
 
-    def train(self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any) -> Any:
+    def train(
+        self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Choose what to resume from, train, and say that the run has come to its end.
 
         Raises, on every rank:
@@ -331,7 +332,7 @@ class TransformersHost(TrainerHost):
             self.session.roots.save_dir = None  # what lies there is another run's, which this one does not save over
         # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
         with replaced(self.trainer.args, save_total_limit=None):
-            result = train(path, trial, *args, **more)
+            result = train(path, trial, *args, **kwargs)
         if self.steps.step >= self.trainer.state.max_steps:
             self.session.finish()
         self.session.close()
@@ -380,27 +381,27 @@ class TransformersHost(TrainerHost):
         self.session.resume()
         return str(choice.tag_dir)
 
-    def set_initial_training_values(self, values: Any, *args: Any, **more: Any) -> Any:
+    def _set_initial_training_values(self, values: Any, *args: Any, **kwargs: Any) -> Any:
         """The epochs and steps of the run, counted from the sample where it continues."""
-        _, *between, _ = values(*args, **more)
+        _, *between, _ = values(*args, **kwargs)
         epochs, steps = self.length()
         return (epochs, *between, steps)
 
-    def init_training_state(self, init: Any, *args: Any, **more: Any) -> tuple[int, int]:
+    def _init_training_state(self, init: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The place where it continues: (epoch, batches to skip)."""
-        init(*args, **more)
+        init(*args, **kwargs)
         return self.loader.epoch, 0
 
-    def run_epoch(self, run: Any, **more: Any) -> Any:
+    def _run_epoch(self, run: Any, **kwargs: Any) -> Any:
         """With as many batches as this epoch has, from here on.
 
         Raises:
             UsageError: the epoch before it was ended early.
         """
-        self.check_epoch(more["epoch"])
+        self.check_epoch(kwargs["epoch"])
         self._watch()
         batches, steps = self.batches_of_epoch()
-        return run(**more | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
+        return run(**kwargs | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
 
     def _watch(self) -> None:
         """DeepSpeed makes its step within `training_step`, before any callback is called."""
@@ -411,7 +412,7 @@ class TransformersHost(TrainerHost):
             self._watched = optimizer
             self.watch([optimizer])
 
-    def save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
         """Save and commit."""
         steps = self.steps
         if self.trainer.control.should_training_stop:  # perhaps in the middle of a step
@@ -424,12 +425,12 @@ class TransformersHost(TrainerHost):
             tracker=False,
         )
 
-    def evaluate(self, evaluate: Any, *args: Any, **more: Any) -> Any:
+    def _evaluate(self, evaluate: Any, *args: Any, **kwargs: Any) -> Any:
         """Between a save and the next step too: a resume would not do it again."""
         with kept():
-            return evaluate(*args, **more)
+            return evaluate(*args, **kwargs)
 
-    def load_callback_state(self, load: Any) -> None:
+    def _load_callback_state(self, load: Any) -> None:
         """Without the data state, which the Trainer would miss a callback for."""
         self.trainer.state.stateful_callbacks.pop(KEY, None)
         load()
@@ -530,12 +531,12 @@ class TransformersHost(TrainerHost):
 
 
 def _with_outputs(
-    losses: LogitLosses, compute: Any, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **more: Any
+    losses: LogitLosses, compute: Any, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
     """``Trainer.compute_loss``, whose outputs are looked at while it trains."""
     if not model.training or not losses.wants():
-        return compute(model, inputs, return_outputs, *args, **more)
+        return compute(model, inputs, return_outputs, *args, **kwargs)
     labels = {name: inputs[name] for name in ("labels", "shift_labels") if name in inputs}  # it may take them out
-    loss, outputs = compute(model, inputs, True, *args, **more)
-    losses.look(labels, loss, outputs, items=more.get("num_items_in_batch"))
+    loss, outputs = compute(model, inputs, True, *args, **kwargs)
+    losses.look(labels, loss, outputs, items=kwargs.get("num_items_in_batch"))
     return (loss, outputs) if return_outputs else loss

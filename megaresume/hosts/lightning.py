@@ -176,22 +176,22 @@ class LightningHost(TrainerHost):
         # A ModelCheckpoint knows from the checkpoint which of its files there are, and deletes those too many.
         more: list[Hook] = [] if Replay.asked() is None else [(trainer.strategy, "remove_checkpoint", lambda *_: None)]
         if hasattr(trainer.strategy, "_auto_select_batch_size"):
-            more.append((trainer.strategy, "_auto_select_batch_size", self.batch_size))
+            more.append((trainer.strategy, "_auto_select_batch_size", self._batch_size))
         return [
             *more,
-            (trainer, "fit", self.fit),
-            (trainer, "save_checkpoint", self.save_checkpoint),
-            (connector, "_select_ckpt_path", self.select),
-            (connector, "resume_start", self.resume),
-            (fit._data_source, "dataloader", self.dataloader),
-            (fit, "run", self.run),
-            (fit.epoch_loop, "on_run_start", self.begin_epoch),
-            (fit.epoch_loop.val_loop, "run", self.validate),
-            (precision, "backward", self.backward),
-            (precision, "optimizer_step", self.optimizer_step),
+            (trainer, "fit", self._fit),
+            (trainer, "save_checkpoint", self._save_checkpoint),
+            (connector, "_select_ckpt_path", self._select),
+            (connector, "resume_start", self._resume),
+            (fit._data_source, "dataloader", self._dataloader),
+            (fit, "run", self._run),
+            (fit.epoch_loop, "on_run_start", self._begin_epoch),
+            (fit.epoch_loop.val_loop, "run", self._validate),
+            (precision, "backward", self._backward),
+            (precision, "optimizer_step", self._optimizer_step),
         ]
 
-    def fit(self, fit: Any, *args: Any, **more: Any) -> None:
+    def _fit(self, fit: Any, *args: Any, **kwargs: Any) -> None:
         """Train, and say that the run has come to its end.
 
         Raises, on every rank:
@@ -205,28 +205,28 @@ class LightningHost(TrainerHost):
                 expected="one trainer.fit() for each Trainer",
                 action="make a new Trainer, and attach to it; with ckpt_path='last' it continues where this one ended",
             )
-        fit(*args, **more)
+        fit(*args, **kwargs)
         if self.is_open:
             self.is_open = False
             self.end()
 
     # Load
 
-    def select(self, select: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, **more: Any) -> Any:
+    def _select(self, select: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The checkpoint that a fit is to resume from: None, ``last``, or a path."""
         if state_fn != FITTING:
-            return select(state_fn, ckpt_path, *args, **more)
+            return select(state_fn, ckpt_path, *args, **kwargs)
         connector = self.trainer._checkpoint_connector
         asked = connector._ckpt_path if connector._user_managed and not ckpt_path else ckpt_path
         if asked not in (None, "", "last"):
-            asked = Path(os.path.abspath(os.path.expanduser(select(state_fn, ckpt_path, *args, **more))))
+            asked = Path(os.path.abspath(os.path.expanduser(select(state_fn, ckpt_path, *args, **kwargs))))
         self._asked = asked
         return None
 
-    def resume(self, read: Any, checkpoint_path: Any = None, *args: Any, **more: Any) -> None:
+    def _resume(self, read: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         """Open the session, choose what to resume from, and read it; Lightning puts it back later."""
         if self.trainer.state.fn != FITTING:
-            read(checkpoint_path, *args, **more)
+            read(checkpoint_path, *args, **kwargs)
             return
         loader = on_all_ranks(self._request)
         on_all_ranks(lambda: check_fit(self.trainer, self.module, loader))
@@ -238,24 +238,24 @@ class LightningHost(TrainerHost):
 
             def read_files(choice: Choice, beside: StepFile | None) -> Reading:
                 before = None if beside is None else beside.topology
-                return self.read(choice, before, lambda file: read(file, *args, **more))
+                return self.read(choice, before, lambda file: read(file, *args, **kwargs))
 
             self.session.load(root, read_files, pick=pick)
         if self.session.resumed is None:
-            read(None, *args, **more)
+            read(None, *args, **kwargs)
 
     # The loops
 
-    def dataloader(self, request: Any) -> Any:
+    def _dataloader(self, request: Any) -> Any:
         """Our batches, in place of the loader that they are of."""
         return request() if self.batches is None else self.batches
 
-    def batch_size(self, select: Any) -> int:
+    def _batch_size(self, select: Any) -> int:
         """Of a micro-batch: DeepSpeed's strategy would ask the batch sampler, of which our loader has none."""
         loader = self._request() if self.trainer.fit_loop._data_source.is_defined() else None
         return int(loader.batch_size if isinstance(loader, DataLoader) else select())
 
-    def run(self, run: Any) -> None:
+    def _run(self, run: Any) -> None:
         """Go on where the data does, whatever Lightning's counters say: batches may be of another size now."""
         trainer, loader = self.trainer, self.loader
         fit = trainer.fit_loop
@@ -287,7 +287,7 @@ class LightningHost(TrainerHost):
                 flush=True,
             )
 
-    def begin_epoch(self, begin: Any, fetcher: Any) -> None:
+    def _begin_epoch(self, begin: Any, fetcher: Any) -> None:
         """With as many micro-batches as this epoch has; those that are trained are counted as fetched."""
         trainer, batches = self.trainer, self.batches
         assert batches is not None
@@ -303,14 +303,14 @@ class LightningHost(TrainerHost):
         iter(fetcher)  # which asks for the length
         begin(fetcher)
 
-    def backward(self, backward: Any, *args: Any, **more: Any) -> None:
+    def _backward(self, backward: Any, *args: Any, **kwargs: Any) -> None:
         """Make a backward pass."""
-        backward(*args, **more)
+        backward(*args, **kwargs)
         self._has_backward = True
 
-    def optimizer_step(self, step: Any, *args: Any, **more: Any) -> Any:
+    def _optimizer_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer step, which a gradient scaler may leave out."""
-        result = step(*args, **more)
+        result = step(*args, **kwargs)
         self._step_made()
         return result
 
@@ -343,7 +343,7 @@ class LightningHost(TrainerHost):
         steps.stepped()
         self.save_if_due()
 
-    def validate(self, run: Any) -> Any:
+    def _validate(self, run: Any) -> Any:
         """A resume would not do it again: what it draws, the training does not miss."""
         device = self.trainer.strategy.root_device
         self._before = random_state.take(device)
@@ -360,7 +360,7 @@ class LightningHost(TrainerHost):
 
     # Save
 
-    def save_checkpoint(
+    def _save_checkpoint(
         self, write: Any, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
         """Save and commit; what was asked for is then a link to the file of the checkpoint.
