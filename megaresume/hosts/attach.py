@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from megaresume import uncollected
 from megaresume.checkpoint.replay import Replay
@@ -25,6 +25,12 @@ from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts.options import check_groups, check_options
 from megaresume.stream.errors import UsageError, missing_package
+
+if TYPE_CHECKING:
+    from megaresume.batches.data_loader import DataLoader
+    from megaresume.batches.loader import StreamLoader
+    from megaresume.hosts.files import Writer
+    from megaresume.hosts.loop import Loop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +150,35 @@ OWN_LOOP = KnownTrainer(
 )
 
 
+# What a type checker is told. The packages of most trainers have no types: the class of any of them would be `Any`, and
+# its overload would take every call.
+@overload
 def attach(
-    thing: Any,
+    trainer: Mapping[str, Any],
+    data: DataLoader | StreamLoader,
+    *,
+    checkpoints: Checkpoints | str | os.PathLike[str],
+    stop: StopConditions | None = None,
+    metrics: Any = None,
+    writer: Writer = "dcp",
+    context_parallel: int = 1,
+) -> Loop: ...
+
+
+@overload
+def attach(
+    trainer: Any,
+    data: Any = None,
+    *,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+    stop: StopConditions | None = None,
+    metrics: Any = None,
+    **options: Any,
+) -> Any: ...
+
+
+def attach(
+    trainer: Any,
     data: Any = None,
     *,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -157,7 +190,7 @@ def attach(
     before it trains; docs/attach.md has a section for each trainer.
 
     Args:
-        thing: the trainer: a DeepSpeed engine, Hugging Face's Trainer, an Accelerator, Lightning's Trainer, a config of
+        trainer: a DeepSpeed engine, Hugging Face's Trainer, an Accelerator, Lightning's Trainer, a config of
             Megatron-Bridge, torchft's Manager; the *class* of torchtitan's or VeRL's trainer, whose instances are then
             attached as they are made; or, for your own loop, what it saves, by name: ``{"model": model, "optimizer":
             optimizer}``.
@@ -182,11 +215,11 @@ def attach(
         ConfigError, CorpusError: the data cannot be opened.
         SetupError: a package is missing; or data, directories or clocks differ between nodes.
     """
-    trainer = _trainer_of(thing)
-    if Replay.asked() is not None and not trainer.replays:
+    known = _trainer_of(trainer)
+    if Replay.asked() is not None and not known.replays:
         raise UsageError(
             "megaresume replay does not know this trainer yet",
-            found=trainer.name,
+            found=known.name,
             expected=f"{', '.join(one.name for one in (*TRAINERS, OWN_LOOP) if one.replays)}; or Megatron",
             action="to look at the data of these steps without training them: megaresume trace",
         )
@@ -197,11 +230,11 @@ def attach(
         checkpoints = replace(checkpoints or Checkpoints(), metrics=metrics)
     given = {"data": data, "checkpoints": checkpoints, "stop": stop}
     options = {name: value for name, value in given.items() if value is not None} | options
-    function = _function_of(trainer)
-    check_options(trainer.call, function, options)
-    if isinstance(thing, type):
-        return _attach_class(trainer, thing, functools.partial(function, **options))
-    return function(thing, **options)
+    function = _function_of(known)
+    check_options(known.call, function, options)
+    if isinstance(trainer, type):
+        return _attach_class(known, trainer, functools.partial(function, **options))
+    return function(trainer, **options)
 
 
 def _trainer_of(thing: Any) -> KnownTrainer:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_overloads
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import megaresume
 from megaresume.hosts.attach import OWN_LOOP, TRAINERS
 from megaresume.hosts.trainer import merge_trainer_settings
 from megaresume.stream.errors import SetupError, UsageError
+from tests.docs.pages import DOCS
 
 
 def kind(package: str, name: str, **methods: Any) -> type:
@@ -39,6 +40,20 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, dict
         attach.__signature__ = signature  # type: ignore[attr-defined]
         monkeypatch.setattr(module, "attach", attach)
     yield calls
+
+
+def test_a_type_checker_knows_the_options_of_a_loop() -> None:
+    of_loop = inspect.signature(importlib.import_module(OWN_LOOP.module).attach).parameters
+    typed = inspect.signature(get_overloads(megaresume.attach)[0]).parameters
+    assert set(typed) - {"trainer", "metrics"} == set(of_loop) - {"objects"}
+    assert all(typed[name].default == of_loop[name].default for name in ("data", "writer", "stop", "context_parallel"))
+
+
+def test_the_signature_in_the_document() -> None:
+    parameters = inspect.signature(megaresume.attach).parameters.values()
+    words = [str(one.replace(annotation=one.empty)) for one in parameters]
+    words.insert(next(i for i, one in enumerate(parameters) if one.kind is one.KEYWORD_ONLY), "*")
+    assert f"megaresume.attach({', '.join(words)})\n" in (DOCS / "attach.md").read_text()
 
 
 def test_whom_it_goes_to(taken: list[Any]) -> None:
