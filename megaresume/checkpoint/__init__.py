@@ -43,6 +43,7 @@ Where things are, from top to bottom; each imports only from those below it (`li
 
     session.py          `Session`: start, load, begin, save, stop, close; the protocol, written once
     settings.py         all settings, each declared once
+    chooser.py          what all ranks load: rank 0 decides, every rank sees the same there
     metrics/            live figures while it trains, and what became of the time of a run
     roots.py            the directories of a process: named alike, locked, with their copies
     starts.py           the beginning and the end of a run: a start is recorded, checked, and tidies up

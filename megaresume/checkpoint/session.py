@@ -27,14 +27,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megaresume.checkpoint.file_errors import Retries, compared, find_damage, read_undamaged, reading, writing
+from megaresume.checkpoint.chooser import Chooser, Pick
+from megaresume.checkpoint.file_errors import Retries, read_undamaged, reading, writing
 from megaresume.checkpoint.host import (
     Data,
     HasLoggers,
     Host,
     Loaded,
     Reading,
-    ReadsSome,
     Resume,
     Save,
     check_place,
@@ -42,8 +42,8 @@ from megaresume.checkpoint.host import (
     seed_of,
     without_state,
 )
-from megaresume.checkpoint.load.choose import choose, choose_of_two, confirm_choice
-from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import release, take
 from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.checkpoint.random_state import RandomState, Snapshot
@@ -53,7 +53,6 @@ from megaresume.checkpoint.ranks import (
     known_to_all,
     on_all_ranks,
     on_rank_0,
-    on_rank_0_for_long,
     same_on_all_ranks,
     written_by_all,
 )
@@ -69,7 +68,7 @@ from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
 from megaresume.checkpoint.roots import Roots
 from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.save.durability import Durability, not_durable
-from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, has_older, make_room
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, make_room
 from megaresume.checkpoint.starts import (
     MAX_STARTS,
     NOTHING_TO_TRAIN,
@@ -78,8 +77,6 @@ from megaresume.checkpoint.starts import (
     give_up,
     record_end,
     record_start,
-    restore_if_unlocked,
-    restore_older,
     tidy,
 )
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
@@ -93,10 +90,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-#: decides what to load: given where the copies are, and the tag directories that could not be read, with the reasons.
-#: None if there is no checkpoint at all.
-Pick = Callable[[Path | None, Mapping[Path, str]], Choice | ForeignCheckpoint | None]
 
 
 class Session:
@@ -278,58 +271,8 @@ class Session:
             CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
         """
         self.host.settle()
-        replay = self.replay
-        if replay is not None:
-            load_dir, pick = replay.source, lambda _, damaged: choose(replay.source, tag=replay.tag, damaged=damaged)
-        root = on_all_ranks(lambda: self.roots.named(load_dir))
-        copies, parts = self.roots.copies_of(root), self.roots.parts_of(root)
-        roots = [root] if copies is None else [root, copies.shared]
-
-        def newest(shared: Path | None, damaged: Mapping[Path, str]) -> Choice | None:
-            if shared is None:
-                return choose(root, damaged=damaged)
-            return choose_of_two(root, shared, damaged=damaged)
-
-        def decide(beat: Callable[[], None] = lambda: None) -> tuple[Choice | ForeignCheckpoint | None, int]:
-            if self.roots.holds_lock_of(root):
-                restore_older(root)
-            elif has_older(root) and replay is None:
-                restore_if_unlocked(root)
-            chosen = pick or newest
-            if copies is not None and copies.is_remote:
-                return copies.bring(lambda: chosen(copies.shared, passed), passed, beat), 0
-            found = chosen(None if copies is None else copies.shared, passed)
-            return found, roots.index(found.load_dir) if isinstance(found, Choice) else 0
-
-        passed = dict(damaged or {})
-        while True:
-            if copies is None or not copies.is_remote:
-                found, number = on_rank_0(decide)
-            elif parts is not None:
-                needs = self.host.needed_files if isinstance(self.host, ReadsSome) else None
-                found, number = parts.bring(lambda: (pick or newest)(copies.shared, passed), passed, needs), 0
-            else:
-                found, number = on_rank_0_for_long(decide, "brought a checkpoint from the store")
-            if isinstance(found, ForeignCheckpoint):
-                return None, None
-            # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
-            choice = None if found is None else replace(found, load_dir=roots[number])
-            beside = on_all_ranks(lambda: confirm_choice(roots[number], choice))  # noqa: B023  runs here
-            is_compared = parts is not None  # when it was brought
-            words = None if choice is None or not self.checksums or is_compared else find_damage(choice)
-            if choice is None or words is None:
-                break
-            passed[choice.tag_dir] = words
-        if choice is None:
-            self.roots.mark_as_own(root)
-            if is_rank_0():
-                print(f"megaresume: nothing is loaded: no checkpoint in {root}", flush=True)
-        elif is_rank_0():
-            for line in (*(f"passed over {rejected}" for rejected in choice.rejected), *choice.notes):
-                log.warning("megaresume: %s", line)
-            if self.checksums and choice.manifest is not None:
-                print(f"megaresume: {compared(choice.tag, choice.manifest)}", flush=True)
-        return choice, beside
+        chooser = Chooser(self.host, self.roots, self.replay, checksums=self.checksums)
+        return chooser.choose(load_dir, pick, damaged or {})
 
     def exactly(self, tag_dir: Path) -> Pick:
         """Require this checkpoint and no other in `load` and `choose`."""

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ranks import on_rank_0
-from megaresume.checkpoint.session import Pick, Session
+from megaresume.checkpoint.session import Session
 from megaresume.hosts.attach import check_new, kind_of, refuse
 from megaresume.hosts.steps import Steps
 from megaresume.stream.errors import CheckpointError, StateError, UsageError

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
 from megaresume.checkpoint.host import Data, Reading, Save
 from megaresume.checkpoint.load.search import Choice
@@ -23,7 +24,7 @@ from megaresume.checkpoint.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import FORMAT, Envelope
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.records.step_file import StepFile
-from megaresume.checkpoint.session import Pick, Session
+from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts

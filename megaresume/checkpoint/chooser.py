@@ -1,0 +1,125 @@
+"""`Chooser`: what all ranks load. Rank 0 decides, and every rank sees the same there.
+
+rank 0   `choose` in the root, and where its copies are; a checkpoint on the store alone is brought
+all      `confirm_choice`: the files that this rank would read are those of the choice
+all      checksums of what was chosen; a damaged one is passed over, and rank 0 decides again
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megaresume.checkpoint.file_errors import compared, find_damage
+from megaresume.checkpoint.host import Host, ReadsSome
+from megaresume.checkpoint.load.choose import choose, choose_of_two, confirm_choice
+from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0, on_rank_0_for_long
+from megaresume.checkpoint.records.step_file import StepFile
+from megaresume.checkpoint.replay import Replay
+from megaresume.checkpoint.roots import Roots
+from megaresume.checkpoint.save.retention import has_older
+from megaresume.checkpoint.starts import restore_if_unlocked, restore_older
+
+log = logging.getLogger(__name__)
+
+#: decides what to load: given where the copies are, and the tag directories that could not be read, with the reasons.
+#: None if there is no checkpoint at all.
+Pick = Callable[[Path | None, Mapping[Path, str]], Choice | ForeignCheckpoint | None]
+
+
+class Chooser:
+    """See above.
+
+    Args:
+        host: what trains; it may need some files of a checkpoint only (`ReadsSome`).
+        roots: the directories of this process, with their copies.
+        replay: the steps that are trained again: its checkpoint is chosen, whatever is asked for.
+        checksums: compare those of the files with the manifest.
+    """
+
+    def __init__(self, host: Host, roots: Roots, replay: Replay | None, *, checksums: bool) -> None:
+        self._host, self._roots, self._replay, self._checksums = host, roots, replay, checksums
+
+    def choose(
+        self, load_dir: str | os.PathLike[str], pick: Pick | None, damaged: Mapping[Path, str]
+    ) -> tuple[Choice | None, StepFile | None]:
+        """Choose, on every rank: see `Session.choose`."""
+        root = on_all_ranks(lambda: self._roots.named(load_dir if self._replay is None else self._replay.source))
+        passed = dict(damaged)
+        while True:
+            found, place = self._decide(root, self._pick(root, pick), passed)
+            if isinstance(found, ForeignCheckpoint):
+                return None, None
+            choice, beside = self._confirm(found, place)
+            if choice is None or (reason := self._damage(root, choice)) is None:
+                break
+            passed[choice.tag_dir] = reason
+        if choice is None:
+            self._roots.mark_as_own(root)
+        if is_rank_0():
+            self._tell(root, choice)
+        return choice, beside
+
+    def _pick(self, root: Path, pick: Pick | None) -> Pick:
+        if (replay := self._replay) is not None:
+            return lambda _, damaged: choose(replay.source, tag=replay.tag, damaged=damaged)
+        if pick is not None:
+            return pick
+        return lambda shared, damaged: (
+            choose(root, damaged=damaged) if shared is None else choose_of_two(root, shared, damaged=damaged)
+        )
+
+    def _decide(
+        self, root: Path, pick: Pick, passed: dict[Path, str]
+    ) -> tuple[Choice | ForeignCheckpoint | None, Path]:
+        """What is chosen, on every rank as rank 0 names it, and the root that holds it as this rank names it."""
+        copies, parts = self._roots.copies_of(root), self._roots.parts_of(root)
+        roots = [root] if copies is None else [root, copies.shared]
+
+        def on_disks() -> tuple[Choice | ForeignCheckpoint | None, int]:
+            self._put_back(root)
+            found = pick(None if copies is None else copies.shared, passed)
+            return found, roots.index(found.load_dir) if isinstance(found, Choice) else 0
+
+        if copies is None or not copies.is_remote:
+            found, number = on_rank_0(on_disks)
+            return found, roots[number]
+        if parts is not None:
+            needs = self._host.needed_files if isinstance(self._host, ReadsSome) else None
+            return parts.bring(lambda: pick(copies.shared, passed), passed, needs), root
+
+        def in_store(beat: Callable[[], None]) -> Choice | ForeignCheckpoint | None:
+            self._put_back(root)
+            return copies.bring(lambda: pick(copies.shared, passed), passed, beat)
+
+        return on_rank_0_for_long(in_store, "brought a checkpoint from the store"), root
+
+    def _put_back(self, root: Path) -> None:
+        """What a killed save has left aside of an older one."""
+        if self._roots.holds_lock_of(root):
+            restore_older(root)
+        elif self._replay is None and has_older(root):
+            restore_if_unlocked(root)
+
+    def _confirm(self, found: Choice | None, root: Path) -> tuple[Choice | None, StepFile | None]:
+        # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
+        choice = None if found is None else replace(found, load_dir=root)
+        return choice, on_all_ranks(lambda: confirm_choice(root, choice))
+
+    def _damage(self, root: Path, choice: Choice) -> str | None:
+        """Why it cannot be read; None if it can. What a node has brought was compared on the way."""
+        is_compared = self._roots.parts_of(root) is not None
+        return None if is_compared or not self._checksums else find_damage(choice)
+
+    def _tell(self, root: Path, choice: Choice | None) -> None:
+        if choice is None:
+            print(f"megaresume: nothing is loaded: no checkpoint in {root}", flush=True)
+            return
+        for line in (*(f"passed over {rejected}" for rejected in choice.rejected), *choice.notes):
+            log.warning("megaresume: %s", line)
+        if self._checksums and choice.manifest is not None:
+            print(f"megaresume: {compared(choice.tag, choice.manifest)}", flush=True)
