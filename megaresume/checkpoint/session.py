@@ -61,7 +61,7 @@ from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.records.envelope import DataState, Envelope
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import FileEntry
-from megaresume.checkpoint.records.names import ledger_path, manifest_path, same_place, step_path
+from megaresume.checkpoint.records.names import Saved, ledger_path, manifest_path, same_place, step_path
 from megaresume.checkpoint.records.position import Positions
 from megaresume.checkpoint.records.step_file import StepFile, new_id, read_step_file
 from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
@@ -504,7 +504,7 @@ class Session:
         places = [] if self.roots.is_own(root) else [place] if copies is None else [place, copies.shared]
         topology, parts = self.host.topology(), self.roots.parts_of(root)
 
-        def record() -> tuple[int, frozenset[str], list[tuple[int, str, str]]]:
+        def record() -> tuple[int, frozenset[str], list[Saved]]:
             before = read_ledger(ledger_path(root)).entries
             saved = [entry.iteration for entry in before if entry.kind == "checkpoint"][-1:]
             load = self.host.load.format(directory=str(root))
@@ -533,7 +533,7 @@ class Session:
             starts = sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
             return starts, past, _left(root) if trains else []
 
-        def record_on_node() -> list[tuple[int, str, str]]:
+        def record_on_node() -> list[Saved]:
             if parts is None or copies is None or not parts.leads_other:
                 return left
             if places:
@@ -545,8 +545,8 @@ class Session:
         self.attempt, past, left = on_rank_0(record)
         if parts is not None:
             left = on_all_ranks(record_on_node)
-        for old_iteration, tag, save_id in left:  # of a process that was killed meanwhile
-            self.durability.submit(root, iteration=old_iteration, tag=tag, save_id=save_id)
+        for saved in left:  # of a process that was killed meanwhile
+            self.durability.submit(root, saved)
         self.roots.mark_as_own(root)
         self._recorded.add(place)
 
@@ -671,9 +671,7 @@ class Session:
                 return None, None
         self.durability.submit(
             root,
-            iteration=state.iteration,
-            tag=tag,
-            save_id=save.save_id,
+            save.pending.step.saved,
             expected=expected,
             # Where copies are made, the old ones go after they are copied.
             retention=self.retention if self.roots.copies_of(root) is None else KEEP_ALL,
@@ -852,9 +850,9 @@ def _begin_save(root: Path, envelope: Envelope, tag: str, topology: Topology | N
     )
 
 
-def _left(root: Path) -> list[tuple[int, str, str]]:
-    """Iteration, tag and save of what earlier processes have left complete and not durable."""
-    return [(manifest.iteration, manifest.tag, manifest.save_id) for manifest in not_durable(root)]
+def _left(root: Path) -> list[Saved]:
+    """What earlier processes have left complete and not durable."""
+    return [manifest.saved for manifest in not_durable(root)]
 
 
 def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:

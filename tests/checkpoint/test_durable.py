@@ -13,6 +13,7 @@ from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.records import manifest as manifests
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import Manifest, read_manifest
+from megaresume.checkpoint.records.names import Saved
 from megaresume.checkpoint.save import durability
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.save.durability import (
@@ -139,7 +140,7 @@ def test_a_file_that_could_not_be_forced_is_written_again(
     for module in (durability, manifests):
         monkeypatch.setattr(module, "fsync_file", disk.fsync)
     work = Durability(checksums=True)
-    work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
+    work.submit(root, complete.saved)
     work.wait_for(root, "global_step40")
     before = read_manifest(root / "megaresume" / "step_0000040.manifest.json")
     assert not before.durable and not before.boots and before.has_checksums and taken(root) == 40
@@ -198,9 +199,7 @@ def _work(root: Path, manifest: Manifest, *, machines: int) -> durability._Work:
     owners = {entry.path: number for number, entry in enumerate(manifest.files)}
     return durability._Work(
         root=root,
-        iteration=manifest.iteration,
-        tag=manifest.tag,
-        save_id=manifest.save_id,
+        saved=manifest.saved,
         machine=0,
         machines=machines,
         owners=owners,
@@ -265,8 +264,8 @@ def test_a_disk_that_refuses_holds_up_no_save_of_the_same_step(root: Path, compl
     ledger.unlink()
     ledger.mkdir()
     work = Durability(checksums=True)
-    work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
-    work.submit(root, iteration=40, tag="global_step40", save_id="of a save that failed")
+    work.submit(root, complete.saved)
+    work.submit(root, Saved(iteration=40, tag="global_step40", save_id="of a save that failed"))
     work.wait_for(root, "global_step40")
     ledger.rmdir()
     ledger.write_bytes(content)
@@ -282,8 +281,8 @@ def test_a_later_save_does_not_give_up_an_earlier_one(
     path, work = root / "megaresume" / "step_0000040.manifest.json", Durability(checksums=True)
     content = path.read_bytes()
     path.unlink()
-    work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
-    work.submit(root, iteration=50, tag="global_step50", save_id="of a save that goes on")
+    work.submit(root, complete.saved)
+    work.submit(root, Saved(iteration=50, tag="global_step50", save_id="of a save that goes on"))
     first, second = work._queue
     assert not work._advance(first) and not work._advance(second)
     path.write_bytes(content)
@@ -301,7 +300,7 @@ def test_a_record_that_is_gone_for_a_moment_is_no_pruned_checkpoint(
 
     monkeypatch.setattr(durability, "note_checksums", gone)
     work = Durability(checksums=True)
-    work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
+    work.submit(root, complete.saved)
     work.close()
     assert not_durable(root) == () and taken(root) == 40
 

@@ -39,10 +39,9 @@ from megaresume.checkpoint.records.branches import saves_given_up
 from megaresume.checkpoint.records.candidates import Candidate, examine, run_of
 from megaresume.checkpoint.records.ledger import add_lines
 from megaresume.checkpoint.records.manifest import read_manifest
-from megaresume.checkpoint.records.names import ledger_path, manifest_path, marker_path
+from megaresume.checkpoint.records.names import Saved, ledger_path, manifest_path, marker_path
 from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.save.commit import PendingCheckpoint, join_save
-from megaresume.checkpoint.store.lease import Saved
 from megaresume.checkpoint.store.store import NotAsSavedError
 from megaresume.stream.errors import MegaresumeError
 
@@ -255,7 +254,7 @@ def _parts(root: Path) -> dict[Saved, tuple[int, int]]:
             continue
         part = one.manifest.part or ((0, 1) if is_rank_0() else None)
         if part is not None:
-            found[Saved(iteration=one.step.iteration, tag=one.step.tag, save_id=one.step.save_id)] = part
+            found[one.step.saved] = part
     return found
 
 

@@ -26,6 +26,7 @@ from megaresume.checkpoint.records.manifest import FileEntry, Manifest, checksum
 from megaresume.checkpoint.records.marker import Marker, remove_marker
 from megaresume.checkpoint.records.names import (
     RECORDS_DIR,
+    Saved,
     data_path,
     ledger_path,
     manifest_path,
@@ -36,7 +37,7 @@ from megaresume.checkpoint.records.names import (
 )
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.checkpoint.save.retention import Retention, keep_superseded, superfluous
-from megaresume.checkpoint.store.lease import Head, Lease, Saved
+from megaresume.checkpoint.store.lease import Head, Lease
 from megaresume.checkpoint.store.mirror import (
     LEDGERS,
     POSITIONS,
@@ -201,7 +202,7 @@ class StorePlace:
             self.store.write(str(path.relative_to(self.root)), path.read_bytes())
         self.store.write(self._record(step, step_path), step.to_bytes())
         self.store.write(self._record(step, manifest_path), manifest.to_bytes())
-        saved = Saved(iteration=step.iteration, tag=step.tag, save_id=step.save_id)
+        saved = step.saved
         same = [s for s in self.lease.head.saves if (s.iteration, s.tag) == (step.iteration, step.tag) and s != saved]
         head = self.lease.commit(lambda head: head.with_save(saved, latest=latest, tracker=tracker))
         self._replaced |= set(same)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from megaresume.checkpoint.records.names import has_stand_ins, rank_file_words, recorded_tag, records_dir
+from megaresume.checkpoint.records.names import Saved, has_stand_ins, rank_file_words, recorded_tag, records_dir
 from megaresume.checkpoint.records.sealed import count, flag, from_members, read_record, rows, seal, texts
 from megaresume.checkpoint.system import boots_up
 from megaresume.files import fsync_dir, fsync_file, open_file, write_all, write_error
@@ -198,6 +198,11 @@ class Manifest:
     #: (number, of how many): these are the files of one node, and the others are on the disks of other nodes; None:
     #: these are all.
     part: tuple[int, int] | None = None
+
+    @property
+    def saved(self) -> Saved:
+        """Which save wrote it."""
+        return Saved(iteration=self.iteration, tag=self.tag, save_id=self.save_id)
 
     @property
     def is_of_rank_0(self) -> bool:

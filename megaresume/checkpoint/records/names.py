@@ -65,6 +65,16 @@ _RESERVED = frozenset({RECORDS_DIR, LATEST, TRACKER})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """Which save it is: a step may be saved again, under the same tag."""
+
+    iteration: int
+    tag: str
+    #: 16 hex digits.
+    save_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecordName:
     """What the name of a file in ``<save>/megaresume`` says."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaresume.checkpoint.records.envelope import DataState, Envelope, stream_of
 from megaresume.checkpoint.records.ledger import EntryKind, LedgerEntry
-from megaresume.checkpoint.records.names import recorded_tag
+from megaresume.checkpoint.records.names import Saved, recorded_tag
 from megaresume.checkpoint.records.sealed import from_members, read_record, seal
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import StateError
@@ -45,6 +45,11 @@ class StepFile:
     state: DataState
     #: what trained it, and its version: ``megatron-lm 0.16.1``.
     framework: str = "unknown"
+
+    @property
+    def saved(self) -> Saved:
+        """Which save wrote it."""
+        return Saved(iteration=self.iteration, tag=self.tag, save_id=self.save_id)
 
     @property
     def stream(self) -> StreamState:

@@ -51,7 +51,15 @@ from megaresume.checkpoint.ranks import gather, rank
 from megaresume.checkpoint.records.candidates import examine, list_candidates
 from megaresume.checkpoint.records.ledger import append_ledger
 from megaresume.checkpoint.records.manifest import Manifest, checksum_file, read_manifest, write_copy
-from megaresume.checkpoint.records.names import TRACKER, ledger_path, manifest_path, part_path, records_dir, step_path
+from megaresume.checkpoint.records.names import (
+    TRACKER,
+    Saved,
+    ledger_path,
+    manifest_path,
+    part_path,
+    records_dir,
+    step_path,
+)
 from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.records.sealed import flag, read_record, seal, text
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
@@ -82,17 +90,17 @@ class GoneError(Exception):
     """A file that could not be forced to the disk is no longer in memory as it was saved."""
 
 
-def committed(root: Path, iteration: int, tag: str, save_id: str) -> Manifest | None:
+def committed(root: Path, saved: Saved) -> Manifest | None:
     """The manifest of a save; None if it is not committed, or the step was saved again.
 
     Raises:
         CheckpointError: the manifest is damaged.
     """
-    path = manifest_path(root, iteration, tag)
+    path = manifest_path(root, saved.iteration, saved.tag)
     if not path.exists():
         return None
-    manifest = read_manifest(path, iteration=iteration, tag=tag)
-    return manifest if manifest.save_id == save_id else None
+    manifest = read_manifest(path, iteration=saved.iteration, tag=saved.tag)
+    return manifest if manifest.save_id == saved.save_id else None
 
 
 def take_checksums(root: Path, manifest: Manifest, paths: Iterable[str], *, read: bool = True) -> dict[str, str | None]:
@@ -266,7 +274,7 @@ def _replace(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]
     manifest = replace(manifest, files=files, **changes)
     iteration, tag = manifest.iteration, manifest.tag
     with changing:
-        there = committed(root, iteration, tag, manifest.save_id)
+        there = committed(root, manifest.saved)
         if there is None or there.durable or not (root / tag).is_dir():
             return None
         write_manifest(root, manifest)
@@ -316,9 +324,7 @@ class Machines:
 @dataclass(kw_only=True, slots=True)
 class _Work:
     root: Path
-    iteration: int
-    tag: str
-    save_id: str
+    saved: Saved
     #: this machine among all.
     machine: int
     machines: int
@@ -375,10 +381,8 @@ class Durability:
     def submit(
         self,
         root: Path,
+        saved: Saved,
         *,
-        iteration: int,
-        tag: str,
-        save_id: str,
         expected: Sequence[Sequence[str] | None] = (),
         retention: Retention = KEEP_ALL,
     ) -> None:
@@ -386,7 +390,7 @@ class Durability:
 
         Args:
             root: the checkpoint root.
-            iteration, tag, save_id: of the save.
+            saved: which save it is.
             expected: the files that each rank writes; None if not known.
             retention: which older checkpoints stay.
         """
@@ -395,9 +399,7 @@ class Durability:
             return
         work = _Work(
             root=root,
-            iteration=iteration,
-            tag=tag,
-            save_id=save_id,
+            saved=saved,
             machine=machines.mine,
             machines=len(machines.boots),
             owners={name: machines.of_rank[number] for number, names in enumerate(expected) for name in names or ()},
@@ -415,7 +417,7 @@ class Durability:
         """Wait until nothing is left to do for a tag, which is about to be saved again, or the disk refuses."""
         place = root.resolve()
         with self._changed:
-            same = [work for work in self._queue if work.tag == tag and work.root.resolve() == place]
+            same = [work for work in self._queue if work.saved.tag == tag and work.root.resolve() == place]
             for work in same:  # what is not committed by now never will be
                 work.passed = time.monotonic() - PATIENCE_FOR_COMMIT
             self._changed.notify_all()
@@ -445,14 +447,14 @@ class Durability:
                 work.passed = time.monotonic() - (PATIENCE_FOR_COMMIT - patience)
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._queue, min(1.0, max(timeout, 0.0))):
-                waiting = ", ".join(work.tag for work in self._queue)
+                waiting = ", ".join(work.saved.tag for work in self._queue)
                 log.warning("megaresume: waiting until %s is on the disk", waiting)
                 self._changed.wait_for(lambda: not self._queue, max(0.0, deadline - time.monotonic()))
             for work in self._queue:
                 log.error(
                     "megaresume: %s is complete but not durable yet: until the next start there has made it so, a "
                     "restart of the machines loses it",
-                    work.root / work.tag,
+                    work.root / work.saved.tag,
                 )
             self._queue.clear()
 
@@ -477,14 +479,14 @@ class Durability:
                     is_over = self._advance(work)
                     pause = FIRST_PAUSE
                 except (MegaresumeError, NotForcedError, OSError) as error:
-                    log.warning("megaresume: %s is complete but not durable yet: %s", work.tag, error)
+                    log.warning("megaresume: %s is complete but not durable yet: %s", work.saved.tag, error)
                     is_over, seconds = False, pause
                     with self._changed:
                         work.failed = True
                         self._changed.notify_all()
                     pause = min(2 * pause, LONGEST_PAUSE)
                 except Exception:
-                    log.exception("megaresume: %s stays complete, and does not become durable", work.tag)
+                    log.exception("megaresume: %s stays complete, and does not become durable", work.saved.tag)
                     is_over = True
                 if is_over:
                     with self._changed:
@@ -497,7 +499,7 @@ class Durability:
 
     def _advance(self, work: _Work) -> bool:
         """Do what can be done now. Returns whether everything is done."""
-        manifest = committed(work.root, work.iteration, work.tag, work.save_id)
+        manifest = committed(work.root, work.saved)
         if manifest is None:
             return work.passed is not None and time.monotonic() - work.passed >= PATIENCE_FOR_COMMIT
         self._pass_before(work)
@@ -508,17 +510,17 @@ class Durability:
         except GoneError as error:
             words = str(error)
         except FileNotFoundError:
-            still = committed(work.root, work.iteration, work.tag, work.save_id)
-            if still is None or not (work.root / work.tag).is_dir():
+            still = committed(work.root, work.saved)
+            if still is None or not (work.root / work.saved.tag).is_dir():
                 return True  # pruned or saved again meanwhile
-            missing = [path for path in work.paths(manifest) if not (work.root / work.tag / path).exists()]
+            missing = [path for path in work.paths(manifest) if not (work.root / work.saved.tag / path).exists()]
             if not missing:
                 raise  # of the records: there again at the next try
             words = f"somebody deleted {', '.join(missing)}"
         work.part = work.part or NodePart(checksums={})
         work.part.is_gone, work.part.error = True, words
         self._exchange(work, work.part, manifest)
-        log.error("megaresume: %s is damaged, and no start will load it: %s", work.tag, words)
+        log.error("megaresume: %s is damaged, and no start will load it: %s", work.saved.tag, words)
         return True
 
     def _pass_before(self, work: _Work) -> None:

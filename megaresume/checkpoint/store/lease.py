@@ -27,7 +27,7 @@ from typing import Any
 
 from megaresume.checkpoint.lock.claim import RELEASED, Owner, gone, this_process
 from megaresume.checkpoint.lock.lock import Holder
-from megaresume.checkpoint.records.names import recorded_tag
+from megaresume.checkpoint.records.names import Saved, recorded_tag
 from megaresume.checkpoint.records.sealed import SealError, count, from_members, members, rows, seal, text, unseal
 from megaresume.checkpoint.store.store import NotAsSavedError, Store
 from megaresume.stream.errors import CheckpointError, MegaresumeError
@@ -42,15 +42,6 @@ _POLL_SECONDS = 1.0
 #: heads that stay below the newest one, for people.
 _KEPT = 20
 _REMEMBERED = 200
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """One checkpoint of a store."""
-
-    iteration: int
-    tag: str
-    save_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ from megaresume.checkpoint.records.names import (
     RECORDS_DIR,
     STAND_INS,
     TRACKER,
+    Saved,
     deepspeed_tag,
     is_usual_tag,
     ledger_path,
@@ -42,7 +43,7 @@ from megaresume.checkpoint.records.names import (
     records_dir,
 )
 from megaresume.checkpoint.records.position import position_path
-from megaresume.checkpoint.store.lease import Head, Saved, newest_head, newest_name
+from megaresume.checkpoint.store.lease import Head, newest_head, newest_name
 from megaresume.checkpoint.store.store import REQUESTS, Store
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError
