@@ -351,7 +351,7 @@ class Save:
     @property
     def tag(self) -> str:
         """Name of the tag directory."""
-        return self.pending.step.tag
+        return self.pending.record.tag
 
     @property
     def tag_dir(self) -> Path:
@@ -361,7 +361,7 @@ class Save:
     @property
     def save_id(self) -> str:
         """Of this save."""
-        return self.pending.step.save_id
+        return self.pending.record.save_id
 
     def defer(self, *, is_alone: bool = False) -> None:
         """The files are written in the background: whoever waits for them commits.
@@ -399,8 +399,8 @@ class Save:
             sum_bytes=SUMMED_AT_ONCE if session.checksums else 0,
             part=self.part,
         )
-        step = self.pending.step
-        session.committed = step.iteration, step.state, step.topology
+        record = self.pending.record
+        session.committed = record.iteration, record.state, record.topology
         if self.pending.marker.latest:
             session.host.committed(self.save_dir)
         if (copies := session.roots.copies_of(self.save_dir)) is not None:

@@ -236,7 +236,7 @@ class Session:
             choice, beside = self.choose(load_dir, pick, damaged)
             if choice is None:
                 return None
-            if beside is None and choice.step is None and not (weights_only or adopts):
+            if beside is None and choice.record is None and not (weights_only or adopts):
                 raise known_to_all(without_state(choice, self.host.begin_anew))
             with reading(choice):
                 return choice, beside, read(choice, beside)
@@ -380,12 +380,12 @@ class Session:
             return
         path = step_path(root, envelope.iteration, tag)
         if path.exists() and manifest_path(root, envelope.iteration, tag).exists():
-            step = read_step_file(path, iteration=envelope.iteration, tag=tag)
-            if step.state == envelope.state or not replaces:
+            record = read_step_file(path, iteration=envelope.iteration, tag=tag)
+            if record.state == envelope.state or not replaces:
                 return
         pending = _begin_save(root, envelope, tag, loaded.topology, latest=False, tracker=False)
         commit_save(pending, beside=beside)
-        self.loaded = replace(loaded, choice=replace(loaded.choice, step=pending.step))
+        self.loaded = replace(loaded, choice=replace(loaded.choice, record=pending.record))
 
     # Steps
 
@@ -671,7 +671,7 @@ class Session:
                 return None, None
         self.durability.submit(
             root,
-            save.pending.step.saved,
+            save.pending.record.saved,
             expected=expected,
             # Where copies are made, the old ones go after they are copied.
             retention=self.retention if self.roots.copies_of(root) is None else KEEP_ALL,
@@ -688,9 +688,9 @@ class Session:
         Raises, on every rank:
             CheckpointError: see `Save.commit`.
         """
-        step = save.pending.step
+        record = save.pending.record
         root = save.save_dir
-        done = self._with_retries(lambda: self.roots.on_nodes(root, save.commit), root, step.iteration, step.tag)
+        done = self._with_retries(lambda: self.roots.on_nodes(root, save.commit), root, record.iteration, record.tag)
         return done is not None
 
     def _with_retries(self, attempt: Callable[[], T], root: Path, iteration: int, tag: str) -> T | None:

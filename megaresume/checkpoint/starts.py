@@ -72,14 +72,14 @@ def record_start(
     root = Path(os.path.abspath(save_dir))
     tidy(root, choice)
     kept: dict[str, Any] = {**(details or {}), "start": new_id()}
-    if choice is not None and choice.step is not None:
-        kept["loaded"] = choice.step.save_id
+    if choice is not None and choice.record is not None:
+        kept["loaded"] = choice.record.save_id
     if (seconds := process_age()) is not None:
         kept["startup_seconds"] = round(seconds, 1)
     if (before := reached(root)) is not None:
         kept["reached"] = before
     if choice is not None and not same_place(choice.load_dir, root):
-        kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.step is None else choice.step.run}
+        kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.record is None else choice.record.run}
     return _append(root, "start", iteration, None if choice is None else choice.tag, state, topology, kept)
 
 
@@ -204,11 +204,11 @@ def _cut_commits(root: Path) -> Iterator[tuple[StepFile, Manifest, Marker]]:
         if "saving" not in candidate.records or candidate.iteration is None:
             continue
         found = examine(root, candidate)
-        if not found.is_settled or found.step is None or found.manifest is None:
+        if not found.is_settled or found.record is None or found.manifest is None:
             continue
         marker = read_marker(marker_path(root, candidate.iteration, candidate.tag))
         if marker is not None:
-            yield found.step, found.manifest, marker
+            yield found.record, found.manifest, marker
 
 
 def distrust_tracker(root: Path) -> str | None:

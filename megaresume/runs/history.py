@@ -184,8 +184,8 @@ def _path(root: Path, ledger: LedgerReading) -> list[Point]:
     return sorted(points, key=lambda p: (p.samples, p.iteration))
 
 
-def _point(path: Path, step: StepFile) -> Point:
-    return Point(iteration=step.iteration, samples=step.state.samples, digest=step.state.digest, path=path)
+def _point(path: Path, record: StepFile) -> Point:
+    return Point(iteration=record.iteration, samples=record.state.samples, digest=record.state.digest, path=path)
 
 
 def _usable(path: Path, read_step: ReadStep, notes: list[str]) -> StepFile | None:

@@ -81,11 +81,11 @@ class Inspection(Answer):
         return tag if is_first and tag == megatron_tag(tracked.candidate.iteration) else None
 
     @property
-    def step(self) -> StepFile | None:
+    def record(self) -> StepFile | None:
         """The state to show: what a resume loads, or else the newest that can be read."""
-        if self.run.choice is not None and self.run.choice.step is not None:
-            return self.run.choice.step
-        return next((e.step for e in self.examined if e.step is not None), None)
+        if self.run.choice is not None and self.run.choice.record is not None:
+            return self.run.choice.record
+        return next((e.record for e in self.examined if e.record is not None), None)
 
     @told
     def root(self) -> Path:
@@ -116,12 +116,12 @@ class Inspection(Answer):
     @told
     def state(self) -> dict[str, Any] | None:
         """The state that is shown, as its record has it."""
-        return None if self.step is None else self.step.to_fields()
+        return None if self.record is None else self.record.to_fields()
 
     @told
     def order(self) -> DataState | None:
         """The order of Megatron's own datasets, if the run is guarded."""
-        return None if self.step is None or self.step.state.kind != "order" else self.step.state
+        return None if self.record is None or self.record.state.kind != "order" else self.record.state
 
     @told
     def pointers(self) -> Sequence[dict[str, Any]]:
@@ -162,7 +162,7 @@ class Inspection(Answer):
 
 
 def _checkpoint(examined: Examined) -> dict[str, Any]:
-    step, manifest = examined.step, examined.manifest
+    step, manifest = examined.record, examined.manifest
     return {
         "tag": examined.candidate.tag,
         "iteration": examined.candidate.iteration,
@@ -249,26 +249,28 @@ def _headline(found: Inspection) -> str:
 
 
 def _state_block(found: Inspection) -> str:
-    step = found.step
-    if step is None:
+    record = found.record
+    if record is None:
         return ""
     rows = [
-        ["iteration", f"{step.iteration:,}"],
-        ["samples", f"{step.state.samples:,}"],
-        ["digest", step.state.digest],
-        ["saved", f"{step.saved_at}  on {step.topology}"],
-        ["trained by", step.framework],
-        ["run", step.run],
+        ["iteration", f"{record.iteration:,}"],
+        ["samples", f"{record.state.samples:,}"],
+        ["digest", record.state.digest],
+        ["saved", f"{record.saved_at}  on {record.topology}"],
+        ["trained by", record.framework],
+        ["run", record.run],
     ]
-    manifest = next((e.manifest for e in found.examined if e.step == step), None)
+    manifest = next((e.manifest for e in found.examined if e.record == record), None)
     if (random := _random(manifest)) is not None:
         rows.append(["random state", f"of {counted(random['ranks'], 'rank')}, digest {random['digest']}"])
-    if isinstance(step.state, OpaqueState):
-        rows += _loader_rows(step.state) if step.state.kind == "loader" else []
-        return f"data state of {step.tag}\n" + text_table(rows)
-    if step.stream.reached != step.stream.samples:
-        rows[1][1] += f" trained, {step.stream.reached:,} with those left out"
-    return f"data state of {step.tag}\n" + text_table(rows + _stream_rows(step.stream)) + _source_table(step.stream)
+    if isinstance(record.state, OpaqueState):
+        rows += _loader_rows(record.state) if record.state.kind == "loader" else []
+        return f"data state of {record.tag}\n" + text_table(rows)
+    if record.stream.reached != record.stream.samples:
+        rows[1][1] += f" trained, {record.stream.reached:,} with those left out"
+    return (
+        f"data state of {record.tag}\n" + text_table(rows + _stream_rows(record.stream)) + _source_table(record.stream)
+    )
 
 
 def _loader_rows(state: OpaqueState) -> list[list[str]]:
@@ -322,13 +324,13 @@ def _unit(state: StreamState) -> str:
 
 
 def _order_block(found: Inspection) -> str:
-    step = found.step
-    if step is None or step.state.kind != "order":
+    record = found.record
+    if record is None or record.state.kind != "order":
         return ""
     from megaresume.hosts.megatron.guard.compare import describe  # deferred: numpy
 
     try:
-        return "\n".join(describe(step.state))
+        return "\n".join(describe(record.state))
     except StateError as error:
         return str(error)
 
@@ -377,7 +379,7 @@ def _checkpoint_block(found: Inspection) -> str:
     rows = [["", "tag", "status", "files", "size", "samples", "digest", "saved", "layout"]]
     reasons: dict[int, tuple[str, ...]] = {}
     for examined in found.examined:
-        step, manifest = examined.step, examined.manifest
+        step, manifest = examined.record, examined.manifest
         chosen = found.run.choice is not None and found.run.choice.tag == examined.candidate.tag
         status, files, state = examined.status, ["-"] * 2, ["-"] * 4
         if status != "complete":

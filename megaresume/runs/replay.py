@@ -126,9 +126,9 @@ def checkpoint_before(run: Run, step: int) -> Choice | None:
         if iteration is None or iteration >= step or not candidate.has_dir or (iteration, candidate.tag) in given_up:
             continue
         found = run.examine(candidate)
-        if found.status == "complete" and found.step is not None:
+        if found.status == "complete" and found.record is not None:
             return Choice(
-                load_dir=run.root, tag=candidate.tag, iteration=iteration, step=found.step, manifest=found.manifest
+                load_dir=run.root, tag=candidate.tag, iteration=iteration, record=found.record, manifest=found.manifest
             )
     return None
 

@@ -190,10 +190,10 @@ class Run:
             StateError: it is damaged, or (`NewerFormatError`) was written by a newer megaresume.
         """
         if path not in self._states:
-            step = read_step_file(path)
+            record = read_step_file(path)
             if len(self._states) >= _KEPT_STATES:
                 self._states.pop(next(iter(self._states)))
-            self._states[path] = step
+            self._states[path] = record
         return self._states[path]
 
     @cached_property

@@ -15,8 +15,8 @@ from megaresume.stream.errors import StateError
 @pytest.mark.parametrize("more", [{"iteration": 1}, {"samples": 8}], ids=["another-step", "other-samples"])
 def test_weights_of_another_step(root: Path, more: dict[str, int]) -> None:
     choice = choose(root)
-    assert choice is not None and choice.step is not None
-    step = choice.step
+    assert choice is not None and choice.record is not None
+    step = choice.record
     right = Reading(envelope=step.envelope, iteration=step.iteration, samples=step.state.samples)
     check_same(step.envelope, right, step, choice)
     wrong = dataclasses.replace(right, **{name: getattr(right, name) + n for name, n in more.items()})
@@ -26,8 +26,8 @@ def test_weights_of_another_step(root: Path, more: dict[str, int]) -> None:
 
 def test_another_state_beside_them(root: Path) -> None:
     choice, older = choose(root), choose(root, tag="global_step20")
-    assert choice is not None and choice.step is not None and older is not None
-    step = choice.step
+    assert choice is not None and choice.record is not None and older is not None
+    step = choice.record
     read = Reading(envelope=step.envelope, iteration=step.iteration, samples=step.state.samples)
     with pytest.raises(StateError, match="is not the one beside it"):
-        check_same(step.envelope, read, older.step, choice)
+        check_same(step.envelope, read, older.record, choice)

@@ -235,7 +235,7 @@ def test_a_first_save_that_is_killed_before_its_manifest_leaves_a_fresh_start(
     """Also when its data state was written already: nothing was ever committed, so nothing can have been lost."""
     pending = begin_save(tmp_path, tag="global_step10", iteration=10, state=state(80))
     model(pending.tag_dir, state(80))
-    write_step_file(step_path(tmp_path, 10, "global_step10"), pending.step)
+    write_step_file(step_path(tmp_path, 10, "global_step10"), pending.record)
     assert choose(tmp_path) is None
     assert confirm_choice(tmp_path, None, timeout_seconds=0) is None
 

@@ -46,14 +46,14 @@ def test_a_commit_writes_everything(tmp_path: Path, save: Save, state: MakeState
     assert sorted(os.listdir(records)) == ["ledger.jsonl", "step_0000010.json", "step_0000010.manifest.json"]
     assert (tmp_path / "latest").read_text() == "global_step10"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
-    assert read_step_file(records / "step_0000010.json") == commit.step
-    assert commit.step.state == state(80)
+    assert read_step_file(records / "step_0000010.json") == commit.record
+    assert commit.record.state == state(80)
     assert read_manifest(records / "step_0000010.manifest.json").save_id == commit.manifest.save_id
     assert [(f.path, f.size) for f in commit.manifest.files] == [(name, 1024) for name in FILES]
     entry, durable = read_ledger(records / "ledger.jsonl").entries
-    assert (durable.kind, durable.details) == ("durable", {"save_id": commit.step.save_id})
+    assert (durable.kind, durable.details) == ("durable", {"save_id": commit.record.save_id})
     assert (entry.kind, entry.iteration, entry.tag) == ("checkpoint", 10, "global_step10")
-    assert (entry.samples, entry.digest, entry.run) == (80, state(80).digest, commit.step.run)
+    assert (entry.samples, entry.digest, entry.run) == (80, state(80).digest, commit.record.run)
     assert entry.topology == Topology(dp=2, num_workers=2, global_batch_size=8)
     assert entry.details["bytes"] == 2048
     assert entry.details["save_seconds"] >= 0
@@ -63,7 +63,7 @@ def test_all_checkpoints_of_a_root_are_of_one_run(root: Path, save: Save) -> Non
     commits = [save(root, 40), save(root, 50)]
     (root / "megaresume" / "ledger.jsonl").unlink()
     commits.append(save(root, 60))
-    assert len({commit.step.run for commit in commits}) == 1
+    assert len({commit.record.run for commit in commits}) == 1
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
     choice = choose(root)
     assert choice is not None
     assert choice.iteration == 30
-    assert save(root, 50).step.iteration == 50
+    assert save(root, 50).record.iteration == 50
 
 
 @pytest.mark.parametrize(("tag", "iteration"), [("../x", 1), ("latest", 1), ("global_step1", -1)])
@@ -234,9 +234,9 @@ def test_a_start_into_another_directory_is_another_run(root: Path, tmp_path: Pat
     choice = choose(root)
     entry = record_start(tmp_path / "branch", iteration=30, state=state(240), choice=choice)
     assert choice is not None
-    assert choice.step is not None
-    assert entry.run != choice.step.run
-    assert entry.details["loaded_from"] == {"digest": state(240).digest, "run": choice.step.run}
+    assert choice.record is not None
+    assert entry.run != choice.record.run
+    assert entry.details["loaded_from"] == {"digest": state(240).digest, "run": choice.record.run}
 
 
 def test_a_start_clears_leftovers(root: Path, state: MakeState) -> None:

@@ -111,7 +111,7 @@ def save_by_two_ranks(root: Path, state: StreamState) -> None:
     names = [MODEL, OPTIM, OPTIM.replace("rank_0", "rank_1", 1)]
     for name in names:
         (pending.tag_dir / name).write_bytes(state.digest.encode() * 64)
-    paths = [rank_file(30, pending.step.tag, "random", rank) for rank in range(2)]
+    paths = [rank_file(30, pending.record.tag, "random", rank) for rank in range(2)]
     beside = [write_rank_file(root, path, b"random") for path in paths]
     make_durable(root, commit_save(pending, expected_files=names, beside=beside).manifest)
 

@@ -68,8 +68,8 @@ def test_rules(tmp_path: Path, save: Save, policy: Retention, left: tuple[int, .
 def test_a_commit_says_what_is_gone(tmp_path: Path, save: Save) -> None:
     for iteration in (10, 20, 30):
         save(tmp_path, iteration)
-    step = save(tmp_path, 40).step
-    assert module.prune(tmp_path, Retention(keep_last=2), step) == ("global_step20", "global_step10")
+    record = save(tmp_path, 40).record
+    assert module.prune(tmp_path, Retention(keep_last=2), record) == ("global_step20", "global_step10")
 
 
 def test_nothing_goes_for_one_that_is_not_durable(tmp_path: Path, save: Save, state: MakeState) -> None:
@@ -79,7 +79,7 @@ def test_nothing_goes_for_one_that_is_not_durable(tmp_path: Path, save: Save, st
     pending.tag_dir.mkdir()
     (pending.tag_dir / "model.pt").write_bytes(b"weights")
     commit = commit_save(pending)
-    assert module.prune(tmp_path, Retention(keep_last=1), commit.step) == ("global_step10",)
+    assert module.prune(tmp_path, Retention(keep_last=1), commit.record) == ("global_step10",)
     assert make_durable(tmp_path, commit.manifest, retention=Retention(keep_last=1)) == ("global_step20",)
     assert weights(tmp_path) == tags(30)
 

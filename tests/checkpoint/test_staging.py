@@ -54,7 +54,7 @@ def test_a_copy_is_a_checkpoint(roots: tuple[Path, Path]) -> None:
     stager.start()
     assert stager.close(20) == ()
     here, there = choose(local), choose(shared, checksums=True)
-    assert here is not None and there is not None and there.step == here.step and there.tag == "global_step30"
+    assert here is not None and there is not None and there.record == here.record and there.tag == "global_step30"
     assert there.manifest is not None and there.manifest.has_checksums and not there.rejected and not there.notes
     assert (shared / "megaresume/ledger.jsonl").read_bytes() == (local / "megaresume/ledger.jsonl").read_bytes()
     assert not list(shared.glob("megaresume/step*saving*"))
@@ -169,10 +169,10 @@ def test_a_lost_local_disk(roots: tuple[Path, Path]) -> None:
     stage(local, shared, 30, "global_step30")
     shutil.rmtree(local)
     choice = choose_of_two(local, shared)
-    assert choice is not None and choice.load_dir == shared and choice.state is not None and choice.step is not None
+    assert choice is not None and choice.load_dir == shared and choice.state is not None and choice.record is not None
     adopt(local, shared)
     entry = record_start(local, iteration=30, state=choice.state, choice=choice)
-    assert entry.run == choice.step.run
+    assert entry.run == choice.record.run
     again = choose_of_two(local, shared)
     assert again is not None and again.load_dir == shared  # killed before its first save: the same once more
     save_checkpoint(local, 40)
@@ -300,7 +300,7 @@ def test_killed_at_every_file_operation(tmp_path: Path) -> None:
         for iteration in (10, 20, 30):
             stage(local, shared, iteration, f"global_step{iteration}")
         found = choose(shared, checksums=True)
-        assert found is not None and found.step == _step_of(local, 30) and not found.notes
+        assert found is not None and found.record == _step_of(local, 30) and not found.notes
         assert (shared / "megaresume/ledger.jsonl").read_bytes() == (local / "megaresume/ledger.jsonl").read_bytes()
         assert not list(shared.glob("megaresume/step*saving*"))
 
@@ -320,13 +320,13 @@ def _with_local_storage_lost(local: Path, shared: Path) -> StepFile | None:
         assert stage(local, another, 10, "global_step10") is not None
         return None
     assert choice.load_dir == shared
-    return choice.step
+    return choice.record
 
 
 def _step_of(root: Path, iteration: int) -> StepFile:
     choice = choose(root, tag=f"global_step{iteration}")
-    assert choice is not None and choice.step is not None
-    return choice.step
+    assert choice is not None and choice.record is not None
+    return choice.record
 
 
 def test_a_shared_storage_that_damages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

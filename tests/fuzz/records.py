@@ -259,7 +259,7 @@ def _check_root(script: bytes, *, inspects: bool) -> None:
         else:
             if choice is None:
                 raise AssertionError(f"a silent fresh start after damage to {files[which].name}")
-            if choice.step != _written()[choice.tag]:
+            if choice.record != _written()[choice.tag]:
                 raise AssertionError(f"{choice.tag} is not as it was written after damage to {files[which].name}")
             if files[which].name == MODEL and files[which].parent.name == choice.tag and data != originals[which]:
                 raise AssertionError("a damaged model file was accepted")

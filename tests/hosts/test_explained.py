@@ -18,7 +18,7 @@ from megaresume.stream.errors import CheckpointError, StateError
 def choice(directory: Path, checksum: str | None) -> Choice:
     files = (FileEntry(path="a.pt", size=4, checksum=checksum),)
     manifest = Manifest(iteration=4, tag="global_step4", save_id="0", digest="0", files=files)
-    return Choice(load_dir=directory, tag="global_step4", iteration=4, step=None, manifest=manifest)
+    return Choice(load_dir=directory, tag="global_step4", iteration=4, record=None, manifest=manifest)
 
 
 @pytest.mark.parametrize(("checksum", "words"), [("0" * 32, "files; to resume"), (None, "that were saved with")])

@@ -164,7 +164,7 @@ def saved(root: Path, state: RandomState, step: int) -> Choice:
     """A save, as far as random state is concerned."""
     entry = state.write(state.at_save(), root, step, f"global_step{step}")
     manifest = Manifest(iteration=step, tag=f"global_step{step}", save_id="", digest="", files=(), beside=(entry,))
-    return Choice(load_dir=root, tag=manifest.tag, iteration=step, step=None, manifest=manifest)
+    return Choice(load_dir=root, tag=manifest.tag, iteration=step, record=None, manifest=manifest)
 
 
 def test_what_is_drawn_between_load_and_loop_does_not_matter(tmp_path: Path, tracker: Any) -> None:
@@ -258,7 +258,7 @@ def test_another_type_of_device_is_seeded(tmp_path: Path, tracker: Any) -> None:
     state._device = SimpleNamespace(type="cuda")
     entry = state.write(snapshot, tmp_path, 7, "global_step7")
     manifest = Manifest(iteration=7, tag="global_step7", save_id="", digest="", files=(), beside=(entry,))
-    choice = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, step=None, manifest=manifest)
+    choice = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, record=None, manifest=manifest)
     assert state_at(7).restore(choice, ONE, ONE, seed=1) == "random state reseeded (cuda -> cpu)"
 
 
@@ -276,7 +276,7 @@ def test_a_rank_whose_file_is_missing_or_damaged_is_named(tmp_path: Path, tracke
     other = FileEntry(path=rank_file(7, "global_step7", "random", 1), size=1, checksum="")
     assert choice.manifest is not None
     manifest = Manifest(iteration=7, tag="global_step7", save_id="", digest="", files=(), beside=(other,))
-    without = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, step=None, manifest=manifest)
+    without = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, record=None, manifest=manifest)
     with pytest.raises(StateError, match="the checkpoint has no random state of rank 0"):
         state.restore(without, ONE, ONE, seed=1)
 

@@ -83,13 +83,13 @@ CHECKPOINT = (
     Mutation("move latest although it is not ours", "    if marker.latest:\n", "    if True:\n", COMMIT),
     Mutation(
         "leave the commit out of the ledger",
-        '    append_ledger(ledger_path(root), step.ledger_entry("checkpoint", with_attempt(details)))\n',
+        '    append_ledger(ledger_path(root), record.ledger_entry("checkpoint", with_attempt(details)))\n',
         "",
         COMMIT,
     ),
     Mutation(
         "leave the marker of a save that is over",
-        "    remove_marker(marker_path(root, step.iteration, step.tag))\n\n\ndef record_commit",
+        "    remove_marker(marker_path(root, record.iteration, record.tag))\n\n\ndef record_commit",
         "\n\ndef record_commit",
         COMMIT,
     ),
@@ -174,7 +174,7 @@ CHECKPOINT = (
     ),
     Mutation(
         "let a rank load another save",
-        "    if (step.state.digest, step.save_id) != (chosen.state.digest, chosen.save_id):\n",
+        "    if (record.state.digest, record.save_id) != (chosen.state.digest, chosen.save_id):\n",
         "    if False:\n",
         CONFIRM,
     ),
@@ -192,7 +192,7 @@ CHECKPOINT = (
     ),
     Mutation(
         "overwrite other data of the same step",
-        "        if digest == step.state.digest and old.tag == step.tag:\n",
+        "        if digest == record.state.digest and old.tag == record.tag:\n",
         "        if True:\n",
         COMMIT,
     ),
@@ -323,7 +323,7 @@ SESSION = (
     ),
     Mutation(
         "load weights without their data",
-        "            if beside is None and choice.step is None and not (weights_only or adopts):\n",
+        "            if beside is None and choice.record is None and not (weights_only or adopts):\n",
         "            if False:\n",
         ENGINE,
     ),
@@ -350,8 +350,8 @@ SESSION = (
     ),
     Mutation(
         "load damaged files",
-        "if choice is None or not self.checksums or is_compared else find_damage(choice)\n",
-        "\n",
+        "return None if is_compared or not self._checksums else find_damage(choice)\n",
+        "return None\n",
         ("tests/hosts/test_damaged.py", *ENGINE),
     ),
     Mutation(

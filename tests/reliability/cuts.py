@@ -140,10 +140,10 @@ def chooses(root: Path) -> Started:
         return Started(step=None, words=error.headline)
     if choice is None:
         return Started(step=0)
-    if choice.step is None:
+    if choice.record is None:
         return Started(step=None, words=f"{choice.tag} has no data state")
     words = "; ".join([*choice.notes, *map(str, choice.rejected)])
-    return Started(step=choice.step.iteration, words=words, files=_read(root))
+    return Started(step=choice.record.iteration, words=words, files=_read(root))
 
 
 def megatron_chooses(root: Path) -> Started:

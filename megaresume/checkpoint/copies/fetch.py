@@ -48,7 +48,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
         CheckpointError: the disk refuses.
         SetupError: the store does not answer, or refuses.
     """
-    step, manifest = choice.step, choice.manifest
+    step, manifest = choice.record, choice.manifest
     assert step is not None and manifest is not None
     iteration, tag = step.iteration, step.tag
     aside = records_dir(local) / "fetched" / step.save_id
@@ -95,7 +95,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
 
 def _reuse(local: Path, choice: Choice, files: Path) -> None:
     """Let what is here of this very save, of a node whose part it is, be compared in place of being downloaded."""
-    step, manifest = choice.step, choice.manifest
+    step, manifest = choice.record, choice.manifest
     assert step is not None and manifest is not None
     try:
         here = read_step_file(step_path(local, step.iteration, step.tag)).save_id

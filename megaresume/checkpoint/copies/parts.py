@@ -111,11 +111,11 @@ class Parts:
 
     def _bring_here(self, found: Choice, files: frozenset[str] | None, beat: Callable[[], None]) -> str:
         """Why a checkpoint cannot be brought to the directory of this node; "": it is there."""
-        if not self.nodes.leads or found.step is None:
+        if not self.nodes.leads or found.record is None:
             return ""
         place = self.copies.place
         assert isinstance(place, StorePlace)
-        step, path = found.step, manifest_path(place.root, found.step.iteration, found.tag)
+        step, path = found.record, manifest_path(place.root, found.record.iteration, found.tag)
         if not is_rank_0():  # which alone writes, and knows
             place.mirror.refresh()
         if not path.is_file() or (manifest := read_manifest(path)).save_id != step.save_id:
@@ -223,7 +223,7 @@ class Parts:
 
         def announce() -> None:
             if self.leads_other:
-                self._follow(kept, mine.step.iteration)
+                self._follow(kept, mine.record.iteration)
                 join_save(mine)
 
         on_all_ranks(announce)
@@ -250,11 +250,11 @@ def _parts(root: Path) -> dict[Saved, tuple[int, int]]:
     found: dict[Saved, tuple[int, int]] = {}
     for _, candidate in committed_in(root):
         one = examine(root, candidate)
-        if one.step is None or one.manifest is None or not one.is_settled:
+        if one.record is None or one.manifest is None or not one.is_settled:
             continue
         part = one.manifest.part or ((0, 1) if is_rank_0() else None)
         if part is not None:
-            found[one.step.saved] = part
+            found[one.record.saved] = part
     return found
 
 

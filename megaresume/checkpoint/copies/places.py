@@ -91,24 +91,24 @@ class Place(Protocol):
     def takes(self, local: Path, iteration: int, tag: str) -> bool:
         """Whether a checkpoint that an earlier process left in a local root can become one here."""
 
-    def refusal(self, step: StepFile) -> str | None:
+    def refusal(self, record: StepFile) -> str | None:
         """Why a checkpoint is not to be copied; None: it is."""
 
-    def announce(self, step: StepFile, marker: Marker) -> None:
+    def announce(self, record: StepFile, marker: Marker) -> None:
         """A copy of this save begins, or begins again."""
 
     def put_files(
-        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+        self, local: Path, record: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
     ) -> Manifest:
         """Copy the files of a checkpoint; its manifest with the checksums of all of them."""
 
     def put_data(self, data: bytes) -> None:
         """Put the data config in place."""
 
-    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+    def commit(self, record: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
         """Let the copy count, and move pointers."""
 
-    def conclude(self, step: StepFile) -> None:
+    def conclude(self, record: StepFile) -> None:
         """The copy is over."""
 
     def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
@@ -155,23 +155,23 @@ class DirectoryPlace:
     def takes(self, local: Path, iteration: int, tag: str) -> bool:
         return part_here(local, iteration, tag) is None
 
-    def refusal(self, step: StepFile) -> str | None:
+    def refusal(self, record: StepFile) -> str | None:
         return None
 
-    def announce(self, step: StepFile, marker: Marker) -> None:
-        write_marker(marker_path(self.root, step.iteration, step.tag), marker)
+    def announce(self, record: StepFile, marker: Marker) -> None:
+        write_marker(marker_path(self.root, record.iteration, record.tag), marker)
 
     def put_files(
-        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+        self, local: Path, record: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
     ) -> Manifest:
-        self._remove_others(self.root / step.tag, manifest)
+        self._remove_others(self.root / record.tag, manifest)
         copies = [
             tuple(
                 replace(entry, checksum=copy_checked(source / entry.path, target / entry.path, entry))
                 for entry in entries
             )
             for source, target, entries in (
-                (local / step.tag, self.root / step.tag, manifest.files),
+                (local / record.tag, self.root / record.tag, manifest.files),
                 (records_dir(local), records_dir(self.root), manifest.beside),
             )
         ]
@@ -190,17 +190,17 @@ class DirectoryPlace:
     def put_data(self, data: bytes) -> None:
         write_atomic(data_path(self.root), data)
 
-    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
-        keep_superseded(self.root, step)
-        write_step_file(step_path(self.root, step.iteration, step.tag), step)
+    def commit(self, record: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        keep_superseded(self.root, record)
+        write_step_file(step_path(self.root, record.iteration, record.tag), record)
         write_manifest(self.root, manifest)
         if latest:
-            write_latest(self.root, step.tag)
+            write_latest(self.root, record.tag)
         if tracker:
-            write_tracker(self.root, step.iteration)
+            write_tracker(self.root, record.iteration)
 
-    def conclude(self, step: StepFile) -> None:
-        remove_marker(marker_path(self.root, step.iteration, step.tag))
+    def conclude(self, record: StepFile) -> None:
+        remove_marker(marker_path(self.root, record.iteration, record.tag))
 
     def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
         prune(self.root, retention, copied, copies_of=local)

@@ -351,10 +351,10 @@ def stage(
     place = place_of(shared)
     candidate = find(local, iteration, tag)
     found = None if candidate is None else examine(local, candidate)
-    if found is None or found.step is None or found.manifest is None or not found.is_settled:
+    if found is None or found.record is None or found.manifest is None or not found.is_settled:
         log.warning("megaresume: %s is not copied: %s", tag, "it is gone" if found is None else found.reason)
         return None
-    step, manifest = found.step, found.manifest
+    step, manifest = found.record, found.manifest
     if is_copied(local, place.root, iteration, tag):
         place.share_ledger(local)
         return step
@@ -383,17 +383,17 @@ def stage(
     return step
 
 
-def _check_run(place: Place, step: StepFile) -> None:
-    if (run := run_of(place.root)) not in (None, step.run):
+def _check_run(place: Place, record: StepFile) -> None:
+    if (run := run_of(place.root)) not in (None, record.run):
         raise CheckpointError(
             f"{place.name} holds the checkpoints of another run",
-            found=f"run {run}; {step.tag} is of run {step.run}",
+            found=f"run {run}; {record.tag} is of run {record.run}",
             expected="an empty directory, or the copies of the same run",
             action="give every run a --megaresume-stage-to of its own",
         )
 
 
-def _moves(local: Path, shared: Path, step: StepFile, goal: int | None) -> tuple[bool, bool]:
+def _moves(local: Path, shared: Path, record: StepFile, goal: int | None) -> tuple[bool, bool]:
     """Which pointers a copy moves: to what the local ones name, or closer to it; back only from what was given up. For
     what comes before the goal, they name the goal."""
     given_up = saves_given_up(local)
@@ -406,19 +406,19 @@ def _moves(local: Path, shared: Path, step: StepFile, goal: int | None) -> tuple
         return -1 if now.iteration is None else now.iteration
 
     def moves(wanted: Pointer, now: Pointer) -> bool:
-        is_before = goal is not None and step.iteration <= goal and wanted.status != "absent"
+        is_before = goal is not None and record.iteration <= goal and wanted.status != "absent"
         to = goal if is_before else wanted.iteration
-        return wanted.tag == step.tag or (to is not None and to >= step.iteration > there(now))
+        return wanted.tag == record.tag or (to is not None and to >= record.iteration > there(now))
 
     latest, tracker = map(moves, read_pointers(local), read_pointers(shared))
     return latest, tracker
 
 
-def _is_still(local: Path, step: StepFile) -> bool:
+def _is_still(local: Path, record: StepFile) -> bool:
     """Whether no other save of the step has begun since."""
-    marker = read_marker(marker_path(local, step.iteration, step.tag))
-    now = read_step_file(step_path(local, step.iteration, step.tag))
-    return now.save_id == step.save_id and (marker is None or marker.save_id == step.save_id)
+    marker = read_marker(marker_path(local, record.iteration, record.tag))
+    now = read_step_file(step_path(local, record.iteration, record.tag))
+    return now.save_id == record.save_id and (marker is None or marker.save_id == record.save_id)
 
 
 def adopt(local: Path, shared: Path) -> str | None:

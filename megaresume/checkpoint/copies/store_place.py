@@ -123,25 +123,25 @@ class StorePlace:
         part = part_here(local, iteration, tag)
         return part is None or part.save_id in self.together
 
-    def refusal(self, step: StepFile) -> str | None:
-        if not self.lease.head.is_removed(step.save_id):
+    def refusal(self, record: StepFile) -> str | None:
+        if not self.lease.head.is_removed(record.save_id):
             return None
         return f"another machine has continued without it, and removed from {self.name} what there was of it"
 
-    def announce(self, step: StepFile, marker: Marker) -> None:
-        self.store.write(self._record(step, marker_path), marker.to_bytes())
+    def announce(self, record: StepFile, marker: Marker) -> None:
+        self.store.write(self._record(record, marker_path), marker.to_bytes())
 
-    def _record(self, step: StepFile, path: Callable[[Path, int, str], Path]) -> str:
-        return record_name(step.save_id, path(Path(), step.iteration, step.tag).name)
+    def _record(self, record: StepFile, path: Callable[[Path, int, str], Path]) -> str:
+        return record_name(record.save_id, path(Path(), record.iteration, record.tag).name)
 
     def put_files(
-        self, local: Path, step: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
+        self, local: Path, record: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
     ) -> Manifest:
         names = [
-            *((local / step.tag / e.path, file_name(step.tag, step.save_id, e.path), e) for e in manifest.files),
-            *((records_dir(local) / e.path, record_name(step.save_id, e.path), e) for e in manifest.beside),
+            *((local / record.tag / e.path, file_name(record.tag, record.save_id, e.path), e) for e in manifest.files),
+            *((records_dir(local) / e.path, record_name(record.save_id, e.path), e) for e in manifest.beside),
         ]
-        there = self.mirror.objects_of(step.tag, step.save_id)
+        there = self.mirror.objects_of(record.tag, record.save_id)
         # Objects appear whole, under the id of their save: one of the right size is this one.
         wanted = [(path, name, entry) for path, name, entry in names if there.get(name) != entry.size]
         uploaded = dict(zip((name for _, name, _ in wanted), self.store.upload_all(wanted, gives_way), strict=True))
@@ -150,18 +150,18 @@ class StorePlace:
                 uploaded[name] = entry.checksum or checksum_file(path)
         sums = [replace(entry, checksum=uploaded[name]) for _, name, entry in names]
         count = len(manifest.files)
-        return self._whole(step, replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:])), gives_way)
+        return self._whole(record, replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:])), gives_way)
 
-    def _whole(self, step: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
+    def _whole(self, record: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
         """The manifest of the checkpoint, when all nodes have put their parts there."""
         if mine.part is None:
             return mine
         parts, there, since = {mine.part[0]: mine}, dict[str, int](), time.monotonic()
         for _ in pauses(PART_POLL, min(PART_POLL, 0.05)):
-            before, there = there, self.mirror.objects_of(step.tag, step.save_id)
+            before, there = there, self.mirror.objects_of(record.tag, record.save_id)
             for node in set(range(mine.part[1])) - set(parts):
-                if part_name(step.save_id, node) in there:
-                    parts[node] = self._read_part(step, mine, node)
+                if part_name(record.save_id, node) in there:
+                    parts[node] = self._read_part(record, mine, node)
             missing = sorted(set(range(mine.part[1])) - set(parts))
             if not missing:
                 break
@@ -171,16 +171,16 @@ class StorePlace:
                 since = time.monotonic()
             elif time.monotonic() - since > PART_PATIENCE:
                 raise PartMissingError(
-                    f"of {step.tag} the parts of nodes {', '.join(map(str, missing))} have not come: nothing of it has "
-                    f"reached {self.name} for {PART_PATIENCE:.0f} s"
+                    f"of {record.tag} the parts of nodes {', '.join(map(str, missing))} have not come: nothing of it "
+                    f"has reached {self.name} for {PART_PATIENCE:.0f} s"
                 )
         return join_parts(parts.values())
 
-    def _read_part(self, step: StepFile, mine: Manifest, node: int) -> Manifest:
-        name = part_name(step.save_id, node)
+    def _read_part(self, record: StepFile, mine: Manifest, node: int) -> Manifest:
+        name = part_name(record.save_id, node)
         copy = self.root / f".{Path(name).name}"
         copy.write_bytes(self.store.read(name) or b"")
-        part = read_manifest(copy, iteration=step.iteration, tag=step.tag)
+        part = read_manifest(copy, iteration=record.iteration, tag=record.tag)
         if (part.save_id, part.digest, part.part) != (mine.save_id, mine.digest, (node, mine.part and mine.part[1])):
             raise CheckpointError(
                 f"node {node} has copied the part of another save",
@@ -194,48 +194,50 @@ class StorePlace:
     def put_data(self, data: bytes) -> None:
         self.store.write(f"{RECORDS_DIR}/{data_path(Path()).name}", data)
 
-    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
-        self._check_there(step, manifest)
+    def commit(self, record: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        self._check_there(record, manifest)
         before = set(self.root.glob(f"{RECORDS_DIR}/superseded/*"))
-        keep_superseded(self.root, step)
+        keep_superseded(self.root, record)
         for path in set(self.root.glob(f"{RECORDS_DIR}/superseded/*")) - before:
             self.store.write(str(path.relative_to(self.root)), path.read_bytes())
-        self.store.write(self._record(step, step_path), step.to_bytes())
-        self.store.write(self._record(step, manifest_path), manifest.to_bytes())
-        saved = step.saved
-        same = [s for s in self.lease.head.saves if (s.iteration, s.tag) == (step.iteration, step.tag) and s != saved]
+        self.store.write(self._record(record, step_path), record.to_bytes())
+        self.store.write(self._record(record, manifest_path), manifest.to_bytes())
+        saved = record.saved
+        same = [
+            s for s in self.lease.head.saves if (s.iteration, s.tag) == (record.iteration, record.tag) and s != saved
+        ]
         head = self.lease.commit(lambda head: head.with_save(saved, latest=latest, tracker=tracker))
         self._replaced |= set(same)
-        self._show(step, manifest)
+        self._show(record, manifest)
         self.mirror.point(head)
 
-    def _check_there(self, step: StepFile, manifest: Manifest) -> None:
-        there = self.mirror.objects_of(step.tag, step.save_id)
-        wanted = {file_name(step.tag, step.save_id, e.path): e.size for e in manifest.files}
-        wanted |= {record_name(step.save_id, e.path): e.size for e in manifest.beside}
+    def _check_there(self, record: StepFile, manifest: Manifest) -> None:
+        there = self.mirror.objects_of(record.tag, record.save_id)
+        wanted = {file_name(record.tag, record.save_id, e.path): e.size for e in manifest.files}
+        wanted |= {record_name(record.save_id, e.path): e.size for e in manifest.beside}
         if wrong := [name for name, size in wanted.items() if there.get(name) != size]:
             raise CheckpointError(
-                f"{step.tag} was copied and is not there as a whole",
+                f"{record.tag} was copied and is not there as a whole",
                 found=f"{self.name}: {', '.join(wrong[:5])}: {there.get(wrong[0], 'no')} of {wanted[wrong[0]]} bytes",
                 expected=f"{len(wanted)} objects",
                 cause="somebody deletes objects there, a rule of the bucket does, or the store loses data",
                 action="it is copied again; look at the rules of the bucket",
             )
 
-    def _show(self, step: StepFile, manifest: Manifest) -> None:
+    def _show(self, record: StepFile, manifest: Manifest) -> None:
         """Have the mirror show a checkpoint that was committed."""
-        shutil.rmtree(self.root / step.tag, ignore_errors=True)
+        shutil.rmtree(self.root / record.tag, ignore_errors=True)
         for entry in manifest.files:
-            self.mirror.stand_in(f"{step.tag}/{entry.path}", entry.size)
+            self.mirror.stand_in(f"{record.tag}/{entry.path}", entry.size)
         for entry in manifest.beside:
             self.mirror.stand_in(f"{RECORDS_DIR}/{entry.path}", entry.size)
-        write_atomic(step_path(self.root, step.iteration, step.tag), step.to_bytes())
-        write_atomic(manifest_path(self.root, step.iteration, step.tag), manifest.to_bytes())
-        remove_marker(marker_path(self.root, step.iteration, step.tag))  # of an earlier try, which a kill cut off
+        write_atomic(step_path(self.root, record.iteration, record.tag), record.to_bytes())
+        write_atomic(manifest_path(self.root, record.iteration, record.tag), manifest.to_bytes())
+        remove_marker(marker_path(self.root, record.iteration, record.tag))  # of an earlier try, which a kill cut off
 
-    def conclude(self, step: StepFile) -> None:
-        parts = [name for name in self.store.sizes(record_name(step.save_id, "")) if is_part(name)]
-        self.store.delete([self._record(step, marker_path), *parts])
+    def conclude(self, record: StepFile) -> None:
+        parts = [name for name in self.store.sizes(record_name(record.save_id, "")) if is_part(name)]
+        self.store.delete([self._record(record, marker_path), *parts])
 
     def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
         try:
@@ -314,23 +316,23 @@ class NodePlace(StorePlace):
         part = part_here(local, iteration, tag)  # rank 0 copies whole ones; this disk was another node's
         return part is not None and part.save_id in self.together
 
-    def refusal(self, step: StepFile) -> str | None:
-        is_removed = self.head.is_removed(step.save_id)
+    def refusal(self, record: StepFile) -> str | None:
+        is_removed = self.head.is_removed(record.save_id)
         return f"it was removed from {self.name}" if is_removed else None
 
-    def _whole(self, step: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
+    def _whole(self, record: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
         return mine
 
     def put_data(self, data: bytes) -> None:
         pass
 
-    def commit(self, step: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
-        self._check_there(step, manifest)
+    def commit(self, record: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
+        self._check_there(record, manifest)
         assert manifest.part is not None
-        self.store.write(part_name(step.save_id, manifest.part[0]), manifest.to_bytes())
-        self._show(step, manifest)
+        self.store.write(part_name(record.save_id, manifest.part[0]), manifest.to_bytes())
+        self._show(record, manifest)
 
-    def conclude(self, step: StepFile) -> None:
+    def conclude(self, record: StepFile) -> None:
         pass
 
     def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:

@@ -134,11 +134,11 @@ def choose_of_two(
 def _rank(choice: Choice, local: Path, given_up: frozenset[str]) -> tuple[bool, bool, int, bool]:
     """The sort key of a choice: with a data state, on the branch of the run, newer, local."""
     step = -1 if choice.iteration is None else choice.iteration
-    return choice.step is not None, not _is_given_up(choice, given_up), step, choice.load_dir == local
+    return choice.record is not None, not _is_given_up(choice, given_up), step, choice.load_dir == local
 
 
 def _is_given_up(choice: Choice, given_up: frozenset[str]) -> bool:
-    return choice.step is not None and choice.step.save_id in given_up
+    return choice.record is not None and choice.record.save_id in given_up
 
 
 def _why(other: Choice, best: Choice, given_up: frozenset[str]) -> str:
@@ -235,18 +235,18 @@ def _look(root: Path, choice: Choice | None) -> tuple[str | None, StepFile | Non
     if choice is None:
         there = [c.tag for c in list_candidates(root) if c.has_dir and not c.unfinished]
         return (f"{there[0]}, where rank 0 sees no checkpoint" if there else None), None
-    tag, chosen = choice.tag, choice.step
+    tag, chosen = choice.tag, choice.record
     if not (root / tag).is_dir():
         return f"no directory {tag}", None
     if chosen is None:
         return None, None
     own_tag = tag.removesuffix("_universal") if not step_path(root, chosen.iteration, tag).exists() else tag
     try:
-        step = read_step_file(step_path(root, chosen.iteration, own_tag), iteration=chosen.iteration, tag=own_tag)
+        record = read_step_file(step_path(root, chosen.iteration, own_tag), iteration=chosen.iteration, tag=own_tag)
     except NewerFormatError:
         raise
     except StateError as error:
         return f"no usable data state of {tag}: {error.headline}", None
-    if (step.state.digest, step.save_id) != (chosen.state.digest, chosen.save_id):
-        return f"digest {step.state.digest} at {step.state.samples} samples (save {step.save_id})", None
-    return None, step
+    if (record.state.digest, record.save_id) != (chosen.state.digest, chosen.save_id):
+        return f"digest {record.state.digest} at {record.state.samples} samples (save {record.save_id})", None
+    return None, record

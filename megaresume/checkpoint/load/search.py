@@ -63,7 +63,7 @@ class Choice:
     #: None for an unmanaged checkpoint whose name does not say.
     iteration: int | None
     #: None if written without megaresume: no data state. The caller decides, and must not start over silently.
-    step: StepFile | None
+    record: StepFile | None
     #: None if there is no manifest: completeness is unknown.
     manifest: Manifest | None
     #: newer ones that could not be taken.
@@ -79,12 +79,12 @@ class Choice:
     @property
     def state(self) -> DataState | None:
         """The data state."""
-        return None if self.step is None else self.step.state
+        return None if self.record is None else self.record.state
 
     @property
     def digest(self) -> str | None:
         """Digest of the data state, 16 hex digits."""
-        return None if self.step is None else self.step.state.digest
+        return None if self.record is None else self.record.state.digest
 
     def __str__(self) -> str:
         state = "without a data state" if self.state is None else f"{self.state.samples} samples, digest {self.digest}"
@@ -96,8 +96,8 @@ class Choice:
             "tag": self.tag,
             "iteration": self.iteration,
             "digest": self.digest,
-            "samples": None if self.step is None else self.step.state.samples,
-            "save_id": None if self.step is None else self.step.save_id,
+            "samples": None if self.record is None else self.record.state.samples,
+            "save_id": None if self.record is None else self.record.save_id,
         }
 
 
@@ -157,7 +157,7 @@ class Search:
             load_dir=self.root,
             tag=found.candidate.tag,
             iteration=found.candidate.iteration,
-            step=found.step if managed else None,
+            record=found.record if managed else None,
             manifest=found.manifest if managed else None,
             rejected=tuple(
                 Rejected(tag=e.candidate.tag, iteration=e.candidate.iteration, reason=e.reason) for e in passed
@@ -205,13 +205,13 @@ class Search:
                 action=f"copy them here from the directory that {base} was saved to, or load another checkpoint",
             )
         path = step_path(self.root, source.iteration, base)
-        step = read_step_file(path, iteration=source.iteration, tag=base, run=self.run)
+        record = read_step_file(path, iteration=source.iteration, tag=base, run=self.run)
         self.notes.append(f"{tag} takes the data state of {base}; its own files were not checked")
         return Choice(
             load_dir=self.root,
             tag=tag,
             iteration=source.iteration,
-            step=step,
+            record=record,
             manifest=None,
             notes=tuple(self.notes),
         )

@@ -20,10 +20,10 @@ def write_tracker(root: Path, iteration: int) -> None:
     write_fenced(root, root / TRACKER, str(iteration).encode())
 
 
-def write_step_file(path: Path, step: StepFile) -> None:
+def write_step_file(path: Path, record: StepFile) -> None:
     """Write atomically, as the owner of the root (see `write_fenced`); durable with the manifest, which is written next
     into the same directory. Raises CheckpointError."""
-    write_fenced(path.parent.parent, path, step.to_bytes(), sync_dir=False)
+    write_fenced(path.parent.parent, path, record.to_bytes(), sync_dir=False)
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:

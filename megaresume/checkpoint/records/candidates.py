@@ -93,7 +93,7 @@ class Examined:
     status: Status
     #: why it is not complete: sentences.
     reasons: tuple[str, ...] = ()
-    step: StepFile | None = None
+    record: StepFile | None = None
     manifest: Manifest | None = None
 
     @property
@@ -217,7 +217,7 @@ def examine(
     )
 
     def verdict(status: Status, *reasons: str) -> Examined:
-        return Examined(candidate=candidate, status=status, reasons=reasons, step=step, manifest=manifest)
+        return Examined(candidate=candidate, status=status, reasons=reasons, record=step, manifest=manifest)
 
     if not candidate.has_dir and candidate.is_committed:
         return verdict("pruned", "the tag directory is not there (only its records are)")

@@ -41,14 +41,14 @@ class Marker:
     boots: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, step: StepFile, *, latest: bool, tracker: bool, boots: Iterable[str] = ()) -> Marker:
+    def of(cls, record: StepFile, *, latest: bool, tracker: bool, boots: Iterable[str] = ()) -> Marker:
         """The marker of the save that will write this data state."""
         return cls(
-            iteration=step.iteration,
-            tag=step.tag,
-            save_id=step.save_id,
-            run=step.run,
-            began_at=step.saved_at,
+            iteration=record.iteration,
+            tag=record.tag,
+            save_id=record.save_id,
+            run=record.run,
+            began_at=record.saved_at,
             latest=latest,
             tracker=tracker,
             boots=tuple(sorted(boots)),

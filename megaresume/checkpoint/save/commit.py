@@ -67,7 +67,7 @@ class PendingCheckpoint:
 
     #: the checkpoint root.
     save_dir: Path
-    step: StepFile
+    record: StepFile
     #: which pointers the commit moves, and which machines write.
     marker: Marker
     #: seconds since 1970, when the save began.
@@ -76,14 +76,14 @@ class PendingCheckpoint:
     @property
     def tag_dir(self) -> Path:
         """The tag directory."""
-        return self.save_dir / self.step.tag
+        return self.save_dir / self.record.tag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
     """What a commit changed."""
 
-    step: StepFile
+    record: StepFile
     manifest: Manifest
     #: notes for the user: sentences.
     notes: tuple[str, ...]
@@ -135,7 +135,7 @@ def begin_save(
     make_dir(records_dir(root))
     check_owned(root)
     began = time.time()
-    step = StepFile(
+    record = StepFile(
         iteration=iteration,
         tag=tag,
         run=run_of(root) or new_id(),
@@ -146,9 +146,9 @@ def begin_save(
         framework=framework,
     )
     boots = [system.boot_id()] if boots is None else boots
-    marker = Marker.of(step, latest=latest, tracker=tracker, boots=boots)
+    marker = Marker.of(record, latest=latest, tracker=tracker, boots=boots)
     write_marker(marker_path(root, iteration, tag), marker)
-    return PendingCheckpoint(save_dir=root, step=step, marker=marker, began=began)
+    return PendingCheckpoint(save_dir=root, record=record, marker=marker, began=began)
 
 
 def commit_save(
@@ -176,7 +176,7 @@ def commit_save(
         CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
             the same step has begun since, the root has another owner by now, or the disk refuses.
     """
-    root, step = pending.save_dir, pending.step
+    root, step = pending.save_dir, pending.record
     check_owned(root)
     _check_not_overtaken(pending)
     if part is not None and expected_files is None:
@@ -203,7 +203,7 @@ def commit_save(
     if origin is not None:
         write_data_config(root, origin)
     publish(root, step, manifest, pending.marker, seconds=seconds, notes=notes)
-    return Commit(step=step, manifest=manifest, notes=notes)
+    return Commit(record=step, manifest=manifest, notes=notes)
 
 
 def join_save(pending: PendingCheckpoint) -> None:
@@ -215,7 +215,7 @@ def join_save(pending: PendingCheckpoint) -> None:
     Raises:
         CheckpointError: it cannot be written, or has another owner by now.
     """
-    root, step = pending.save_dir, pending.step
+    root, step = pending.save_dir, pending.record
     check_owned(root)
     make_dir(records_dir(root))
     write_marker(marker_path(root, step.iteration, step.tag), pending.marker)
@@ -244,7 +244,7 @@ def abandon_save(root: Path, *, iteration: int, tag: str) -> None:
 
 def publish(
     root: Path,
-    step: StepFile,
+    record: StepFile,
     manifest: Manifest,
     marker: Marker,
     *,
@@ -264,20 +264,20 @@ def publish(
         is_recorded: whether the ledger has its line already.
     """
     if marker.latest:
-        write_latest(root, step.tag)
+        write_latest(root, record.tag)
     if marker.tracker:
-        write_tracker(root, step.iteration)
+        write_tracker(root, record.iteration)
     if not is_recorded:
-        record_commit(root, step, manifest, seconds=seconds, notes=notes)
-    remove_marker(marker_path(root, step.iteration, step.tag))
+        record_commit(root, record, manifest, seconds=seconds, notes=notes)
+    remove_marker(marker_path(root, record.iteration, record.tag))
 
 
 def record_commit(
-    root: Path, step: StepFile, manifest: Manifest, *, seconds: float | None = None, notes: tuple[str, ...] = ()
+    root: Path, record: StepFile, manifest: Manifest, *, seconds: float | None = None, notes: tuple[str, ...] = ()
 ) -> None:
     """The ledger line of a commit: see `publish`."""
     details: dict[str, object] = {
-        "save_id": step.save_id,
+        "save_id": record.save_id,
         "files": len(manifest.files),
         "bytes": manifest.size,
     }
@@ -288,18 +288,18 @@ def record_commit(
     if notes:
         details["notes"] = list(notes)
     if manifest.is_of_rank_0:
-        append_ledger(ledger_path(root), step.ledger_entry("checkpoint", with_attempt(details)))
+        append_ledger(ledger_path(root), record.ledger_entry("checkpoint", with_attempt(details)))
 
 
 def _check_not_overtaken(pending: PendingCheckpoint) -> None:
-    step = pending.step
-    path = marker_path(pending.save_dir, step.iteration, step.tag)
+    record = pending.record
+    path = marker_path(pending.save_dir, record.iteration, record.tag)
     marker = read_marker(path)
-    if marker is None or marker.save_id != step.save_id:
+    if marker is None or marker.save_id != record.save_id:
         raise CheckpointError(
-            f"another save of {step.tag} has begun or ended since this one began; this one is not committed",
+            f"another save of {record.tag} has begun or ended since this one began; this one is not committed",
             found="no save marker" if marker is None else f"a save that began {marker.began_at}",
-            expected=f"the marker of the save that began {step.saved_at}: {path}",
+            expected=f"the marker of the save that began {record.saved_at}: {path}",
             cause="two jobs save into one directory, or a finalizer ran twice",
             action="let every job save to a directory of its own",
         )

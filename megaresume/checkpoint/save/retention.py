@@ -343,29 +343,29 @@ def is_copied(local: Path, shared: Path, iteration: int | None, tag: str) -> boo
     return ours.save_id == copied.save_id and marker is None and not copied.verify(shared / tag)
 
 
-def keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
+def keep_superseded(root: Path, record: StepFile) -> tuple[str, ...]:
     """Copy the state of the same step if it is of other data: a step's history is never lost in silence."""
-    path = step_path(root, step.iteration, step.tag)
-    if (aside := older_dir(root, step.iteration, step.tag) / path.relative_to(root)).exists():
+    path = step_path(root, record.iteration, record.tag)
+    if (aside := older_dir(root, record.iteration, record.tag) / path.relative_to(root)).exists():
         path = aside
     if not path.exists():
         return ()
     try:
         old = read_step_file(path)
         digest, what = old.state.digest, f"digest {old.state.digest}, saved {old.saved_at}"
-        if digest == step.state.digest and old.tag == step.tag:
+        if digest == record.state.digest and old.tag == record.tag:
             return ()
     except NewerFormatError:
         raise
     except StateError as error:
         digest, what = "unreadable", f"an unreadable state ({error.headline})"
-    keep = superseded_path(root, step.iteration, step.tag, digest)
+    keep = superseded_path(root, record.iteration, record.tag, digest)
     make_dir(keep.parent)
     try:
         write_atomic(keep, path.read_bytes(), drafts=records_dir(root))
     except OSError as error:
         raise write_error(keep, error) from error
     return (
-        f"iteration {step.iteration} was committed before with other data: {what}; now digest {step.state.digest}. "
+        f"iteration {record.iteration} was committed before with other data: {what}; now digest {record.state.digest}. "
         f"The old state is kept as {keep.relative_to(root)}",
     )

@@ -265,20 +265,20 @@ def run(args: argparse.Namespace) -> int:
     choice = choose_to_load(args.dir, args.tag, False, checksums=True)
     if choice is None:
         raise CheckpointError(f"there is no checkpoint in {args.dir}")
-    if choice.step is None:
+    if choice.record is None:
         raise UsageError(
             "only checkpoints with records of megaresume are converted",
             found=f"{choice.tag_dir}, written without megaresume",
             action="python -m deepspeed.checkpoint.ds_to_universal --help, and load_universal",
         )
-    if not choice.step.topology.zero_stage:
+    if not choice.record.topology.zero_stage:
         raise UsageError(
             "this checkpoint needs no conversion",
             found=f"{choice.tag}, saved without ZeRO",
             expected="ZeRO 1, 2 or 3; without it any number of ranks loads the checkpoint",
             action="load it as it is",
         )
-    save_id = choice.step.save_id
+    save_id = choice.record.save_id
     done = read_universal(choice.tag_dir, save_id, checksums=True)
     if done is None:
         report = Reporter(say=lambda words: print(words, flush=True))

@@ -139,7 +139,7 @@ def _wait(engine: Any, flight: _Flight) -> None:
         writer.commit(info)
     except Exception as error:
         writer.commit_info = None  # it is over; DeepSpeed would wait for it once more at its end
-        tag = info.tag if flight.pending is None else flight.pending.step.tag
+        tag = info.tag if flight.pending is None else flight.pending.record.tag
         raise _lost(str(tag), str(error)) from error
 
 
@@ -204,7 +204,7 @@ def _at_exit(reference: weakref.ref[Any]) -> None:
 
 def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> None:
     """Commit without a word to the other ranks: by files."""
-    tag, where = pending.step.tag, records_dir(pending.save_dir)
+    tag, where = pending.record.tag, records_dir(pending.save_dir)
     if flight.rank == 0:
         print(
             f"megaresume: the program ends while {tag} is being written: waiting for it. engine.destroy() does so, "
@@ -213,7 +213,7 @@ def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> N
             flush=True,
         )
     _wait(engine, flight)
-    written = [where / f".{pending.step.save_id}.{number}.written" for number in range(flight.ranks)]
+    written = [where / f".{pending.record.save_id}.{number}.written" for number in range(flight.ranks)]
     try:
         written[flight.rank].touch()
     except OSError as error:

@@ -127,7 +127,7 @@ def prepare_load(
     on_rank_0_for_long(look, _DOING)
 
 
-def conversion(choice: Choice, step: StepFile | None, now: Partitions, *, elastic: bool) -> str | None:
+def conversion(choice: Choice, record: StepFile | None, now: Partitions, *, elastic: bool) -> str | None:
     """The tag of the universal checkpoint to load in place of the chosen one; None if that one loads as it is.
 
     Args:
@@ -138,16 +138,16 @@ def conversion(choice: Choice, step: StepFile | None, now: Partitions, *, elasti
 
     Raises, on every rank: as `prepare_load`; or a rank does not see the conversion.
     """
-    if step is None or not now.differ_from(step.topology):
+    if record is None or not now.differ_from(record.topology):
         return None
     tag = on_rank_0_for_long(lambda beat: _settle(choice, now, elastic, beat), _DOING)
-    on_all_ranks(lambda: _wait_for(choice.tag_dir, step.save_id))
+    on_all_ranks(lambda: _wait_for(choice.tag_dir, record.save_id))
     return tag
 
 
 def _settle(choice: Choice, now: Partitions, elastic: bool, beat: Callable[[], None]) -> str | None:
     """On rank 0."""
-    step = choice.step
+    step = choice.record
     if step is None or not now.differ_from(step.topology):
         return None
     elastic = elastic and Replay.asked() is None  # which changes nothing of the run

@@ -118,8 +118,8 @@ def choose_to_load(
 
 
 def _of_all_ranks(choice: Choice | None) -> Choice | None:
-    if choice is not None and choice.step is not None and choice.manifest is not None:
-        check_partitions(choice.tag_dir, choice.manifest, choice.step.topology)
+    if choice is not None and choice.record is not None and choice.manifest is not None:
+        check_partitions(choice.tag_dir, choice.manifest, choice.record.topology)
     return choice
 
 
@@ -178,11 +178,11 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
     Returns:
         the conversion that is there; None if it is not needed, or is to be made.
     """
-    if choice.step is None or not now.differ_from(choice.step.topology):
+    if choice.record is None or not now.differ_from(choice.record.topology):
         return None
-    there = read_universal(choice.tag_dir, choice.step.save_id, checksums=checksums)
+    there = read_universal(choice.tag_dir, choice.record.save_id, checksums=checksums)
     if there is None:
-        before, source = choice.step.topology, choice.tag_dir
+        before, source = choice.record.topology, choice.tag_dir
         stage, saved = before.zero_stage or 0, before.dp * before.cp
         error = CheckpointError(
             "DeepSpeed cannot load ZeRO optimizer state on a different number of data-parallel ranks",

@@ -273,7 +273,7 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
     if getattr(args, "override_ckpt_iteration", None) is not None:  # asked for, and said when the data is built
         trained = envelope.iteration, envelope.samples
     root, tag = Path(os.path.abspath(args.load)), host.tag(trained[0])
-    choice = host.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], step=None, manifest=None)
+    choice = host.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], record=None, manifest=None)
     topology = topology_of(seen, envelope.samples)
     reading = Reading(
         envelope=envelope,

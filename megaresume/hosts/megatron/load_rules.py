@@ -320,9 +320,11 @@ def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | Forei
         return ForeignCheckpoint()
     found, unread = examine(root, candidate), damaged.get(root / tag)
     if unread is None and found.status == "complete":
-        return Choice(load_dir=root, tag=tag, iteration=candidate.iteration, step=found.step, manifest=found.manifest)
+        return Choice(
+            load_dir=root, tag=tag, iteration=candidate.iteration, record=found.record, manifest=found.manifest
+        )
     if unread is None and found.status == "incomplete" and _moved_since(root, candidate):
-        return Choice(load_dir=root, tag=tag, iteration=candidate.iteration, step=None, manifest=None)
+        return Choice(load_dir=root, tag=tag, iteration=candidate.iteration, record=None, manifest=None)
     if not step:
         with contextlib.suppress(MegaresumeError):
             if (other := _newest(root, damaged)) is not None:

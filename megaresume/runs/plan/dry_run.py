@@ -391,8 +391,8 @@ def dry_run(directory: Path, flags: Flags) -> DryRun:
     choice, state = found.choice, result.state
     if found.kind in ("guard", "adopt"):
         result.ending = guarded_ending(found.iteration, flags, findings)
-    if choice is not None and choice.step is not None and state is not None:
-        _stream(result, choice.step.topology, state)
+    if choice is not None and choice.record is not None and state is not None:
+        _stream(result, choice.record.topology, state)
     order = {"refused": 0, "warning": 1, "note": 2}
     findings.sort(key=lambda finding: order[finding.kind])
     return result

@@ -503,15 +503,15 @@ def read_points(run: Run) -> Points:
     return Points(states=states, recorded=tuple(recorded), unreadable=run.ledger.problems, lost=lost)
 
 
-def _lost(root: Path, step: StepFile) -> list[str]:
+def _lost(root: Path, record: StepFile) -> list[str]:
     """Find what is missing or damaged in the random states and loader states of one checkpoint."""
-    if not (root / step.tag).is_dir():
+    if not (root / record.tag).is_dir():
         return []
     try:
-        manifest = read_manifest(manifest_path(root, step.iteration, step.tag))
+        manifest = read_manifest(manifest_path(root, record.iteration, record.tag))
     except CheckpointError:
         return []  # incomplete: never taken
-    return [f"{step.tag}: {problem.detail}" for problem in manifest.verify_beside(root)]
+    return [f"{record.tag}: {problem.detail}" for problem in manifest.verify_beside(root)]
 
 
 def between(history: History, first: int | None, last: int | None) -> tuple[int, int]:

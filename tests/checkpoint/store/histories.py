@@ -207,7 +207,7 @@ class History:
             return choose_of_two(machine.path, staged.shared, damaged=passed)
 
         found = staged.bring(pick, passed, lambda: None) if staged.is_remote else pick()
-        loaded = None if found is None or found.step is None else found.step.save_id
+        loaded = None if found is None or found.record is None else found.record.save_id
         if loaded != (expected and expected.save_id):
             raise Wrong(f"{found} was loaded, save {loaded}, and not {expected}")
         if self.is_told:  # what was cut off comes before what others have done since
@@ -266,7 +266,7 @@ class History:
         with mock.patch.object(commit, "publish") if is_cut else contextlib.nullcontext():
             made = save_checkpoint(machine.path, step, checksums=True, salt=self.salt)
         session.saved += 1
-        save = Save(step, tip, (session.number, session.saved), self.salt, made.step.save_id)
+        save = Save(step, tip, (session.number, session.saved), self.salt, made.record.save_id)
         machine.disk[step] = session.tip = save
         if is_cut:
             machine.cut = save

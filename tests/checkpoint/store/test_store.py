@@ -120,11 +120,11 @@ def test_an_empty_machine(local: Path, url: str, tmp_path: Path) -> None:
     choice = _brought(staged, empty)
     here, there = choose(empty, checksums=True), choose(local)
     assert choice is not None and here is not None and there is not None
-    assert (here.step, choice.load_dir) == (there.step, empty) and not here.notes
+    assert (here.record, choice.load_dir) == (there.record, empty) and not here.notes
     assert [path.name for path in empty.glob("global_step*")] == ["global_step30"]
     staged.adopt(is_fresh=False)
     entry = record_start(empty, iteration=30, state=make_state(240), choice=choice)
-    assert there.step is not None and entry.run == there.step.run
+    assert there.record is not None and entry.run == there.record.run
     staged.start()
     save_checkpoint(empty, 40, checksums=True)
     staged.submit(40, "global_step40")
@@ -140,8 +140,8 @@ def test_a_copy_that_was_cut_off_goes_when_it_is_old(local: Path, url: str, buck
     place = place_of(url)
     place.hold(local, lambda: None)
     found = choose(local, tag="global_step10")
-    assert found is not None and found.step is not None
-    place.announce(found.step, Marker.of(found.step, latest=True, tracker=True))
+    assert found is not None and found.record is not None
+    place.announce(found.record, Marker.of(found.record, latest=True, tracker=True))
     place.release()
     _copied(local, url, Retention(keep_last=2))
     head = bucket.whole(content)
@@ -160,8 +160,8 @@ def test_only_what_is_not_there_is_copied(
     assert isinstance(place, StorePlace)
     place.hold(local, lambda: None)
     found = choose(local)
-    assert found is not None and found.step is not None and found.manifest is not None
-    place.put_files(local, found.step, found.manifest)
+    assert found is not None and found.record is not None and found.manifest is not None
+    place.put_files(local, found.record, found.manifest)
     first = [line for line in proxy.requests() if "global_step30" in line and "partNumber" in line]
     assert len(first) == 7  # two files of 1024 bytes, in parts of 400; and whether the store compares them
     proxy.plan()
@@ -244,10 +244,10 @@ def test_two_writers(local: Path, url: str, bucket: Bucket, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="has lost its place for copies"):
         stage(local, first, 20, "global_step20")
     found = choose(local, tag="global_step30")
-    assert found is not None and found.step is not None and found.manifest is not None
-    copy = first.put_files(local, found.step, found.manifest)
+    assert found is not None and found.record is not None and found.manifest is not None
+    copy = first.put_files(local, found.record, found.manifest)
     with pytest.raises(CheckpointError, match="has lost its place for copies"):
-        first.commit(found.step, copy, latest=True, tracker=True)
+        first.commit(found.record, copy, latest=True, tracker=True)
     head = bucket.whole(content)
     assert head is not None and head["latest"] == "global_step10" and head["epoch"] == 2
     second.release()

@@ -47,8 +47,8 @@ def hidden(root: Path) -> list[Path]:
 
 def is_whole(root: Path) -> bool:
     choice = choose(root)
-    assert choice is not None and choice.step is not None
-    return read_universal(root / TAG, choice.step.save_id) is not None
+    assert choice is not None and choice.record is not None
+    return read_universal(root / TAG, choice.record.save_id) is not None
 
 
 def command_lines() -> Iterator[bytes]:
@@ -127,11 +127,11 @@ def test_other_directories_are_never_replaced(root: Path, capsys: pytest.Capture
 
 def test_a_damaged_conversion_is_not_taken(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     choice = choose(root)
-    assert choice is not None and choice.step is not None
+    assert choice is not None and choice.record is not None
     target = root / f"{TAG}_universal"
     target.mkdir()
     (target / "zero").write_text("state")
-    write_seal(target, save_id=choice.step.save_id, made_by="command")
+    write_seal(target, save_id=choice.record.save_id, made_by="command")
     assert main(["convert", str(root)]) == 0
     (target / "zero").write_text("stat")
     assert main(["convert", str(root)]) == 1

@@ -54,7 +54,7 @@ def host_of(corpus: Path, *, iteration: int = 0, restored: bool = False, **chang
         whole = open_streams(args, None)
         order = StreamOrder(whole, saved=None, position=0, iteration=0, schedule=BatchSchedule.constant(8))
         envelope = Envelope(state=order.snapshot(iteration * 8), iteration=iteration, framework="megatron-lm 0.16.1")
-        choice = Choice(load_dir=Path(), tag="", iteration=iteration, step=None, manifest=None)
+        choice = Choice(load_dir=Path(), tag="", iteration=iteration, record=None, manifest=None)
         current.session.loaded = Loaded(choice=choice, envelope=envelope, topology=None)
     return current
 

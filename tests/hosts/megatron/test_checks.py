@@ -343,7 +343,7 @@ def test_damaged_checkpoint_is_named(tmp_path: Path, data_yaml: Path) -> None:
         check_tracker(args)
     tracker.write_text("20")
     choice = chosen(args)
-    assert choice.tag == "iter_0000020" and choice.step is None
+    assert choice.tag == "iter_0000020" and choice.record is None
 
 
 # Against the arguments in the checkpoint

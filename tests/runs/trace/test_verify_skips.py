@@ -82,7 +82,7 @@ def test_a_start_that_goes_back_to_leave_samples_out(tmp_path: Path, capsys: pyt
         data.write_text(yaml.safe_dump(config, sort_keys=False))
         stream, choice = open_stream(data), choose(root, tag=f"global_step{first}") if first else None
         if choice is not None:
-            stream.restore(choice.step.stream)  # type: ignore[union-attr]
+            stream.restore(choice.record.stream)  # type: ignore[union-attr]
         record_start(root, iteration=first, state=stream.state_at(8 * first), choice=choice, topology=topology)
         for step in range(first + 2, last + 1, 2):
             state = stream.state_at(8 * step, batches=[(0, 8)])

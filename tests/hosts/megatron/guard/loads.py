@@ -19,5 +19,5 @@ def order_state(content: Mapping[str, Any], samples: int) -> OpaqueState:
 def order_loaded(content: Mapping[str, Any], samples: int) -> Loaded:
     """What a session holds after the load."""
     envelope = Envelope(state=order_state(content, samples), iteration=1, framework="megatron-lm 0")
-    choice = Choice(load_dir=Path(), tag="", iteration=1, step=None, manifest=None)
+    choice = Choice(load_dir=Path(), tag="", iteration=1, record=None, manifest=None)
     return Loaded(choice=choice, envelope=Envelope.read(envelope.to_text()), topology=None)
