@@ -838,7 +838,9 @@ class Session:
         self.roots.close(left, is_saving=is_saving)
 
 
-def _begin_save(root: Path, envelope: Envelope, tag: str, topology: Topology | None, **more: Any) -> PendingCheckpoint:
+def _begin_save(
+    root: Path, envelope: Envelope, tag: str, topology: Topology | None, **kwargs: Any
+) -> PendingCheckpoint:
     return begin_save(
         root,
         tag=tag,
@@ -846,7 +848,7 @@ def _begin_save(root: Path, envelope: Envelope, tag: str, topology: Topology | N
         state=envelope.state,
         framework=envelope.framework,
         topology=topology,
-        **more,
+        **kwargs,
     )
 
 

@@ -154,8 +154,8 @@ class GaveUp(MegaresumeError):
         output: the end of what the job has printed.
     """
 
-    def __init__(self, headline: str, *, output: str | None = None, **more: Any) -> None:
-        super().__init__(headline, **more)
+    def __init__(self, headline: str, *, output: str | None = None, **kwargs: Any) -> None:
+        super().__init__(headline, **kwargs)
         self.output = output
 
     def __str__(self) -> str:

@@ -329,17 +329,17 @@ class AcceleratedLoop(StepLoop):
 
     # The hooks
 
-    def _backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **more: Any) -> Any:
+    def _backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         self.host.note_loss(loss)
-        return backward(loss, *args, **more)
+        return backward(loss, *args, **kwargs)
 
-    def _clip(self, clip: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        norm = clip(*args, **more)
+    def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
         self.host.note_norm(norm)
         return norm
 
-    def _step(self, optimizer: Any, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        result = step(*args, **more)
+    def _step(self, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
         # Under FSDP, torch makes the state of an optimizer by a step without gradients before it saves or loads it.
         if self.host.trainer.sync_gradients and not self.host.is_at_files:
             # Another optimizer of the same step makes no other one.
@@ -353,7 +353,7 @@ class AcceleratedLoop(StepLoop):
         """As ``accelerator.save_state()``."""
         self.host.save_now()
 
-    def _save_state(self, write: Callable[..., Any], output_dir: Any = None, *args: Any, **more: Any) -> Any:
+    def _save_state(self, write: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         def check() -> Path:
             self.steps.check_save()
             self._check_prepared()
@@ -366,7 +366,7 @@ class AcceleratedLoop(StepLoop):
         on_rank_0(lambda: _check_name(directory, self.step))
         return self.session.save(
             directory.parent,
-            lambda save: self.host.write(save, lambda path: write(path, *args, **more)),
+            lambda save: self.host.write(save, lambda path: write(path, *args, **kwargs)),
             tag=directory.name,
             tracker=False,
         )
@@ -386,13 +386,13 @@ class AcceleratedLoop(StepLoop):
             )
         return directory
 
-    def _load_state(self, read: Callable[..., Any], input_dir: Any = None, *args: Any, **more: Any) -> Resume | None:
+    def _load_state(self, read: Callable[..., Any], input_dir: Any = None, *args: Any, **kwargs: Any) -> Resume | None:
         on_all_ranks(self._check_prepared)
         asked = None if input_dir is None else Path(os.path.abspath(os.path.expanduser(input_dir)))
 
         def read_files(choice: Choice, beside: StepFile | None) -> Reading:
             before = None if beside is None else beside.topology
-            return self.host.read(choice, before, lambda path: read(path, *args, **more))
+            return self.host.read(choice, before, lambda path: read(path, *args, **kwargs))
 
         self.host.load_by(read_files, asked)
         return self.session.resumed
@@ -415,13 +415,13 @@ class AcceleratedLoop(StepLoop):
                 action="call megaresume.attach after the last register_for_checkpointing",
             )
 
-    def _prepare(self, prepare: Callable[..., Any], *objects: Any, **more: Any) -> Any:
+    def _prepare(self, prepare: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
         self._check_other(objects, "accelerator.prepare")
-        return prepare(*objects, **more)
+        return prepare(*objects, **kwargs)
 
-    def _skip(self, skip: Callable[..., Any], dataloader: Any, *args: Any, **more: Any) -> Any:
+    def _skip(self, skip: Callable[..., Any], dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_other((dataloader,), "accelerator.skip_first_batches")
-        return skip(dataloader, *args, **more)
+        return skip(dataloader, *args, **kwargs)
 
     def _check_other(self, objects: Any, function: str) -> None:
         loader = self.steps.feed.loader

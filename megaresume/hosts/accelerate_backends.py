@@ -125,9 +125,9 @@ def failing_late(accelerator: Any, *writers: tuple[Any, str]) -> Iterator[list[E
         if (engine := engine_of(accelerator)) is not None:
             errors = stack.enter_context(facts.failing_late(engine))
 
-        def late(write: Callable[..., Any], *args: Any, **more: Any) -> None:
+        def late(write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             try:
-                write(*args, **more)
+                write(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  raised later, on every rank
                 errors.append(error)
 

@@ -311,8 +311,8 @@ def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], 
 
 def _then_attached(before: Callable[..., Any], name: str, attach_one: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(before)
-    def made(self: Any, *args: Any, **more: Any) -> Any:
-        result = before(self, *args, **more)
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = before(self, *args, **kwargs)
         if getattr(self, _MADE_BY, name) == name:
             setattr(self, _MADE_BY, name)
             attach_one(self)

@@ -358,10 +358,10 @@ def callback_of(host: Any) -> Any:
     class StepEnd(TrainerCallback):
         """Counts the steps that were made."""
 
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             host.steps.changed()
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             host.stepped()
 
     return StepEnd()

@@ -100,20 +100,20 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train)
     def attached_train(
-        trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any
+        trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         from megaresume.checkpoint.ranks import on_rank_0
         from megaresume.hosts.hugging_face import TransformersHost  # deferred: torch
 
         host: TransformersHost | None = getattr(trainer, SLOT, None)
         if host is not None:  # by the script, whose call has come through our hook
-            return train(trainer, resume_from_checkpoint, trial, *args, **more)
+            return train(trainer, resume_from_checkpoint, trial, *args, **kwargs)
         show_refusals()
         output_dir = Path(trainer.args.output_dir).absolute()
         _check_output_dir(output_dir)
         host = _attached(trainer)
         path = on_rank_0(lambda: _resume_from(output_dir, resume_from_checkpoint))
-        return host.train(functools.partial(train, trainer), path, trial, *args, **more)
+        return host.train(functools.partial(train, trainer), path, trial, *args, **kwargs)
 
     return attached_train
 

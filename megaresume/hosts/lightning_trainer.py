@@ -352,20 +352,20 @@ def callback_of(host: Any) -> Any:
         on_before_optimizer_step: Any = None
         on_before_zero_grad: Any = None
 
-        def on_train_start(self, *args: Any, **more: Any) -> None:
+        def on_train_start(self, *args: Any, **kwargs: Any) -> None:
             if host.session.meter is None:
                 self.__dict__["on_before_backward"] = None  # nobody takes the loss
 
         def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
             host.note_loss(loss, is_scaled=True)
 
-        def on_train_batch_end(self, *args: Any, **more: Any) -> None:
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             host.step_ends()
 
-        def on_validation_end(self, *args: Any, **more: Any) -> None:
+        def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
             host.put_generators()
 
-        def on_train_end(self, *args: Any, **more: Any) -> None:
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             host.save_if_due(is_over=True)
 
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:

@@ -197,9 +197,9 @@ class TorchftHost(TrainerHost):
             number = xxhash.xxh32_intdigest(f"{replica}/{rank()}".encode())
             self.dealt.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
 
-    def make_steps(self, **more: Any) -> DealtSteps:
+    def make_steps(self, **kwargs: Any) -> DealtSteps:
         """The steps of this replica; ``more``: arguments of `DealtSteps`."""
-        return ReplicaSteps(self.trainer, self.steps, samples=self.step_samples, **more)
+        return ReplicaSteps(self.trainer, self.steps, samples=self.step_samples, **kwargs)
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
@@ -235,10 +235,10 @@ class TorchftHost(TrainerHost):
 
     # A step
 
-    def around_start_quorum(self, start_quorum: Any, *args: Any, **more: Any) -> None:
+    def around_start_quorum(self, start_quorum: Any, *args: Any, **kwargs: Any) -> None:
         """Around ``Manager.start_quorum``: torchft asks who is there."""
         self.dealt.before_quorum()
-        start_quorum(*args, **more)
+        start_quorum(*args, **kwargs)
         self.dealt.after_quorum()
 
     def quorum_is_there(self) -> None:
@@ -264,14 +264,14 @@ class TorchftHost(TrainerHost):
             check_fresh_start(self._root, cause=self.forgotten, load=self.load)
         self._has_no_state = False
 
-    def around_allreduce(self, allreduce: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+    def around_allreduce(self, allreduce: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around ``Manager.allreduce``, of gradients or of whatever else."""
-        self.dealt.reduce(tensor, *args, **more)
-        return allreduce(tensor, *args, **more)
+        self.dealt.reduce(tensor, *args, **kwargs)
+        return allreduce(tensor, *args, **kwargs)
 
-    def around_should_commit(self, should_commit: Any, *args: Any, **more: Any) -> bool:
+    def around_should_commit(self, should_commit: Any, *args: Any, **kwargs: Any) -> bool:
         """Around ``Manager.should_commit``: the step is trained, does it count?"""
-        made = self.dealt.commit(lambda: should_commit(*args, **more))
+        made = self.dealt.commit(lambda: should_commit(*args, **kwargs))
         if made is None:
             return False
         self._note_members(*made)

@@ -80,7 +80,7 @@ class DealtSteps:
     def after_quorum(self) -> None:
         """After it was asked for; with the synchronous quorum, it is there."""
 
-    def reduce(self, tensor: Any, *args: Any, **more: Any) -> None:
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """Before a tensor is all-reduced; the arguments are those of `allreduce`."""
         raise NotImplementedError
 

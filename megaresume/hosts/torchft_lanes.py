@@ -113,8 +113,8 @@ class LaneSteps(DealtSteps):
         inner_samples: of an inner step, of all replicas together.
     """
 
-    def __init__(self, outer: Any, boundary: Boundary, *args: Any, inner_samples: int, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, outer: Any, boundary: Boundary, *args: Any, inner_samples: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._outer, self.boundary, self._inner_samples = outer, boundary, inner_samples
         #: as the loader was made.
         self._micro_batch_size = self.loader.micro_batch_size
@@ -326,11 +326,11 @@ class LaneSteps(DealtSteps):
             )
         )
 
-    def reduce(self, tensor: Any, *args: Any, **more: Any) -> None:
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """Weights, or what they have moved by: torchft takes the mean over the replicas that are there, and the lanes
         of some may be larger, or of none."""
         average = torch.distributed.ReduceOp.AVG
-        if self._voted is None or more.get("reduce_op", args[1] if len(args) > 1 else average) != average:
+        if self._voted is None or kwargs.get("reduce_op", args[1] if len(args) > 1 else average) != average:
             return
         assert self.contributors is not None
         factor = self.contributors.participants * self._trained / self.samples

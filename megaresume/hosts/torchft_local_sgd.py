@@ -99,14 +99,14 @@ class LocalSGDHost(TorchftHost):
             }
         refuse(refused)
 
-    def make_steps(self, **more: Any) -> DealtSteps:
+    def make_steps(self, **kwargs: Any) -> DealtSteps:
         """See `TorchftHost`."""
         outer = self.outer
         parameters = [] if hasattr(outer, "_fragments") else list(outer._model.parameters())
         self.boundary = Boundary(parameters, outer._local_optimizer)
         size = self.global_batch_size
         return LaneSteps(
-            outer, self.boundary, self.trainer, self.steps, samples=self.step_samples, inner_samples=size, **more
+            outer, self.boundary, self.trainer, self.steps, samples=self.step_samples, inner_samples=size, **kwargs
         )
 
     def state_to_send(self) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from megaresume.stream.errors import StateError, UsageError
 class ReplicaSteps(DealtSteps):
     """See above, and `DealtSteps`."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         #: whether a quorum was asked for, and its step is not decided.
         self.is_asked = False
         #: of the last step that was dealt.
@@ -71,7 +71,7 @@ class ReplicaSteps(DealtSteps):
         if early is not None:
             self._count_early(*early, self.share)
 
-    def reduce(self, tensor: Any, *args: Any, **more: Any) -> None:
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """Gradients, or whatever else: after the vote on the step has begun, on every replica."""
         self.settle_early()
 

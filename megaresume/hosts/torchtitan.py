@@ -275,7 +275,7 @@ def _of_stream(batch: Any, *, positions: bool) -> tuple[dict[str, Any], Any]:
     return inputs, batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORE)
 
 
-def _keeping(validate: Any, *args: Any, **more: Any) -> Any:
+def _keeping(validate: Any, *args: Any, **kwargs: Any) -> Any:
     """Between a save and the next step: a resume would not do it again."""
     with kept():
-        return validate(*args, **more)
+        return validate(*args, **kwargs)

@@ -280,7 +280,9 @@ class TrainerHost(Host):
         with self.steps.loading():
             return session.load(root, read, pick=pick)
 
-    def save_by(self, save_dir: str | os.PathLike[str], write: Callable[[Save], Any], *, tag: str, **more: Any) -> Any:
+    def save_by(
+        self, save_dir: str | os.PathLike[str], write: Callable[[Save], Any], *, tag: str, **kwargs: Any
+    ) -> Any:
         """`Session.save`, unless it is asked for within a step.
 
         Args:
@@ -292,7 +294,7 @@ class TrainerHost(Host):
             StateError: see `Count.check_save`.
         """
         on_all_ranks(self.steps.check_save)
-        return self.session.save(save_dir, write, tag=tag, **more)
+        return self.session.save(save_dir, write, tag=tag, **kwargs)
 
 
 class Carried:

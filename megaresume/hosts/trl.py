@@ -222,13 +222,13 @@ class TrainedRollouts(TrainerCallback):
         batch[BATCH] = torch.full((len(rows),), self._number)
         return batch
 
-    def _train(self, train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+    def _train(self, train: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         number = int(inputs.pop(BATCH)[0])
-        result = train(model, inputs, *args, **more)
+        result = train(model, inputs, *args, **kwargs)
         self._step += self._made.pop(number, ())  # none on other ranks than the main one
         return result
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer has stepped."""
         done = []
         for member in self._step:
@@ -313,10 +313,10 @@ def attach(
     )
     check_processes(trainer)
 
-    def resume(before: Any, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
+    def resume(before: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_whole(Path(trainer.args.output_dir)) or True
-        return before(resume_from_checkpoint, *args, **more)
+        return before(resume_from_checkpoint, *args, **kwargs)
 
     hook(trainer, "train", resume)  # on every rank: all load the same one
     if not trainer.accelerator.is_main_process:
@@ -352,20 +352,20 @@ def attach(
         trainer._groups_before_resume = prompts.num_settled
         before()
 
-    def save(before: Any, *args: Any, **more: Any) -> None:
+    def save(before: Any, *args: Any, **kwargs: Any) -> None:
         directory = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}")
         directory.mkdir(parents=True, exist_ok=True)
         state = {"step": trainer.state.global_step, "prompts": prompts.state_dict()}
         write_atomic(directory / FILE, json.dumps(state).encode())
-        before(*args, **more)
+        before(*args, **kwargs)
 
-    def train(before: Any, *args: Any, **more: Any) -> Any:
-        if (found := more.get("resume_from_checkpoint")) is not None:
+    def train(before: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := kwargs.get("resume_from_checkpoint")) is not None:
             prompts.load_state_dict(_read(Path(os.fspath(found))))
             log.info("megaresume: %d prompts in flight are issued again", len(prompts.in_flight))
         else:
             begin(prompts, Path(trainer.args.output_dir))
-        return before(*args, **more)
+        return before(*args, **kwargs)
 
     hook(worker, "start", start)
     hook(trainer, "_save_checkpoint", save)
@@ -396,9 +396,9 @@ def newest_whole(output_dir: Path) -> str | None:
     return None
 
 
-def _without_number(train: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+def _without_number(train: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     inputs.pop(BATCH, None)
-    return train(model, inputs, *args, **more)
+    return train(model, inputs, *args, **kwargs)
 
 
 def _read(directory: Path) -> Any:

@@ -221,19 +221,19 @@ class VerlHost(TrainerHost):
         assert step is not None
         return self.resumed_at(step, None, envelope, result=(result,))
 
-    def _fit(self, fit: Any, *args: Any, **more: Any) -> None:
-        fit(*args, **more)
+    def _fit(self, fit: Any, *args: Any, **kwargs: Any) -> None:
+        fit(*args, **kwargs)
         self.end()
 
-    def _step(self, step: Any, *args: Any, **more: Any) -> Any:
-        result = step(*args, **more)
+    def _step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
         self.steps.stepped()
         return result
 
-    def _save(self, save: Any, *args: Any, **more: Any) -> None:
+    def _save(self, save: Any, *args: Any, **kwargs: Any) -> None:
         def write(saving: Save) -> None:
             self.batches.text = saving.envelope.to_text()
-            write_all(saving, lambda: save(*args, **more))
+            write_all(saving, lambda: save(*args, **kwargs))
 
         self.save_by(self.save_dir, write, tag=verl_tag(self.steps.step))
 

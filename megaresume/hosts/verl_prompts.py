@@ -176,8 +176,8 @@ class QueuedGroups:
         batch["uid"] = tensordict_utils.get_tensordict({"uid": uids})["uid"]
         return batch
 
-    def _step(self, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        batch = step(*args, **more)
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = step(*args, **kwargs)
         number, prompts = self._trainer.global_steps, self._prompts
         prompts.advance(max(number - 1, prompts.version))
         groups: dict[str, dict[int, int | None]] = {}

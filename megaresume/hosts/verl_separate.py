@@ -209,11 +209,11 @@ class StepReports:
 
         ray.get(self._trainer.rollouter.__ray_call__.remote(_with_prompts, what, *args))
 
-    async def _step(self, step: Callable[..., Awaitable[Any]], *args: Any, **more: Any) -> Any:
+    async def _step(self, step: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
         if not self._is_begun:
             self._tell(RollouterPrompts.begin)
             self._is_begun = True
-        return await step(*args, **more)
+        return await step(*args, **kwargs)
 
     def _train(self, train: Callable[[Any], Any], batch: Any) -> Any:
         result = train(batch)

@@ -53,10 +53,10 @@ class DemoStart:
         return f"{processes}, micro-batch {self.micro_batch_size}, {counted(self.workers, 'worker')}{how}"
 
 
-def write_config(path: Path, sources: Mapping[str, Any], *, seq_length: int = SEQ_LENGTH, **more: Any) -> Path:
+def write_config(path: Path, sources: Mapping[str, Any], *, seq_length: int = SEQ_LENGTH, **kwargs: Any) -> Path:
     """Write a data config; the path."""
     packing = {"mode": "best_fit", "open_bins": 16}
-    config = {"seed": 1234, "seq_length": seq_length, "packing": packing, **more, "sources": sources}
+    config = {"seed": 1234, "seq_length": seq_length, "packing": packing, **kwargs, "sources": sources}
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
 

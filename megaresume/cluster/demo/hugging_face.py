@@ -116,11 +116,11 @@ class Recorder(Trainer):
     #: the loss of each micro-batch.
     losses: list[float]
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train a micro-batch."""
         tokens = inputs["input_ids"].cpu().numpy()
         self.rows.append([xxhash.xxh3_64_intdigest(row[row != PADDING].tobytes()) for row in tokens])
-        loss = super().training_step(model, inputs, *args, **more)
+        loss = super().training_step(model, inputs, *args, **kwargs)
         self.losses.append(loss.item())
         return loss
 
@@ -140,7 +140,7 @@ class Writer(TrainerCallback):
         self._trained = 0
         self._began = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where this start begins."""
         topology = Topology(
             world_size=args.world_size,
@@ -160,7 +160,7 @@ class Writer(TrainerCallback):
     def _begin(self) -> None:
         self._trainer.rows, self._trainer.losses, self._began = [], [], time.monotonic()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note a step."""
         trainer, stream = self._trainer, self._loader.stream
         of_ranks: list[Any] = [None] * args.world_size
@@ -181,7 +181,7 @@ class Writer(TrainerCallback):
             ranks=None,
             digest=stream.digest_at(stop),
             loss=sum(loss for _, loss in of_ranks) / args.world_size,
-            lr=float(more["lr_scheduler"].get_last_lr()[0]),
+            lr=float(kwargs["lr_scheduler"].get_last_lr()[0]),
             grad_norm=None,
             tokens=len(rows) * LENGTH,
             global_batch_size=len(rows),

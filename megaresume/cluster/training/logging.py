@@ -50,9 +50,9 @@ class Stopwatch:
         call = getattr(thing, method)
 
         @functools.wraps(call)
-        def timed(*args: Any, **more: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             with self:
-                return call(*args, **more)
+                return call(*args, **kwargs)
 
         setattr(thing, method, timed)
 

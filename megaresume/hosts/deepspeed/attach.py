@@ -341,14 +341,14 @@ def _save(
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
-    **more: Any,
+    **kwargs: Any,
 ) -> Any:
     if exclude_frozen_parameters:
-        more["exclude_frozen_parameters"] = True
+        kwargs["exclude_frozen_parameters"] = True
     data = slot.data
     return data.host.save_checkpoint(
         data.session,
-        functools.partial(save, save_dir, **more),
+        functools.partial(save, save_dir, **kwargs),
         os.fspath(save_dir),
         tag=tag,
         client_state=client_state or {},
@@ -365,11 +365,11 @@ def _load(
 
 
 def _train_batch(
-    slot: _Slot, train: Callable[..., Any], /, data_iter: Iterator[Any] | None = None, *args: Any, **more: Any
+    slot: _Slot, train: Callable[..., Any], /, data_iter: Iterator[Any] | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
     slot.data.before_train_batch()
-    train = functools.partial(train, slot.data if data_iter is None else data_iter, *args, **more)
+    train = functools.partial(train, slot.data if data_iter is None else data_iter, *args, **kwargs)
     result = slot.data.broken_by_errors_of("engine.train_batch()", train, weights=True)
     if slot.data.meter is not None:
         slot.data.meter.steps.loss(result)
@@ -377,27 +377,27 @@ def _train_batch(
     return result
 
 
-def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     slot.data.before_step()
-    result = slot.data.broken_by_errors_of("engine.step()", functools.partial(step, *args, **more), weights=True)
+    result = slot.data.broken_by_errors_of("engine.step()", functools.partial(step, *args, **kwargs), weights=True)
     slot.data.after_step()
     return result
 
 
-def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: Any) -> Any:
-    seen = slot.data.saw((*inputs, *more.values()))
-    outputs = forward(*inputs, **more)
-    slot.data.gave(seen, more, outputs)
+def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Any:
+    seen = slot.data.saw((*inputs, *kwargs.values()))
+    outputs = forward(*inputs, **kwargs)
+    slot.data.gave(seen, kwargs, outputs)
     return outputs
 
 
-def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if slot.data.meter is not None:
-        slot.data.meter.steps.loss(args[0] if args else more.get("loss"))
-    return slot.data.backward(functools.partial(backward, *args, **more))
+        slot.data.meter.steps.loss(args[0] if args else kwargs.get("loss"))
+    return slot.data.backward(functools.partial(backward, *args, **kwargs))
 
 
-def _session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Session:
+def _session_of(host: EngineHost, checkpoints: Checkpoints, **kwargs: Any) -> Session:
     """The session of an engine.
 
     Args:
@@ -415,4 +415,4 @@ def _session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Sess
             expected="the local directory of the checkpoints",
             action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=..., stage_to=...))",
         )
-    return Session(host, **checkpoints.session_kwargs, random=host.random_state(), **more)
+    return Session(host, **checkpoints.session_kwargs, random=host.random_state(), **kwargs)

@@ -369,7 +369,7 @@ def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callab
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> Any:
         read = functools.partial(
             load,
@@ -378,7 +378,7 @@ def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callab
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
-            **more,
+            **kwargs,
         )
         return instead(read, load_dir, tag, load_module_only, load_optimizer_states)
 

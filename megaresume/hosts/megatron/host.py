@@ -350,21 +350,21 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
-        **more: Any,
+        **kwargs: Any,
     ) -> Any:
         if exclude_frozen_parameters:
-            more["exclude_frozen_parameters"] = True
+            kwargs["exclude_frozen_parameters"] = True
         client_state = {} if client_state is None else client_state
         host = _host_of(client_state)
         if host is None or host.order is None:
-            return original(self, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **more)
+            return original(self, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **kwargs)
         facts.check_engine(self)
         check_micro_batches(self, host.args)
         host.engine = EngineHost(self, elastic=host.settings.checkpoints.elastic)
         iteration = int(client_state["iteration"])
         return host.engine.save_checkpoint(
             host.session,
-            functools.partial(original, self, save_dir, **more),
+            functools.partial(original, self, save_dir, **kwargs),
             os.fspath(save_dir),
             tag=tag,
             client_state=client_state,
@@ -420,8 +420,8 @@ def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
             ZeRO partitions changed, and the checkpoint is not converted or cannot be.
     """
 
-    def load_checkpoint(engine: Any, *args: Any, **more: Any) -> Any:
-        return around_load(functools.partial(original, engine), functools.partial(_load, engine))(*args, **more)
+    def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        return around_load(functools.partial(original, engine), functools.partial(_load, engine))(*args, **kwargs)
 
     return load_checkpoint
 
