@@ -23,7 +23,7 @@ from megaresume.stream.errors import UsageError
 T = TypeVar("T")
 #: whose command line has a flag for a setting: a script of Megatron, or one with Hugging Face's Trainer (under the
 #: launcher), `megaresume.cluster.training`, ``megaresume plan``.
-Host = Literal["megatron", "trainer", "training", "plan"]
+CommandLine = Literal["megatron", "trainer", "training", "plan"]
 #: of the flags of settings.
 PREFIX = "--megaresume-"
 
@@ -39,7 +39,7 @@ def setting(
     *,
     hosts: str = "",
     flag: str | None = None,
-    refused: Mapping[Host, str] = types.MappingProxyType({}),
+    refused: Mapping[CommandLine, str] = types.MappingProxyType({}),
     **options: Any,
 ) -> Any:
     """A field that is a setting.
@@ -74,7 +74,7 @@ def flag_of(field: dataclasses.Field[Any]) -> str:
     return PREFIX + (field.metadata["flag"] or field.name).replace("_", "-")
 
 
-def add_settings(parser: Any, cls: type[Any], host: Host) -> None:
+def add_settings(parser: Any, cls: type[Any], host: CommandLine) -> None:
     """Add the flags that a host has for a dataclass of settings; to those of other people's scripts in both spellings,
     without defaults, so that what was not said can be told apart.
     """
@@ -167,7 +167,7 @@ def parse_flags(cls: type[T], argv: Sequence[str], *, prog: str, description: st
 
 
 def take_settings(
-    groups: Mapping[str, type[Any]], host: Host, argv: Sequence[str]
+    groups: Mapping[str, type[Any]], host: CommandLine, argv: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The settings in the command line of another program, and the words that are not ours.
 

@@ -101,7 +101,7 @@ class Session:
         save_dir: where the run saves, if known beforehand: the ledger then records starts that die before a save.
         stage_to: where checkpoints in ``save_dir`` are copied to.
         retention: which older checkpoints stay.
-        data_every: steps between two notes of how far the run is, see `Positions`; None: there are none.
+        position_every: steps between two notes of how far the run is, see `Positions`; None: there are none.
         max_starts: how many starts from one step without a save are allowed; 0: any number.
         checksums: take checksums of all files after a save, and compare them at a load.
         random: the generators of this rank; None if the framework saves them by itself.
@@ -119,7 +119,7 @@ class Session:
         save_dir: str | os.PathLike[str] | None = None,
         stage_to: str | os.PathLike[str] | None = None,
         retention: Retention = KEEP_ALL,
-        data_every: int | None = None,
+        position_every: int | None = None,
         max_starts: int = MAX_STARTS,
         checksums: bool = True,
         random: RandomState | None = None,
@@ -132,11 +132,11 @@ class Session:
         self.replay = Replay.asked()
         if self.replay is not None:
             save_dir, stage_to, retention, metrics = self.replay.out, None, KEEP_ALL, METRICS
-            data_every = None
-        if data_every is not None and data_every < 1:
+            position_every = None
+        if position_every is not None and position_every < 1:
             raise UsageError(
-                "data_every (--megaresume-data-every) must be at least 1",
-                found=data_every,
+                "position_every (--megaresume-position-every) must be at least 1",
+                found=position_every,
                 expected="steps",
                 action="leave it out to note nothing between saves",
             )
@@ -167,7 +167,7 @@ class Session:
         self.committed: tuple[int, DataState, Topology] | None = None
         #: how long the last save took; None if none was made. On rank 0.
         self.save_seconds: float | None = None
-        self._data_every = data_every
+        self._position_every = position_every
         #: on rank 0, once training has begun.
         self._positions: Positions | None = None
         #: optimizer steps and samples at which this process began; None if it has not.
@@ -409,7 +409,7 @@ class Session:
             self.random.step_begins()
 
     def note_position(self) -> None:
-        """Before a step: note how far the run is, if ``data_every`` asks for it. No collective; returns at once."""
+        """Before a step: note how far the run is, if ``position_every`` asks for it. No collective; returns at once."""
         if self._positions is not None:
             self._positions.note(self.host.iteration(), self.host.samples)
 
@@ -442,8 +442,8 @@ class Session:
                 )
         if self.meter is not None and trains:
             self.meter.begin(self._watched())
-        if self._data_every is not None and trains and is_rank_0():
-            self._note_positions(self._data_every)
+        if self._position_every is not None and trains and is_rank_0():
+            self._note_positions(self._position_every)
         self._begun = True
 
     def _note_positions(self, every: int) -> None:

@@ -154,7 +154,7 @@ class Checkpoints:
         hosts="megatron trainer training",
         metavar="PLACE",
     )
-    data_every: int | None = setting(
+    position_every: int | None = setting(
         None,
         "between saves, note step, samples and digest of the data every N steps, in the background, beside the "
         "checkpoints and their copies: after the loss of a machine, top, report and goodput tell what it had done",
@@ -235,7 +235,7 @@ class Checkpoints:
 
 
 #: what of `Checkpoints` a `Session` is told.
-_OF_SESSION = ("save_dir", "stage_to", "retention", "data_every", "max_starts", "checksums", "retries", "metrics")
+_OF_SESSION = ("save_dir", "stage_to", "retention", "position_every", "max_starts", "checksums", "retries", "metrics")
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
 Mode = Literal["stream", "guard", "off"]

@@ -15,7 +15,7 @@ from aiobotocore.httpsession import AIOHTTPSession
 from botocore.httpsession import URLLib3Session
 
 from megaresume.checkpoint.store.buffer import Buffer
-from megaresume.checkpoint.store.workers import senders
+from megaresume.checkpoint.store.threads import senders
 
 #: bytes for which a connection has the time that S3's client gives it.
 PIECE = 1 << 20

@@ -47,7 +47,7 @@ def send_with_md5(call: Call, method: str, data: bytes | Buffer, **parameters: A
     return answer
 
 
-class Parts:
+class UploadedParts:
     """The parts of an upload, each with its checksum.
 
     Args:
@@ -89,7 +89,7 @@ def compares_crc32(call: Call, key: str) -> bool:
     Raises:
         OSError: it does not answer, or says something else.
     """
-    parts = Parts(call, key, with_crc32=True)
+    parts = UploadedParts(call, key, with_crc32=True)
     upload = parts.begin()
     try:
         call("upload_part", Key=key, UploadId=upload, PartNumber=1, Body=_TRIED, **{_CRC32: _crc32(_TRIED[1:])})

@@ -31,7 +31,7 @@ import xxhash
 
 from megaresume.checkpoint.records.manifest import FileEntry, checksum_file
 from megaresume.checkpoint.store.buffer import Buffer
-from megaresume.checkpoint.store.receipts import OtherBytesError, Parts, compares_crc32, send_with_md5
+from megaresume.checkpoint.store.receipts import OtherBytesError, UploadedParts, compares_crc32, send_with_md5
 from megaresume.data.remote import PATIENCE, RemoteStore, patience, s3_code
 from megaresume.files import fsync_dir, fsync_file, make_dir, open_file, read_error, read_file, write_error
 from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
@@ -39,7 +39,7 @@ from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-    from megaresume.checkpoint.store.workers import Workers
+    from megaresume.checkpoint.store.threads import LastingThreads
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Store:
         self._buffers = threading.BoundedSemaphore(BUFFERS)
         #: of parts that were sent; with those in use, not more than `BUFFERS`.
         self._spare: list[Buffer] = []
-        self._pools: tuple[int, Workers, Workers] | None = None
+        self._pools: tuple[int, LastingThreads, LastingThreads] | None = None
         #: whether the store compares a CRC32; None: it was not asked yet.
         self._is_compared: bool | None = None
         self._asking = threading.Lock()
@@ -344,7 +344,7 @@ class Store:
 
     def _upload_parts(self, file: Any, path: Path, name: str, entry: FileEntry, gives_way: Callable[[], bool]) -> str:
         key, part_size = self._key(name), max(PART, -(-entry.size // MOST_PARTS))
-        receipts = Parts(self._s3, key, with_crc32=self._compares_crc32(key))
+        receipts = UploadedParts(self._s3, key, with_crc32=self._compares_crc32(key))
         upload, hasher = self._tried(name, "begun", receipts.begin, verb="written"), xxhash.xxh3_128()
         sent: list[Future[dict[str, Any]]] = []
 
@@ -518,27 +518,31 @@ class Store:
 
     def prepare(self) -> None:
         """Have every thread that is needed later, up to the end of Python."""
-        from megaresume.checkpoint.store.workers import Workers, senders
+        from megaresume.checkpoint.store.threads import LastingThreads, senders
 
         self._workers()
         senders(os.getpid())
         if (loop := getattr(self._remote.opened(), "loop", None)) is not None:
             # Looks up names of hosts, for requests that wait for it.
-            loop.call_soon_threadsafe(loop.set_default_executor, Workers(2, "megaresume-names"))
+            loop.call_soon_threadsafe(loop.set_default_executor, LastingThreads(2, "megaresume-names"))
 
     @property
-    def _of_files(self) -> Workers:
+    def _of_files(self) -> LastingThreads:
         return self._workers()[1]
 
     @property
-    def _of_requests(self) -> Workers:
+    def _of_requests(self) -> LastingThreads:
         return self._workers()[2]
 
-    def _workers(self) -> tuple[int, Workers, Workers]:
-        from megaresume.checkpoint.store.workers import Workers  # only here: half of `inspect`'s import time
+    def _workers(self) -> tuple[int, LastingThreads, LastingThreads]:
+        from megaresume.checkpoint.store.threads import LastingThreads  # only here: half of `inspect`'s import time
 
         if self._pools is None or self._pools[0] != os.getpid():
-            self._pools = os.getpid(), Workers(FILES, "megaresume-files"), Workers(REQUESTS, "megaresume-parts")
+            self._pools = (
+                os.getpid(),
+                LastingThreads(FILES, "megaresume-files"),
+                LastingThreads(REQUESTS, "megaresume-parts"),
+            )
         return self._pools
 
     def _url(self, name: str) -> str:

@@ -91,7 +91,7 @@ def train(
     record: Path,
     pause: float,
     save_every: int,
-    data_every: int | None,
+    position_every: int | None,
     die: int | None,
 ) -> None:
     """One rank: the loop of docs/torch.md, and what it sees, written down. ``die``: after so many steps, once the
@@ -105,7 +105,7 @@ def train(
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     optimizer = Counting(model.parameters(), lr=1.0)
     loader = megaresume.DataLoader(Numbers(), batch_size=BATCH // ranks)
-    where = megaresume.Checkpoints(save_dir=disk, stage_to=url, keep_last=2, data_every=data_every)
+    where = megaresume.Checkpoints(save_dir=disk, stage_to=url, keep_last=2, position_every=position_every)
     objects = {"model": model, "optimizer": optimizer}
     loop = megaresume.attach(objects, loader, checkpoints=where, stop=megaresume.StopConditions())
     loop.load()
@@ -224,7 +224,7 @@ class Cluster:
         kill: tuple[int, int, float] | None = None,
         pause: float = 0.04,
         save_every: int = 2,
-        data_every: int | None = None,
+        position_every: int | None = None,
         die: int | None = None,
         fault: tuple[int, str, int] | None = None,
         stop: float | None = None,
@@ -244,7 +244,7 @@ class Cluster:
             if not (pid := os.fork()):
                 if fault is not None and fault[0] == rank:
                     os.environ["AWS_ENDPOINT_URL"] = self.proxy.url
-                work = (self.disks[rank], self.url, steps, self.record, pause, save_every, data_every, die)
+                work = (self.disks[rank], self.url, steps, self.record, pause, save_every, position_every, die)
                 _life(rank, ranks, port, self.root, *work)
             pids.append(pid)
             if fault is not None and fault[0] == rank:

@@ -21,7 +21,7 @@ PROGRAM = """
 import json, shutil, sys
 from tests.checkpoint.store.nodes import BATCH, Cluster
 cluster = Cluster(1)
-options = {"pause": 0.3, "save_every": 4, "data_every": 1}
+options = {"pause": 0.3, "save_every": 4, "position_every": 1}
 from tests.checkpoint.store.test_position import ask, recorded
 try:
     statuses = cluster.start(NODES, 10, die=7, **options)

@@ -45,7 +45,7 @@ from megaresume.checkpoint.copies.session_copies import Staged
 from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.save.retention import Retention
 from megaresume.checkpoint.starts import record_start
-from megaresume.checkpoint.store import lease, store, workers  # noqa: F401
+from megaresume.checkpoint.store import lease, store, threads  # noqa: F401
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state, save_checkpoint

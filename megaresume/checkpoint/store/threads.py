@@ -1,4 +1,4 @@
-"""`Workers`: threads that work on while Python ends. `senders`: those that send the parts of uploads."""
+"""`LastingThreads`: threads that work on while Python ends. `senders`: those that send the parts of uploads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 SENDERS = 8
 
 
-class Workers(ThreadPoolExecutor):
+class LastingThreads(ThreadPoolExecutor):
     """Threads that work on while Python ends, which waits for the last copies then, and starts no more threads.
 
     Args:
@@ -51,6 +51,6 @@ class Workers(ThreadPoolExecutor):
 
 
 @functools.lru_cache(maxsize=1)
-def senders(process: int) -> Workers:
+def senders(process: int) -> LastingThreads:
     """Those that send the parts of uploads, of this process: its parent's do not outlive a fork."""
-    return Workers(SENDERS, "megaresume-senders")
+    return LastingThreads(SENDERS, "megaresume-senders")
