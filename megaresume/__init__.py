@@ -107,7 +107,7 @@ _EXTRAS = {
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """While modules are imported, all of whose objects stay: the collector would look through everything that torch
-    has made, twice. Afterwards they are as old as that is: it comes to them when it comes to all."""
+    has made, twice. Afterwards they are as old as that is: it looks at them only in a full collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:

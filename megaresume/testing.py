@@ -56,7 +56,7 @@ def assert_exact_resume(build: Callable[[StreamState | None], Stream], num_sampl
     Quadratic in ``num_samples``: a few hundred are enough, if they reach into the second epoch of a source.
 
     Args:
-        build: makes a stream that goes on from a state (None: from the start), with sources of its own if it can.
+        build: makes a stream that continues from a state (None: from the start), with sources of its own if it can.
         num_samples: samples to go through; the stream must have as many.
 
     Raises:

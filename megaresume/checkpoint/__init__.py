@@ -2,7 +2,7 @@
 
     save                                                     load
     ----                                                     ----
-    rank 0  make_room         a save of this step goes aside rank 0  put_back        what it has left of that
+    rank 0  make_room         an older save moves aside rank 0  put_back        what it has left of that
             begin_save        -> marker                              choose          -> Choice
     all     model files                                      rank 0  tells the others its Choice
     all     barrier                                          others  confirm_choice  -> the same state, or an error

@@ -286,7 +286,7 @@ def _shares(files: Sequence[FileEntry], number: int) -> list[tuple[FileEntry, ..
 
 OnSaveFailure = Literal["end", "continue"]
 
-#: a disk or quota that somebody is cleaning up, a device that stumbles, a server that is away.
+#: a disk or quota that somebody is cleaning up, a device that hiccups, a server that is away.
 _MAY_PASS = frozenset(
     {
         errno.ENOSPC,

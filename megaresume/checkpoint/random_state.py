@@ -109,8 +109,8 @@ def content_of_python(generator: Any) -> Callable[[], _Content]:
 
 
 def content_of_numpy(generator: Any) -> Callable[[], _Content]:
-    """The content of a generator of numpy's old kind. None once its bits are not those of now, or if they are no
-    Mersenne Twister's: others keep them elsewhere."""
+    """The content of a generator of numpy's old kind. None if its bits were replaced since, or if they
+    are no Mersenne Twister's: others keep them elsewhere."""
     bits = generator._bit_generator
     own, of_bits = _memory(generator, np.random.RandomState), _memory(bits, np.random.MT19937)
     is_known = type(bits) is np.random.MT19937

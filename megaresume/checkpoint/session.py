@@ -219,7 +219,7 @@ class Session:
 
         Args:
             load_dir: the checkpoint root.
-            read: reads the weights of what was chosen; is also given what lies beside it.
+            read: reads the weights of what was chosen; is also given the record beside it.
             pick: decides what to load: see `choose`.
             weights_only: the data stays where it is.
             adopts: ``read`` builds a state if a checkpoint has none; otherwise such a checkpoint is refused unread.
@@ -465,7 +465,7 @@ class Session:
         if not metrics:
             return None
         from megaresume.checkpoint.metrics.session_figures import (
-            make_meter,  # deferred: a start without figures does without them
+            make_meter,  # deferred: only for figures
         )
 
         return make_meter(metrics, self.clocks, self.host)
@@ -809,8 +809,8 @@ class Session:
             release(self.roots.save_dir)
 
     def take_over(self, root: Path) -> None:
-        """From now on this process group saves to a directory that another one of the same run has saved to: its
-        start there is at the step of now. Before the save."""
+        """From now on this process group saves to a directory that another one of the same run has saved to: it
+        starts there at the current step. Before the save."""
         self._first = self.host.iteration(), self.host.samples()
         self._recorded.clear()
         self.roots.mark_as_own(root)

@@ -248,7 +248,7 @@ class AcceleratorHost(TrainerHost):
                 raise errors[0]
             return result
 
-        # It deletes old checkpoints before the new one is complete, and stumbles over the records beside them.
+        # It deletes old checkpoints before the new one is complete, and fails on the records beside them.
         with replaced(self.trainer.project_configuration, automatic_checkpoint_naming=False):
             return write_all(save, write_files)
 

@@ -127,7 +127,7 @@ class HostContract:
 
     @classmethod
     def again(cls, directory: Path, *, batch: int = 4, **options: Any) -> Job:
-        """A job that goes on with a killed one: of one rank, if that can load."""
+        """A job that resumes a killed one: of one rank, if that can load."""
         ranks = 1 if cls.elastic else cls.ranks
         if batch % ranks:
             pytest.skip("elastic = False: only as many ranks as have saved can load")

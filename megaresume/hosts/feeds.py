@@ -455,7 +455,7 @@ def _averaged(module: torch.nn.Module) -> int:
             "FSDP1 cannot be used in your own loop",
             found="a module in torch.distributed.fsdp.FullyShardedDataParallel",
             expected="DDP, FSDP2 or neither",
-            cause="what its state dict holds cannot be saved while training goes on",
+            cause="what its state dict holds cannot be saved while training continues",
             action="torch.distributed.fsdp.fully_shard(model)",
         )
     if isinstance(module, FSDPModule):

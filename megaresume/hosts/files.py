@@ -7,7 +7,7 @@
 Modules and optimizers are saved by the names of their parameters, without what DDP, FSDP and torch.compile add to them.
 Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank 0's is saved.
 
-torch.distributed.checkpoint is imported at the first save or load: it takes 40 ms, and a fresh start does without.
+torch.distributed.checkpoint is imported at the first save or load: it takes 40 ms, and a fresh start does not need it.
 """
 
 from __future__ import annotations

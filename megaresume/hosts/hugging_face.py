@@ -164,7 +164,7 @@ class TransformersHost(TrainerHost):
         self._epoch = 0, 0
         #: that are to be logged.
         self._figures: Mapping[str, float] = {}
-        #: the optimizer that tells of its steps.
+        #: the optimizer whose steps are reported.
         self._watched: Any = None
 
     def check(self) -> None:
@@ -329,7 +329,7 @@ class TransformersHost(TrainerHost):
         on_all_ranks(self._check_settings)
         path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
         if not resume_from_checkpoint and self.trainer.args.save_strategy == "no" and self.session.stopper is None:
-            self.session.roots.save_dir = None  # what lies there is another run's, which this one does not save over
+            self.session.roots.save_dir = None  # the files there belong to another run, and stay
         # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
         with replaced(self.trainer.args, save_total_limit=None):
             result = train(path, trial, *args, **kwargs)

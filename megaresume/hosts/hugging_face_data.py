@@ -1,6 +1,6 @@
 """The data of a Hugging Face Trainer: the loader that its settings describe, how its items become a batch, and which
 Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's); `CountedBatches`,
-which it reads from, and the callback that tells of its steps.
+which it reads from, and the callback that reports its steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 check_trainer, check_fit, check_kind    what of its settings would be other data, or is not known to work
 Batches                                 what it reads from
-callback_of                             what it tells of its steps
+callback_of                             reports its steps
 exactly, make_room, link                the paths that it saves to: links to the file of a complete checkpoint,
                                         which they outlive
 """

@@ -30,7 +30,7 @@ OF_ORDER = ("seed", "shuffle", "max_epochs", "append", "on_change", "blend", "st
 
 @dataclass(slots=True)
 class _Part:
-    """An order, and the first ordinal that is not of it; None: it goes on."""
+    """An order, and the first ordinal that is not of it; None: it continues."""
 
     stream: Stream
     stop: int | None = None
@@ -45,7 +45,7 @@ class PromptOrder:
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
-        #: the orders that prompts in flight came from; the last one goes on.
+        #: the orders that prompts in flight came from; the last one is current.
         self._parts = [_Part(loader.stream)]
         #: blocks, the last used first: the first ordinal, and the place of each.
         self._planned: list[tuple[int, list[Place]]] = []

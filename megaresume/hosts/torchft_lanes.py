@@ -11,7 +11,7 @@ the one before it ends, to the replicas of that quorum, each of which trains its
     a replica has joined   it has no lane: it weighs nothing, and is given the weights that come of the others' lanes
     nobody has a lane      a run begins: nothing is committed, and lanes are dealt
 
-A replica without a lane makes no inner steps: it comes to the quorum at once, and waits there for the others.
+A replica without a lane makes no inner steps: it joins the quorum at once, and waits there for the others.
 
 Every replica decides by the same sums, so that all decide alike: `LaneVote`.
 """
@@ -86,7 +86,7 @@ class Boundary:
         self.kept = _copied({"weights": list(self._parameters), "inner": self._optimizer.state_dict()["state"]})
 
     def restore(self) -> None:
-        """Go back to what was kept. Learning rates stay: a scheduler goes on."""
+        """Go back to what was kept. Learning rates stay: a scheduler continues."""
         kept = _copied(self.kept)
         with torch.no_grad():
             for parameter, value in zip(self._parameters, kept["weights"], strict=True):

@@ -271,7 +271,7 @@ class TrainerHost(Host):
         """`Session.load`; nothing more is trained if it fails.
 
         Args:
-            read: the files of this rank; is also given what lies beside them.
+            read: the files of this rank; is also given the record beside them.
             tag_dir: exactly this checkpoint; None: the newest complete one.
             root: that it is looked for in; None: where the run saves.
         """

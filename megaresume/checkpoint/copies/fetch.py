@@ -3,7 +3,7 @@
     files and records   into megaresume/fetched/<save>/, each checked; a kill leaves what is there to the next try
                         what is here of the same save, a part of it, is not read again
     the ledger          its lines that the local one lacks
-    an older save of the step that is there goes aside (`retention`)
+    an existing save of the step is moved aside (`retention`)
     marker -> the tag directory, the files of each rank, in one rename each -> data state -> manifest -> pointers
            -> marker removed, what was aside deleted
 

@@ -180,7 +180,7 @@ class Staged:
             is_fresh: nothing was loaded, and nothing was looked for.
 
         Raises:
-            CheckpointError: then, if one of the two tells of checkpoints that are no longer whole.
+            CheckpointError: then, if one of the two mentions checkpoints that are no longer whole.
         """
         with self.by_name():
             if is_fresh:

@@ -339,7 +339,7 @@ def stage(
         iteration, tag: of the checkpoint.
         gives_way: whether to stop, asked again and again while files go to a store.
         is_wanted: whether it may count: asked last of all.
-        goal: the step that the run goes on from, to which pointers move if the local ones name another one.
+        goal: the step that the run continues from, to which pointers move if the local ones name another one.
 
     Returns:
         its data state; None if it is no longer there, or no longer whole, and there is nothing to copy.

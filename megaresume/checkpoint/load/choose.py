@@ -167,7 +167,7 @@ def different_runs_error(local: Path, run: str | None, shared: Path | str, other
 
 
 def _check_nothing_lost(local: Path, shared: Path) -> None:
-    """Raise a CheckpointError if neither root has a whole checkpoint, and the copies tell of one.
+    """Raise a CheckpointError if neither root has a whole checkpoint, and the copies mention one.
 
     Only what was committed is copied: if the local storage was lost in the middle of the first copy, a start from
     step 0 would throw the run away in silence.

@@ -318,7 +318,7 @@ def _training(names: set[str], sharded: list[str], is_deepspeed: bool, num_ranks
     lacking = {"optimizer.pt": optimizer, "scheduler.pt": scheduler, "rng_state.pth": random}
     found = [f"{name} is missing" for name, there in lacking.items() if not there]
     if ranks:
-        # One rank alone writes rng_state.pth: a number in the name tells of at least two.
+        # One rank alone writes rng_state.pth: a number in the name means at least two.
         wanted = max(max(ranks) + 1, 2, num_ranks)
         found += [f"rng_state_{rank}.pth is missing" for rank in range(wanted) if rank not in ranks]
     return found, []

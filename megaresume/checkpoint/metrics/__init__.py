@@ -14,13 +14,13 @@
     session_figures.py  the figures of a session, and those of its run's ledger
     goodput.py   what became of the time of a run
 
-Nothing rides in a batch, no collective is added to a step, and the training is looked at, not stopped: the thread reads
+Nothing is added to a batch, no collective to a step, and the training is looked at, not stopped: the thread reads
 how many samples are trained, and plans those again. See docs/metrics.md.
 
 Four records say where a run is, each for another reader:
 
     Mark       rank 0 at an event: a start, a save, an end. A line of run.jsonl, kept for the whole run: goodput, and
-               the counts by source with which the next start goes on, come from it
+               the counts by source, with which the next start continues, come from it
     pulse      a Mark of this second, in pulse.json, overwritten in place. After a kill it is the last sign of life: the
                next start appends it to run.jsonl as the mark ``last``; `megaresume top` reads it meanwhile
     Reading    all figures at one sample, every 10 s. Every sink gets it; a line of figures.jsonl

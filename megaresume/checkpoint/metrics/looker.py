@@ -88,7 +88,7 @@ class Shared:
     pending: Reading | None = None
 
     def mark(self, event: str, step: int, samples: int) -> Mark:
-        """A mark of now."""
+        """A mark of the current moment."""
         return Mark(
             event=event,
             time=time.time(),

@@ -1,4 +1,4 @@
-"""Live figures of a session: its meter, and what its directory tells of checkpoints, disk and time."""
+"""Live figures of a session: its meter, and what its directory says about checkpoints, disk and time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def figures_of_run(root: Path | None, marks: Sequence[Mark]) -> dict[str, Value]
 
     Args:
         root: where it saves; None: nowhere.
-        marks: see `megaresume.checkpoint.metrics.record`; the last one is of now.
+        marks: see `megaresume.checkpoint.metrics.record`; the last one is of the current moment.
     """
     found: dict[str, Value] = {}
     if root is not None:

@@ -187,7 +187,7 @@ def newest_entries(path: Path) -> tuple[LedgerEntry, ...]:
 
 
 def last_start(path: Path) -> str | None:
-    """The id of the last start that a ledger tells of; None if none is named near its end."""
+    """The id of the last start in a ledger; None if none is named near its end."""
     named = (entry.details.get("start") for entry in reversed(newest_entries(path)))
     return next((start for start in named if isinstance(start, str)), None)
 

@@ -191,7 +191,7 @@ class Positions:
 
 
 def reached_of(details: Mapping[str, Any]) -> tuple[int, int, str, int] | None:
-    """(steps, samples, time, every) that a start's line tells of the process before it; None if it does not."""
+    """(steps, samples, time, every) of the process before a start, from the start's line; None if the line has none."""
     told = details.get("reached")
     try:
         return int(told["iteration"]), int(told["samples"]), str(told["time"]), int(told["every"])  # type: ignore[index]

@@ -5,7 +5,7 @@
       {"event": "step", "step": 11, "samples": [[86, 88], [94, 96]], "order": "9f…", "content": "17…",
        "masks": true, "seen": true}
 
-Where replicas leave and join while the run goes on, ``launch`` is of those who train together: the first of them says
+Where replicas leave and join during the run, ``launch`` is of those who train together: the first of them says
 it, and it grows whenever they are others. Their steps are dealt out evenly (``"dealt": "evenly"``), and have a line
 ``vote`` before it is decided whether they count; a step counts if one of them has written its line ``step``.
 

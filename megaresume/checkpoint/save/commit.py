@@ -1,6 +1,6 @@
 """The save protocol, on rank 0: `begin_save` before the first model file, `commit_save` when all ranks are done.
 
-    make_room       a save of the same step that is there goes aside (`retention`)
+    make_room       an existing save of the same step is moved aside (`retention`)
     begin_save      still the owner of the root?
                     marker                    step_0000010.saving.json
                     ... all ranks write their model files, barrier ...

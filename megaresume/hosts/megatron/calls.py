@@ -238,7 +238,7 @@ def _watch_saves() -> None:
         wrap(torch, "save", factory)
 
 
-#: Megatron's counter of samples is its clock: it tells of no step, so `Count.trained_to` is asked. The
+#: Megatron's counter of samples is its clock: it marks no steps, so `Count.trained_to` is asked. The
 #: refusals are `not_read` and `not_trained`, which name the function of a fork that is in the way.
 _WORDS = Words(
     trainer="Megatron",

@@ -164,7 +164,7 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
         damaged: tag directories that could not be read, with the reason: passed over.
 
     Returns:
-        what Megatron will load, and what lies beside it; None if not known here, Megatron chooses by itself.
+        what Megatron will load, and the record beside it; None if not known here: Megatron chooses by itself.
 
     Raises, on every rank:
         UsageError: see `check_flags`.

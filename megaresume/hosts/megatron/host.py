@@ -115,7 +115,7 @@ class MegatronHost:
         self.engine: EngineHost | None = None
         #: what our part of a load has chosen; None if Megatron chooses by itself.
         self.choice: Choice | None = None
-        #: what lies beside it.
+        #: the record beside it.
         self.beside: StepFile | None = None
         #: the namespace in the checkpoint that was loaded to resume from; None if nothing was.
         self.loaded_args: Any = None

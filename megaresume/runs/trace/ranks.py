@@ -3,7 +3,7 @@
 Hashes of what samples and documents hold, read from the corpora: not of what their indexes say.
 
 A sample is hashed as it is trained: its tokens at their places, padding, the pixels of its images, and its loss mask if
-asked for. A document is hashed as it lies there: its tokens, and which are trained if the corpus says it; or the record
+asked for. A document is hashed as it is stored: its tokens, and which are trained if the corpus says it; or the record
 of a source that has records (`record(i)`: the bytes of the members of an image-text record), whenever its first segment
 comes by.
 

@@ -551,7 +551,7 @@ def corpus_problems(sources: Mapping[str, Source], state: StreamState, *, recomp
     Args:
         sources: opened, by name.
         state: of the run.
-        recompute: read the corpora's indexes from end to end; else what lies beside them is believed.
+        recompute: read the corpora's indexes from end to end; else the records beside them are trusted.
     """
     problems = []
     for name, source in sources.items():
