@@ -26,7 +26,7 @@ from benchmarks.timing import children, interleaved, median
 
 ROOT = Path(__file__).parents[1]
 #: a stand-in for Megatron-LM's training package over the megatron-core that is installed.
-MEGATRON = ROOT / "tests" / "hosts" / "megatron" / "mini" / "pretrain_from_0_19.py"
+MEGATRON = ROOT / "tests" / "hosts" / "megatron" / "mini"
 #: runs a module, or a script's file, and ends at once: what ending costs belongs to no first step.
 AND_LEAVE = """
 import os, runpy, sys
@@ -83,23 +83,26 @@ def _loop(trainer: str, *more: object) -> Words:
     return lambda side, state, directory: (program, trainer, side, state, directory, *more)
 
 
-def _megatron(setup: Setup) -> Words:
-    """Its own datasets, or the stream of a data.yaml over the same corpora in their place."""
+def megatron_data(setup: Setup) -> dict[str, list[object]]:
+    """Flags: the stream of a data.yaml, "ours", or Megatron's own datasets over the same corpora, "alone"."""
     sources = {name: {"path": str(setup.corpora[name]), "weight": weight} for name, weight in WEIGHTS.items()}
-    config = setup.directory / "first-step.yaml"
+    config = setup.directory / "megatron.yaml"
     config.write_text(json.dumps({"sources": sources}))
     blend = [word for name, weight in WEIGHTS.items() for word in (weight, setup.corpora[name])]
     shared = ["--seq-length", 32, "--vocab-size", VOCABULARY, "--micro-batch-size", 8, "--global-batch-size", 8]
+    own = ["--data-path", *blend, "--split", "90,5,5", "--data-cache-path", setup.directory / "megatron-indexes"]
+    return {"ours": [*shared, "--megaresume-data", config], "alone": [*shared, *own]}
+
+
+def _megatron(setup: Setup) -> Words:
+    data, script = megatron_data(setup), MEGATRON / "pretrain_from_0_19.py"
     lasts = {"fresh": ["--train-iters", 1], "saving": ["--train-iters", 2, "--exit-interval", 1]}
     lasts["resumed"] = ["--train-iters", 2]
-    cache = setup.directory / "first-step-indexes"
 
     def words(side: str, state: str, directory: Path) -> Sequence[object]:
         places = ["--save", directory, "--load", directory, "--mini-log", directory / "log"]
-        both = [MEGATRON, *shared, *lasts[state], *places]
-        if side == "ours":
-            return ["-c", AND_LEAVE, "megaresume.run", *both, "--megaresume-data", config]
-        return ["-c", AND_LEAVE, *both, "--data-path", *blend, "--split", "90,5,5", "--data-cache-path", cache]
+        launcher = ["megaresume.run"] if side == "ours" else []
+        return ["-c", AND_LEAVE, *launcher, script, *data[side], *lasts[state], *places]
 
     return words
 
