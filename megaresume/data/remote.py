@@ -5,10 +5,11 @@ How a store is reached (endpoint, credentials, region) is fsspec's own configura
 ``FSSPEC_S3_ENDPOINT_URL`` and the like, or ``~/.config/fsspec/*.json``.
 
     DIR/used      bytes of all files, and when to look again for what may be deleted; locked while it is changed
-    DIR/3f/9a..   one record, or of small ones a region of their shard: checksum of its key and its bytes, its bytes
+    DIR/3f/9a..   what was read of a MiB of a shard, each record at a place of its own: checksum, bytes; elsewhere holes
 
-A record is written to a temporary file, which is renamed, and every read compares the checksum: what a kill or a power
-cut left is never served. Whatever fails in the cache is logged, and the store is read instead.
+A record is written where it belongs, and every read compares the checksum, of key, place and bytes: what a kill or a
+power cut left, or another process is writing, is never served. Whatever fails in the cache is logged, and the store is
+read instead. Making a file takes five times as long as writing a photograph into one that is there.
 
 Deleted is what nobody has used for longest, but nothing that was used since the run began: of data that do not fit, a
 shuffled epoch would otherwise delete each record just before it comes again. If all of it was used, no more is kept.
@@ -36,7 +37,7 @@ import xxhash
 
 from megaresume.data.s3_ranges import S3Ranges
 from megaresume.data.store_counts import store_counts
-from megaresume.files import leftover_name, write_all
+from megaresume.files import write_all
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, require
 
 log = logging.getLogger(__name__)
@@ -376,7 +377,8 @@ FREED = 0.1
 LOOK_AGAIN, WRITE_AGAIN = 600.0, 60.0
 
 _USED = struct.Struct("<qd")
-_CHECKSUM = 16
+#: bytes before those that are kept.
+CHECKSUM = 16
 
 
 @dataclass
@@ -406,28 +408,30 @@ class DiskCache:
         """Whether nothing was ever kept."""
         return not os.path.exists(f"{self.directory}/used")
 
-    def get(self, key: str, nbytes: int | None) -> memoryview | None:
-        """Get what was kept under this key, if it has so many bytes (None: however many)."""
-        data = self._get(key, nbytes)
+    def get(self, key: str, nbytes: int | None, at: int | None = None) -> memoryview | None:
+        """Get what was kept under this key and at this place, if it has so many bytes (None: however many)."""
+        data = self._get(key, nbytes, at)
         store_counts.add("misses" if data is None else "hits")
         return data
 
-    def _get(self, key: str, nbytes: int | None) -> memoryview | None:
-        digest = xxhash.xxh3_128_digest(key.encode())
+    def _get(self, key: str, nbytes: int | None, at: int | None) -> memoryview | None:
+        digest, start = xxhash.xxh3_128_digest(key.encode()), at or 0
         path = self._path(digest)
         try:
             # As few calls as there can be: at each of them a thread lets go of Python, and then waits for its turn.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 found = os.fstat(descriptor)
-                kept = os.read(descriptor, found.st_size) if stat.S_ISREG(found.st_mode) else b""
-                while len(kept) < found.st_size and (more := os.read(descriptor, found.st_size - len(kept))):
+                size = found.st_size if nbytes is None else CHECKSUM + nbytes
+                kept = os.pread(descriptor, size, start) if stat.S_ISREG(found.st_mode) else b""
+                while kept and len(kept) < size and (more := os.pread(descriptor, size - len(kept), start + len(kept))):
                     kept += more  # of more than 2 GiB
             finally:
                 os.close(descriptor)
-            data = memoryview(kept)[_CHECKSUM:]
-            if nbytes not in (None, len(data)) or kept[:_CHECKSUM] != _checksum(digest, data):
-                os.unlink(path)
+            data = memoryview(kept)[CHECKSUM:]
+            if kept[:CHECKSUM] != _checksum(digest, start, data):
+                if any(kept[:CHECKSUM]):
+                    self._wipe(path, start)
                 return None
             if found.st_mtime < self.began:
                 os.utime(path, times=(now := time.time(), now))
@@ -438,32 +442,52 @@ class DiskCache:
             self._failed(error)
             return None
 
-    def has(self, key: str) -> bool:
-        """Whether bytes are kept under this key; `get` says whether they are whole."""
-        return os.path.exists(self._path(xxhash.xxh3_128_digest(key.encode())))
+    @staticmethod
+    def _wipe(path: str, start: int) -> None:
+        """Have `has` say that nothing is there."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, bytes(CHECKSUM), start)
+        finally:
+            os.close(descriptor)
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Keep bytes under a key, if there is room."""
-        nbytes = _allocated(_CHECKSUM + len(data))
+    def has(self, key: str, at: int | None = None) -> bool:
+        """Whether bytes are kept under this key at this place; `get` says whether they are whole."""
+        try:
+            descriptor = os.open(
+                self._path(xxhash.xxh3_128_digest(key.encode())), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+            try:
+                return any(os.pread(descriptor, CHECKSUM, at or 0))
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return False
+
+    def put(self, key: str, data: bytes | memoryview, at: int | None = None) -> None:
+        """Keep bytes under a key, if there is room.
+
+        Args:
+            key: of a file.
+            data: the bytes.
+            at: byte of the file at which to put their checksum, and then them; None: they are all of it.
+        """
+        start = at or 0
+        nbytes = _allocated(start % BLOCK + CHECKSUM + len(data))
         if time.monotonic() < self._write_again or nbytes > self.limit:
             return
         digest = xxhash.xxh3_128_digest(key.encode())
-        path = self._path(digest)
-        directory, name = os.path.split(path)
-        temporary = os.path.join(directory, leftover_name(name))
         try:
             if not self._has_room(nbytes):
                 self._full_until = time.monotonic() + LOOK_AGAIN
                 return
-            descriptor = _made(temporary, os.O_WRONLY | os.O_EXCL)
+            descriptor = _made(self._path(digest), os.O_WRONLY | (os.O_TRUNC if at is None else 0))
             try:
-                write_all(descriptor, b"".join((_checksum(digest, data), data)))
+                os.lseek(descriptor, start, os.SEEK_SET)
+                write_all(descriptor, b"".join((_checksum(digest, start, data), data)))
             finally:
                 os.close(descriptor)
-            os.replace(temporary, path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
             self._failed(error)
 
     def _path(self, digest: bytes) -> str:
@@ -538,7 +562,7 @@ class DiskCache:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    yield _CacheEntry(found.st_mtime, _allocated(found.st_size), entry.path)
+                    yield _CacheEntry(found.st_mtime, 512 * found.st_blocks, entry.path)  # without holes
 
 
 @dataclass
@@ -569,7 +593,7 @@ def _made(path: str, flags: int) -> int:
         return os.open(path, flags, 0o666)
 
 
-def _checksum(digest: bytes, data: bytes | memoryview) -> bytes:
-    checksum = xxhash.xxh3_128(digest)
+def _checksum(digest: bytes, start: int, data: bytes | memoryview) -> bytes:
+    checksum = xxhash.xxh3_128(digest, seed=start)
     checksum.update(data)
     return checksum.digest()

@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
-from megaresume.data.remote import DiskCache, RemoteStore, is_url
+from megaresume.data.remote import CHECKSUM, DiskCache, RemoteStore, is_url
 from megaresume.files import open_file
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
@@ -27,9 +27,11 @@ MAX_RECORD_BYTES = (1 << 32) - 1
 SCAN_BLOCK = 8 << 20
 #: bytes of a region, which the cache keeps with its checksum in as many whole blocks: about what can be read in the
 #: time of a request.
-REGION = (64 << 10) - 16
+REGION = (64 << 10) - CHECKSUM
 #: a record of so many bytes is read with all of its region, if there is a cache: the others in it will be needed too.
 SMALL = REGION // 4
+#: bytes of a shard that the cache keeps in one file.
+TOGETHER = 16 * REGION
 #: bytes in which lines are counted, for an error.
 COUNTED = 1 << 20
 #: The errors that say that a path is no file: nothing is there, or something else.
@@ -179,7 +181,7 @@ class ShardFiles:
         """What to read for places of one file: all from the first to the last one, or to the ends of their regions."""
         start, stop = min(place.offset for place in places), max(place.stop for place in places)
         # Of a file that was not checked yet it is likely that it will be kept.
-        keeps = places[0].path not in self._checked or self._key(places[0]) is not None
+        keeps = places[0].path not in self._checked or self._keeps(places[0])
         kept = self.cache is not None and self.cache.has_room and is_url(places[0].path) and keeps
         if kept and any(map(is_small, places)):
             start, stop = start // REGION * REGION, min(-(-stop // REGION) * REGION, places[0].size)
@@ -199,7 +201,7 @@ class ShardFiles:
 
     def kept(self, places: Sequence[Place]) -> dict[Place, bytes]:
         """Get places of one shard, which was checked, from the cache: each region is read once for all of them."""
-        if self.cache is None or self._key(places[0]) is None:
+        if self.cache is None or not self._keeps(places[0]):
             return {}
         found: dict[Place, bytes] = {}
         regions: dict[int, memoryview | None] = {}
@@ -209,7 +211,9 @@ class ShardFiles:
                 for number in range(first, last + 1):
                     if number not in regions:
                         region = _region(number, place)
-                        regions[number] = self.cache.get(self._region_key(region), region.nbytes)
+                        regions[number] = self.cache.get(
+                            self._key(region, "regions"), region.nbytes, _slot(region, REGION)
+                        )
                 data: bytes | memoryview | None = regions[first]
                 if last > first:
                     parts = [part for number in range(first, last + 1) if (part := regions[number]) is not None]
@@ -218,7 +222,7 @@ class ShardFiles:
                     at = place.offset - first * REGION
                     found[place] = bytes(data[at : at + place.nbytes])
             else:
-                kept = self.cache.get(cast(str, self._key(place)), None if place.whole else place.nbytes)
+                kept = self.cache.get(self._key(place), None if place.whole else place.nbytes, _slot(place, SMALL))
                 if kept is not None:
                     found[place] = bytes(kept)
         return found
@@ -231,17 +235,18 @@ class ShardFiles:
             span: where they lie.
             again: also what it has.
         """
-        if self.cache is None or self._key(places[0]) is None:
+        if self.cache is None or not self._keeps(places[0]):
             return
         for place in places:
             if not is_small(place):
-                self.cache.put(cast(str, self._key(place)), span.view(place))
+                self.cache.put(self._key(place), span.view(place), _slot(place, SMALL))
         if any(map(is_small, places)):
             for number in range(span.start // REGION, -(-span.stop // REGION)):
                 region = _region(number, places[0])
                 whole = span.start <= region.offset and region.stop <= span.stop
-                if whole and (again or not self.cache.has(self._region_key(region))):
-                    self.cache.put(self._region_key(region), span.view(region))
+                key, at = self._key(region, "regions"), _slot(region, REGION)
+                if whole and (again or not self.cache.has(key, at)):
+                    self.cache.put(key, span.view(region), at)
 
     def read_whole(self, path: str) -> bytes:
         """A whole file.
@@ -306,17 +311,16 @@ class ShardFiles:
         """The shard as a file to be read from front to back."""
         return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
 
-    def _key(self, place: Place) -> str | None:
-        if not is_url(place.path):
-            return None
+    def _keeps(self, place: Place) -> bool:
+        """Whether the cache may have it. What was written again is another file; without a stamp nobody could tell."""
+        stamp = self._checked.get(place.path, "").partition(":")[2]
+        return self.cache is not None and is_url(place.path) and (place.whole or bool(stamp))
+
+    def _key(self, place: Place, what: str = "records") -> str:
+        """Names the cache's file of a place."""
         if place.whole:  # each reader compares it with the index, which spares a request
             return f"{place.path} whole"
-        # What was written again is another file. Without a stamp nobody could tell.
-        size, _, stamp = self._checked.get(place.path, "").partition(":")
-        return f"{place.path} {size} {stamp} {place.offset}" if stamp else None
-
-    def _region_key(self, region: Place) -> str:
-        return f"{self._key(region)} region"
+        return f"{place.path} {self._checked[place.path]} {what} {place.offset // TOGETHER}"
 
     def _store(self, path: str) -> RemoteStore:
         protocol = path.partition("://")[0]
@@ -384,6 +388,15 @@ class Span(NamedTuple):
 def is_small(place: Place) -> bool:
     """Whether the cache keeps the regions around it: of tiny records it would have more files than data."""
     return not place.whole and place.nbytes <= SMALL
+
+
+def _slot(place: Place, apart: int) -> int | None:
+    """Where the cache's file keeps a place, of which no two begin within ``apart`` bytes; None: it is all of the file.
+
+    A checksum stands before each.
+    """
+    within = place.offset % TOGETHER
+    return None if place.whole else within + CHECKSUM * (within // apart)
 
 
 def _region(number: int, shard: Place) -> Place:
