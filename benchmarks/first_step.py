@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 MEGATRON = ROOT / "tests" / "hosts" / "megatron" / "mini"
 #: runs a module, or a script's file, and ends at once: what ending costs belongs to no first step.
 AND_LEAVE = """
-import os, runpy, sys
+import multiprocessing, os, runpy, sys
 del sys.argv[0]
 try:
     if sys.argv[0].endswith(".py"):
@@ -41,6 +41,8 @@ except SystemExit as end:
     if end.code:
         raise
 sys.stdout.flush()
+for child in multiprocessing.active_children():  # of Megatron's saves: it would stay for ever
+    child.kill()
 os._exit(0)
 """
 MOST_SECONDS = 0.3
