@@ -316,7 +316,12 @@ class Workers:
         if not self.torch.persistent_workers:
             self.inbox = Inbox(pin_memory=self._copies_to_pinned)
         self.inbox.begin()
+        kept = self.torch._iterator
         taken, batches = 0, iter(self.torch)
+        if self.torch.persistent_workers and batches is not kept:
+            # Until this loader is gone: the collector would take them apart before torch has told the workers to end,
+            # and torch would wait 5 s for each of them.
+            weakref.finalize(self, _nothing, batches._index_queues)  # type: ignore[attr-defined]
         while True:
             try:
                 batch = next(batches)
@@ -353,6 +358,10 @@ class Workers:
         loader = copy.copy(self.torch)
         loader._iterator = loader.worker_init_fn = None
         return self.__dict__ | {"torch": loader, "inbox": Inbox(pin_memory=self._copies_to_pinned)}
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 class _Requests:

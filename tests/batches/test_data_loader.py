@@ -6,7 +6,10 @@ What the ranks are handed is written down by this file's own loops, and put toge
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import json
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -532,6 +535,24 @@ def test_a_copy_has_workers_of_its_own(copied: Callable[[Any], Any]) -> None:
     second = copied(first)
     assert [numbers(batch) for batch in second] == expected[3:]
     assert [numbers(batch) for batch in batches] == expected[3:]
+
+
+def note_the_end(directory: Path, worker: int) -> None:
+    """Have this worker write a file if it ends as it was told to: one that is killed does not come to that."""
+    multiprocessing.util.Finalize(None, (directory / str(worker)).touch, exitpriority=0)
+
+
+@pytest.mark.process
+def test_workers_that_are_kept_hear_that_they_are_to_end(tmp_path: Path) -> None:
+    """Also when the collector finds their loader: it takes the queues by which they hear it apart first."""
+    loader = megaresume.DataLoader(
+        Numbers(), 4, num_workers=2, persistent_workers=True, worker_init_fn=functools.partial(note_the_end, tmp_path)
+    )
+    next(iter(loader))
+    loader.itself = loader  # type: ignore[attr-defined]  as a trainer does that has the loader, and that it has
+    del loader
+    gc.collect()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 class Mortal(Numbers):
