@@ -2,7 +2,7 @@
 
 store.py            the requests
 http_session.py     how they are sent; buffer.py: the memory of a part
-workers.py          in threads
+threads.py          in threads
 receipts.py         it has what was sent
 lease.py            the one writer, and its commits
 mirror.py           what a store holds, as a directory; scratch.py: a temporary one

@@ -125,7 +125,7 @@ def test_lines_are_read_ahead_by_the_plan_with_few_requests(store, tmp_path, mon
 
 def test_what_was_kept_while_a_file_was_another_one_is_read_again(tmp_path, monkeypatch):
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(shard_files, "SMALL", 0)  # or the first read would bring all of them
+    monkeypatch.setattr(shard_files, "SMALL", 1)  # or the first read would bring all of them
     path = write(tmp_path, "a.jsonl", texts(0, 150))
     with serve(tmp_path) as far:
         prepared(tmp_path, f"{far.url}/a.jsonl")
