@@ -174,15 +174,18 @@ def hurried(cluster: Cluster) -> Iterator[None]:
     over = threading.Event()
 
     def hurry() -> None:
-        seen: dict[str, float] = {}
+        # By how often it was queued again, too: a short attempt fits between two looks.
+        seen: dict[tuple[str, str], float] = {}
         while not over.wait(0.5):
-            waiting = cluster.slurm("squeue", "-h", "-r", "-t", "PENDING", "-o", "%i %r", check=False).splitlines()
-            reasons = dict(line.split(maxsplit=1) for line in waiting)
+            columns = "JobArrayID:40,RestartCnt:20,Reason:40"
+            waiting = cluster.slurm("squeue", "-h", "-r", "-t", "PENDING", "-O", columns, check=False).splitlines()
             now = time.monotonic()
-            seen = {job: seen.get(job, now) for job in reasons}
-            for job, reason in reasons.items():
-                if reason == "BeginTime" and now > seen[job] + 2.5:
-                    cluster.slurm("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+            rows = (line.split(maxsplit=2) for line in waiting)
+            reasons = {(job, restarts): reason.strip() for job, restarts, reason in rows}
+            seen = {attempt: seen.get(attempt, now) for attempt in reasons}
+            for attempt, reason in reasons.items():
+                if reason == "BeginTime" and now > seen[attempt] + 2.5:
+                    cluster.slurm("scontrol", "update", f"jobid={attempt[0]}", "StartTime=now", check=False)
 
     thread = threading.Thread(target=hurry, daemon=True)
     thread.start()
