@@ -162,7 +162,7 @@ class Inspection(Answer):
 
 
 def _checkpoint(examined: Examined) -> dict[str, Any]:
-    step, manifest = examined.record, examined.manifest
+    record, manifest = examined.record, examined.manifest
     return {
         "tag": examined.candidate.tag,
         "iteration": examined.candidate.iteration,
@@ -171,10 +171,10 @@ def _checkpoint(examined: Examined) -> dict[str, Any]:
         "reasons": examined.reasons,
         "files": None if manifest is None else len(manifest.files),
         "bytes": None if manifest is None else manifest.size,
-        "samples": None if step is None else step.state.samples,
-        "digest": None if step is None else step.state.digest,
-        "saved_at": None if step is None else step.saved_at,
-        "topology": None if step is None else step.topology,
+        "samples": None if record is None else record.state.samples,
+        "digest": None if record is None else record.state.digest,
+        "saved_at": None if record is None else record.saved_at,
+        "topology": None if record is None else record.topology,
         "random": _random(manifest),
     }
 
@@ -379,15 +379,15 @@ def _checkpoint_block(found: Inspection) -> str:
     rows = [["", "tag", "status", "files", "size", "samples", "digest", "saved", "layout"]]
     reasons: dict[int, tuple[str, ...]] = {}
     for examined in found.examined:
-        step, manifest = examined.record, examined.manifest
+        record, manifest = examined.record, examined.manifest
         chosen = found.run.choice is not None and found.run.choice.tag == examined.candidate.tag
         status, files, state = examined.status, ["-"] * 2, ["-"] * 4
         if status != "complete":
             reasons[len(rows)] = examined.reasons
         if manifest is not None:
             files = [f"{len(manifest.files):,}", spell_bytes(manifest.size)]
-        if step is not None:
-            state = [f"{step.state.samples:,}", step.state.digest, _time(step.saved_at), str(step.topology)]
+        if record is not None:
+            state = [f"{record.state.samples:,}", record.state.digest, _time(record.saved_at), str(record.topology)]
         lasts = "" if status != "complete" or manifest is None or manifest.durable else ", not durable"
         rows.append([">" if chosen else "", examined.candidate.tag, status + lasts, *files, *state])
     lines = []

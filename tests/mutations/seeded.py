@@ -101,7 +101,7 @@ CHECKPOINT = (
     ),
     Mutation(
         "forget the state of a step saved again",
-        "    notes = keep_superseded(root, step)\n",
+        "    notes = keep_superseded(root, record)\n",
         "    notes: tuple[str, ...] = ()\n",
         COMMIT,
     ),
@@ -180,8 +180,8 @@ CHECKPOINT = (
     ),
     Mutation(
         "let a rank load what it does not see",
-        "        if seen is None:\n            return step\n",
-        "        if True:\n            return step\n",
+        "        if seen is None:\n            return record\n",
+        "        if True:\n            return record\n",
         CONFIRM,
     ),
     Mutation(

@@ -48,18 +48,18 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
         CheckpointError: the disk refuses.
         SetupError: the store does not answer, or refuses.
     """
-    step, manifest = choice.record, choice.manifest
-    assert step is not None and manifest is not None
-    iteration, tag = step.iteration, step.tag
-    aside = records_dir(local) / "fetched" / step.save_id
+    record, manifest = choice.record, choice.manifest
+    assert record is not None and manifest is not None
+    iteration, tag = record.iteration, record.tag
+    aside = records_dir(local) / "fetched" / record.save_id
     files, records = aside / "files", aside / "records"
     make_dir(files)
     make_dir(records)
     _reuse(local, choice, files)
     place.store.download_all(
         [
-            *((file_name(tag, step.save_id, e.path), files / e.path, e) for e in manifest.files),
-            *((record_name(step.save_id, e.path), records / e.path, e) for e in manifest.beside),
+            *((file_name(tag, record.save_id, e.path), files / e.path, e) for e in manifest.files),
+            *((record_name(record.save_id, e.path), records / e.path, e) for e in manifest.beside),
         ],
         beat,
     )
@@ -70,7 +70,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
     latest, tracker = named[0].tag == tag, named[1].iteration == iteration
     if named[1].iteration is not None and not (local / TRACKER).exists():
         tracker = True  # without one Megatron loads nothing
-    write_marker(marker_path(local, iteration, tag), Marker.of(step, latest=latest, tracker=tracker))
+    write_marker(marker_path(local, iteration, tag), Marker.of(record, latest=latest, tracker=tracker))
     try:
         os.rename(files, local / tag)
         for directory in rank_dirs(local, iteration, tag):
@@ -81,7 +81,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
         raise write_error(local / tag, error) from error
     if data_path(place.root).is_file() and not data_path(local).exists():
         write_atomic(data_path(local), data_path(place.root).read_bytes())
-    write_step_file(step_path(local, iteration, tag), step)
+    write_step_file(step_path(local, iteration, tag), record)
     whole = replace(manifest, durable=True, boots=())
     write_manifest(local, whole)
     if latest:
@@ -95,16 +95,16 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
 
 def _reuse(local: Path, choice: Choice, files: Path) -> None:
     """Let what is here of this very save, of a node whose part it is, be compared in place of being downloaded."""
-    step, manifest = choice.record, choice.manifest
-    assert step is not None and manifest is not None
+    record, manifest = choice.record, choice.manifest
+    assert record is not None and manifest is not None
     try:
-        here = read_step_file(step_path(local, step.iteration, step.tag)).save_id
+        here = read_step_file(step_path(local, record.iteration, record.tag)).save_id
     except StateError:
         return
-    for entry in manifest.files if here == step.save_id else ():
+    for entry in manifest.files if here == record.save_id else ():
         target = files / entry.path
         make_dir(target.parent)
         with contextlib.suppress(OSError):
-            os.link(local / step.tag / entry.path, target)
+            os.link(local / record.tag / entry.path, target)
             with open(target, "rb") as file:
                 fsync_file(file.fileno())  # it may be a save that is not durable yet

@@ -115,16 +115,16 @@ class Parts:
             return ""
         place = self.copies.place
         assert isinstance(place, StorePlace)
-        step, path = found.record, manifest_path(place.root, found.record.iteration, found.tag)
+        record, path = found.record, manifest_path(place.root, found.record.iteration, found.tag)
         if not is_rank_0():  # which alone writes, and knows
             place.mirror.refresh()
-        if not path.is_file() or (manifest := read_manifest(path)).save_id != step.save_id:
+        if not path.is_file() or (manifest := read_manifest(path)).save_id != record.save_id:
             return f"{place.name} does not hold it as a whole"
         some = tuple(entry for entry in manifest.files if files is None or entry.path in files)
         if len(some) < len(manifest.files):
             manifest = replace(manifest, files=some, part=self.nodes.part)
-        if run_of(self.local) not in (None, step.run):
-            raise different_runs_error(self.local, run_of(self.local), place.name, step.run)
+        if run_of(self.local) not in (None, record.run):
+            raise different_runs_error(self.local, run_of(self.local), place.name, record.run)
         try:
             fetch(place, self.local, replace(found, load_dir=place.root, manifest=manifest), beat)
         except NotAsSavedError as error:

@@ -354,21 +354,21 @@ def stage(
     if found is None or found.record is None or found.manifest is None or not found.is_settled:
         log.warning("megaresume: %s is not copied: %s", tag, "it is gone" if found is None else found.reason)
         return None
-    step, manifest = found.record, found.manifest
+    record, manifest = found.record, found.manifest
     if is_copied(local, place.root, iteration, tag):
         place.share_ledger(local)
-        return step
+        return record
     place.check_owned()
-    _check_run(place, step)
-    if (why := place.refusal(step)) is not None:
+    _check_run(place, record)
+    if (why := place.refusal(record)) is not None:
         log.warning("megaresume: %s is not copied: %s", tag, why)
         return None
     began = time.monotonic()
     place.share_ledger(local)
-    latest, tracker = _moves(local, place.root, step, goal)
-    place.announce(step, Marker.of(step, latest=latest, tracker=tracker))
-    copy = place.put_files(local, step, manifest, gives_way)
-    if not _is_still(local, step):
+    latest, tracker = _moves(local, place.root, record, goal)
+    place.announce(record, Marker.of(record, latest=latest, tracker=tracker))
+    copy = place.put_files(local, record, manifest, gives_way)
+    if not _is_still(local, record):
         log.warning("megaresume: %s was saved again while it was copied", tag)
         return None
     if not is_wanted():
@@ -376,11 +376,11 @@ def stage(
         return None
     if data_path(local).is_file():
         place.put_data(data_path(local).read_bytes())
-    place.commit(step, replace(copy, durable=True, boots=()), latest=latest, tracker=tracker)
+    place.commit(record, replace(copy, durable=True, boots=()), latest=latest, tracker=tracker)
     place.share_ledger(local)
-    place.conclude(step)
+    place.conclude(record)
     log.info("megaresume: %s is copied to %s, %.0f s", tag, place.name, time.monotonic() - began)
-    return step
+    return record
 
 
 def _check_run(place: Place, record: StepFile) -> None:

@@ -216,9 +216,9 @@ def confirm_choice(
     root = Path(os.path.abspath(load_dir))
     deadline = time.monotonic() + timeout_seconds
     while True:
-        seen, step = _look(root, choice)
+        seen, record = _look(root, choice)
         if seen is None:
-            return step
+            return record
         if time.monotonic() >= deadline:
             raise CheckpointError(
                 f"this rank sees {seen}",

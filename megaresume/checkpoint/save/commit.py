@@ -176,7 +176,7 @@ def commit_save(
         CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
             the same step has begun since, the root has another owner by now, or the disk refuses.
     """
-    root, step = pending.save_dir, pending.record
+    root, record = pending.save_dir, pending.record
     check_owned(root)
     _check_not_overtaken(pending)
     if part is not None and expected_files is None:
@@ -184,12 +184,12 @@ def commit_save(
     files = _with_checksums(pending.tag_dir, _collect(pending.tag_dir, expected_files), sum_bytes)
     others = tuple(beside)
     _check_beside(root, others)
-    notes = keep_superseded(root, step)
+    notes = keep_superseded(root, record)
     manifest = Manifest(
-        iteration=step.iteration,
-        tag=step.tag,
-        save_id=step.save_id,
-        digest=step.state.digest,
+        iteration=record.iteration,
+        tag=record.tag,
+        save_id=record.save_id,
+        digest=record.state.digest,
         files=files,
         beside=others,
         durable=False,
@@ -197,13 +197,13 @@ def commit_save(
         part=part,
     )
     # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
-    write_step_file(step_path(root, step.iteration, step.tag), step)
+    write_step_file(step_path(root, record.iteration, record.tag), record)
     write_manifest(root, manifest)
     seconds = time.time() - pending.began
     if origin is not None:
         write_data_config(root, origin)
-    publish(root, step, manifest, pending.marker, seconds=seconds, notes=notes)
-    return Commit(record=step, manifest=manifest, notes=notes)
+    publish(root, record, manifest, pending.marker, seconds=seconds, notes=notes)
+    return Commit(record=record, manifest=manifest, notes=notes)
 
 
 def join_save(pending: PendingCheckpoint) -> None:
@@ -215,10 +215,10 @@ def join_save(pending: PendingCheckpoint) -> None:
     Raises:
         CheckpointError: it cannot be written, or has another owner by now.
     """
-    root, step = pending.save_dir, pending.record
+    root, record = pending.save_dir, pending.record
     check_owned(root)
     make_dir(records_dir(root))
-    write_marker(marker_path(root, step.iteration, step.tag), pending.marker)
+    write_marker(marker_path(root, record.iteration, record.tag), pending.marker)
     make_dir(pending.tag_dir)
 
 

@@ -147,12 +147,12 @@ def conversion(choice: Choice, record: StepFile | None, now: Partitions, *, elas
 
 def _settle(choice: Choice, now: Partitions, elastic: bool, beat: Callable[[], None]) -> str | None:
     """On rank 0."""
-    step = choice.record
-    if step is None or not now.differ_from(step.topology):
+    record = choice.record
+    if record is None or not now.differ_from(record.topology):
         return None
     elastic = elastic and Replay.asked() is None  # which changes nothing of the run
     there = check_zero(choice, now, elastic=elastic, checksums=True) or convert(
-        choice.tag_dir, save_id=step.save_id, made_by="job", report=Reporter(say=_say, beat=beat)
+        choice.tag_dir, save_id=record.save_id, made_by="job", report=Reporter(say=_say, beat=beat)
     )
     return there.path.name
 

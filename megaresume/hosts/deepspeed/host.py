@@ -170,8 +170,8 @@ class EngineHost:
 
     def needed_files(self, choice: Choice) -> Collection[str] | None:
         """See `ReadsSome`: of other ranks' ZeRO state nothing, if as many ranks load it as have saved it."""
-        step, manifest = choice.record, choice.manifest
-        if step is None or manifest is None or not facts.loads_own_zero_files(self.engine, step.topology):
+        record, manifest = choice.record, choice.manifest
+        if record is None or manifest is None or not facts.loads_own_zero_files(self.engine, record.topology):
             return None
         own = set(self.expected_files(choice.load_dir, choice.tag))
         names = [entry.path for entry in manifest.files]
