@@ -421,29 +421,25 @@ def check_same_data(feed: Feed | None) -> None:
 
 
 def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_parallel: int) -> None:
-    """Refuse a model whose gradients are averaged over processes that train the same samples. Collective.
+    """Refuse a model whose gradients are averaged over processes that train the same samples.
 
     Args:
         modules: on this rank, wrapped.
         dp_size: of its loader.
         context_parallel: processes that train the same samples together, and whose gradients are averaged all the same.
 
-    Raises, on every rank:
+    Raises:
         UsageError: DDP or FSDP averages over more processes than the loaders deal samples out to; or FSDP1.
     """
-
-    def check() -> None:
-        averaged = max((_averaged(part) for module in modules for part in module.modules()), default=1)
-        if averaged > dp_size * context_parallel:
-            raise UsageError(
-                "every sample would be trained by several processes",
-                found=f"DDP or FSDP over {averaged} processes, and a loader with dp_size={dp_size}",
-                expected=f"dp_size={averaged // context_parallel}",
-                cause="dp_rank and dp_size are those of a node, or were written down for one process",
-                action=f"{_LEAVE_OUT}; if processes train the same samples together: attach(..., context_parallel=...)",
-            )
-
-    on_all_ranks(check)
+    averaged = max((_averaged(part) for module in modules for part in module.modules()), default=1)
+    if averaged > dp_size * context_parallel:
+        raise UsageError(
+            "every sample would be trained by several processes",
+            found=f"DDP or FSDP over {averaged} processes, and a loader with dp_size={dp_size}",
+            expected=f"dp_size={averaged // context_parallel}",
+            cause="dp_rank and dp_size are those of a node, or were written down for one process",
+            action=f"{_LEAVE_OUT}; if processes train the same samples together: attach(..., context_parallel=...)",
+        )
 
 
 def _averaged(module: torch.nn.Module) -> int:

@@ -25,7 +25,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Reading, Resume, Save
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, on_all_ranks
+from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
@@ -33,7 +33,7 @@ from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.trainer import TrainerHost, check_checkpoints, write_all
+from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,19 +45,40 @@ class LoopHost(TrainerHost):
 
     Args:
         trainer: what the loop saves, by name.
-        writer: how.
+        data, writer, context_parallel: see `attach`.
     """
 
     package = "torch"
+    objects: files.Objects
     background: Background
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
     begin_anew = "read its weights with torch.distributed.checkpoint or torch.load, and save to another directory"
 
-    def __init__(self, trainer: Mapping[str, Any], writer: files.Writer) -> None:
+    def __init__(
+        self,
+        trainer: Mapping[str, Any],
+        data: DataLoader | StreamLoader,
+        writer: files.Writer,
+        context_parallel: int,
+    ) -> None:
         super().__init__(trainer)
-        self.objects, self.writer = files.Objects(trainer), writer
+        self.data, self.writer, self.context_parallel = data, writer, context_parallel
         self.background = Background(lambda save: self.session.commit(save))
+
+    def check(self) -> None:
+        """See `TrainerHost`."""
+        if self.writer not in get_args(files.Writer):
+            raise UsageError.unknown(
+                "writer", self.writer, get_args(files.Writer), action="leave writer out for the usual one"
+            )
+        self.objects = files.Objects(self.trainer)
+
+    def feed(self) -> Feed:
+        """See `TrainerHost`."""
+        feed = feed_of(self.data)
+        check_averaged(self.objects.modules.values(), self.data.dp_size, self.context_parallel)
+        return feed
 
     @property
     def device(self) -> Any:
@@ -86,6 +107,9 @@ class LoopHost(TrainerHost):
         """See `TrainerHost`."""
         self._group, self.meeting = files.own_group(), meeting_group()
         self.watch((optimizer for optimizer, _ in self.objects.optimizers.values()), once=True)
+
+    def put_hooks(self) -> None:
+        """Hook nothing: the loop calls what `Loop` has, and a mapping has no attribute to note that it is attached."""
 
     def save_now(self) -> None:
         """Save the step that was made last. Collective."""
@@ -211,16 +235,6 @@ def attach(
         CheckpointError: another job writes to the directory.
         SetupError: directories or clocks differ between nodes.
     """
-    on_all_ranks(lambda: _check(checkpoints, writer))
-    feed: Feed = on_all_ranks(lambda: feed_of(data))
-    host = on_all_ranks(lambda: LoopHost(objects, writer))
-    check_averaged(host.objects.modules.values(), data.dp_size, context_parallel)
-    host.begin()
-    host.open(feed, checkpoints, stop)
+    host = LoopHost(objects, data, writer, context_parallel)
+    host.attach(checkpoints, stop)
     return Loop(host)
-
-
-def _check(checkpoints: Checkpoints, writer: str) -> None:
-    check_checkpoints(checkpoints)
-    if writer not in get_args(files.Writer):
-        raise UsageError.unknown("writer", writer, get_args(files.Writer), action="leave writer out for the usual one")
