@@ -30,7 +30,7 @@ from megaresume.batches.agreement import Agreement
 from megaresume.batches.item_batches import Asked, Collated, ItemBatches, warn_of_generators
 from megaresume.batches.item_places import ItemEpochs, Places
 from megaresume.batches.items import flatten, reader, token_count
-from megaresume.batches.rank_loader import RankLoader, available, data_parallel
+from megaresume.batches.rank_loader import RankLoader, data_parallel
 from megaresume.batches.workers import Workers
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import OnChange, StreamConfig, resolved
@@ -171,6 +171,8 @@ class DataLoader(RankLoader):
         self.stream.schedule = schedule
         if asked := SkipConfig.from_dict(skip, list(named), "skip="):
             self.stream.skip(asked)
+        #: the number of samples in one step, of all ranks and micro-batches together.
+        self.step_samples = step
         self._position = 0
         #: whether a trainer says when the run ends, and not the loop over this.
         self.ends_elsewhere = False
@@ -300,11 +302,6 @@ class DataLoader(RankLoader):
         )
 
     @property
-    def step_samples(self) -> int:
-        """The number of samples in one step, of all ranks and micro-batches together."""
-        return self.schedule.size_at(0)
-
-    @property
     def samples(self) -> int:
         """The number of samples handed out since the start of the run, of all ranks together."""
         return self._position
@@ -402,7 +399,7 @@ class DataLoader(RankLoader):
         wanted = self.step_samples if self.drop_last else self.dp_size
         if self.stop is not None and sample + wanted > self.stop:
             return False
-        return available(self.stream, sample, wanted) == wanted
+        return self.stream.reaches(sample + wanted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state_dict` gave, on any number of ranks, workers, and items a batch.

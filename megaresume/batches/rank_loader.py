@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megaresume.batches.workers import in_thread
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
 from megaresume.stream.dealing import dealt_order, in_even_parts, in_parts, part_of
-from megaresume.stream.errors import StateError, StreamExhausted, UsageError
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -126,10 +126,9 @@ def available(stream: Stream, first: int, wanted: int) -> int:
     low, high = 0, wanted + 1  # there are low; there are not high
     while high - low > 1:
         middle = wanted if high > wanted else (low + high) // 2
-        try:
-            stream.check_reaches(first + middle)
+        if stream.reaches(first + middle):
             low = middle
-        except StreamExhausted:
+        else:
             high = middle
     return low
 

@@ -32,7 +32,7 @@ import ctypes
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -124,16 +124,16 @@ def _memory(thing: object, kind: Any) -> Any:
 
 
 @functools.cache
-def _of_process() -> Mapping[str, _Remembered]:
+def _of_process() -> tuple[_Remembered, _Remembered]:
     """The global generators of Python and numpy."""
     python, numpy = random.Random(0), np.random.RandomState(0)
     # A second value of a normal distribution is kept beside the bits, which stay when it is drawn.
     draws_of_python = python.random, *[lambda: python.gauss(0, 1)] * 3
     draws_of_numpy = numpy.random_sample, *[numpy.standard_normal] * 3
-    return {
-        "python": _remembered(random.getstate, content_of_python, python, draws_of_python),
-        "numpy": _remembered(np.random.get_state, content_of_numpy, numpy, draws_of_numpy, legacy=False),
-    }
+    return (
+        _remembered(random.getstate, content_of_python, python, draws_of_python),
+        _remembered(np.random.get_state, content_of_numpy, numpy, draws_of_numpy, legacy=False),
+    )
 
 
 def _remembered(
@@ -150,8 +150,10 @@ def take(device: torch.device) -> Snapshot:
     Args:
         device: that the engine uses.
     """
+    python, numpy = _of_process()
     snapshot: Snapshot = {
-        **{name: generator.take() for name, generator in _of_process().items()},
+        "python": python.take(),
+        "numpy": numpy.take(),
         "torch": torch.default_generator.get_state(),
     }
     if (accelerator := _accelerator(device)) is not None:
@@ -290,6 +292,12 @@ def _restored(value: Any) -> Any:
     return {name: _restored(item) for name, item in value.items()}
 
 
+def _drawn(before: Snapshot, after: Snapshot) -> list[str]:
+    """The generators that were drawn from in between."""
+    old, new = to_plain(before), to_plain(after)
+    return [name for name in new if old.get(name) != new[name]]
+
+
 FORMAT, VERSION = "megaresume.random", 1
 _LAYOUT = ("world_size", "dp", "tp", "pp", "cp")
 
@@ -317,8 +325,10 @@ class RandomState:
         self._due: tuple[int, Snapshot] | None = None
         #: in the last checkpoint, until the next step begins.
         self._saved: Snapshot | None = None
-        #: when the first batch of the step that began was handed out.
+        #: when the first batch of the step that began was handed out; None: as when it began.
         self._first_out: Snapshot | None = None
+        #: whether reading a batch draws, as far as the first one has shown; None: none was handed out.
+        self._reading_draws: bool | None = None
         #: steps of this session that began; and of the others, when this one was saved or loaded.
         self._own_begun, self._others_then = 0, 0
         self._warned = False
@@ -346,7 +356,11 @@ class RandomState:
 
     def first_is_out(self) -> None:
         """The first batch of the step that began is handed out."""
+        if self._reading_draws is False or self._begun is None:
+            return
         self._first_out = take(self._device)
+        if self._reading_draws is None:
+            self._reading_draws = bool(_drawn(self._begun[1], self._first_out))
 
     def step_begins_again(self) -> None:
         """The batches of the step that began are taken back: whoever looked at them may have drawn."""
@@ -355,8 +369,7 @@ class RandomState:
 
     def _compare(self, saved: Snapshot, now: Snapshot, between: str) -> None:
         """Say it where generators were drawn from in between: a resume would not do so."""
-        before, after = to_plain(saved), to_plain(now)
-        drawn = [name for name in after if before.get(name) != after[name]]
+        drawn = _drawn(saved, now)
         if drawn and not self._warned and is_rank_0():
             self._warned = True
             print(
@@ -374,8 +387,9 @@ class RandomState:
         """
         for known in (self._begun, self._due):
             if known is not None and known[0] == self._iteration():
-                if is_untouched and known is self._begun and self._first_out is not None:
-                    self._compare(self._first_out, take(self._device), "next(data) and save_checkpoint")
+                if is_untouched and known is self._begun and self._reading_draws is not None:
+                    before = known[1] if self._first_out is None else self._first_out
+                    self._compare(before, take(self._device), "next(data) and save_checkpoint")
                 return known[1]
         self._saved, self._others_then = take(self._device), self._others_begun
         return self._saved

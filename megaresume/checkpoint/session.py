@@ -395,7 +395,8 @@ class Session:
         Raises, on every rank:
             Stopped: the run was asked to stop, and has saved; or a replay has made its last step.
         """
-        self._end_replay()
+        if self.replay is not None:
+            self._end_replay()
         if self.stopper is not None and (reason := self.stopper.agreed()) is not None:
             self._stop(self.stopper, reason)
         if not self._begun:

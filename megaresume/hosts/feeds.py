@@ -274,7 +274,7 @@ class StreamFeed(Feed):
     def has(self, sample: int) -> bool:
         """See `Feed`."""
         needed = self.size_at(sample) if self.whole_steps else self.loader.dp_size
-        return available(self.stream, sample, needed) == needed
+        return self.stream.reaches(sample + needed)
 
     def after(self, batch: Any, sample: int) -> int:
         """See `Feed`."""

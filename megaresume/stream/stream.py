@@ -19,7 +19,7 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, extended, reconcile
 from megaresume.stream.config import OnChange, StreamConfig, resolved
 from megaresume.stream.cursor import Blocks
-from megaresume.stream.errors import ConfigError, MegaresumeError, StateError
+from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.left_out import NO_FAULTS, NO_SKIPS, FaultRecord, Skips, check_documents, decide, no_schedule
 from megaresume.stream.planner import Plan
@@ -319,6 +319,14 @@ class Stream:
             if stop > self._blocks.front:
                 self._blocks.reach(stop - 1)
             self._reaches = self._blocks.front
+
+    def reaches(self, stop: int) -> bool:
+        """Whether the stream has all samples before ``stop``."""
+        try:
+            self.check_reaches(stop)
+        except StreamExhausted:
+            return False
+        return True
 
     def digest_at(self, sample: int) -> str:
         """Rolling digest of all samples before ``sample``: 16 hex digits."""

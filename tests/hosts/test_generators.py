@@ -229,6 +229,27 @@ def test_draws_between_a_save_and_the_next_step_are_said_once(
     assert out.count("random numbers were drawn between save_checkpoint and the next step (python)") == 1
 
 
+@pytest.mark.parametrize("reading", [False, True], ids=["quiet", "drawing"])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_draws_between_a_batch_and_a_save_are_said_and_those_of_reading_it_are_not(
+    capsys: pytest.CaptureFixture[str], reading: bool, evaluates: bool
+) -> None:
+    state = state_at(0)
+    for step in (0, 1, 2):
+        state._iteration = lambda step=step: step
+        assert state.step_begins()
+        if reading:
+            random.random()
+        state.first_is_out()
+        if step == 2 and evaluates:
+            torch.rand(1)
+        state.at_save(is_untouched=True)
+        torch.rand(1)  # training
+    out = capsys.readouterr().out
+    assert out.count("random numbers were drawn between next(data) and save_checkpoint (torch)") == evaluates
+    assert out.count("warning") == evaluates
+
+
 @pytest.mark.parametrize(
     ("before", "reason"),
     [

@@ -292,8 +292,9 @@ class EngineData(Batches):
         def check() -> None:
             self._check_clock()
             if facts.ends_step(self.engine):
-                self._count.check_step(self._witness.untrained(self._out))
-                if twice := self._witness.trained_twice(self._out):
+                out = self._out
+                self._count.check_step(self._witness.untrained(out))
+                if twice := self._witness.trained_twice(out):
                     raise _trained_twice(twice)
             else:
                 self._count.use()
