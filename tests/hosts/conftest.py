@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megaresume.cluster.local import Launcher, LocalJob
+from megaresume.hosts.driver import copied, items, trained
 from tests.corpora import progressions
 
 HERE = Path(__file__).parent
@@ -34,6 +35,18 @@ def data_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sources:\n  web: {path: web, weight: 0.6}\n  code: {path: code, weight: 0.4}\n"
     )
     return path
+
+
+@pytest.fixture(scope="module")
+def order(whole: Path) -> list[int]:
+    """The items that were trained by the run that nobody stops, the fixture ``whole`` of a file."""
+    return items(trained(whole))
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """A copy of the run that was killed, the fixture ``killed`` of a file."""
+    return copied(killed, tmp_path)
 
 
 Launch = Callable[..., tuple[int, str]]

@@ -20,7 +20,7 @@ from typing import Any
 from megaresume import StopConditions
 from megaresume.cluster.local import LocalJob
 from megaresume.hosts.driver import Driver, Job, Ran, misplaced, wait_for_copies
-from tests.hosts.torch.record import ENVIRONMENT
+from tests.hosts.torch.record import ENVIRONMENT, torchrun_environment
 
 Train = Callable[[Job], None]
 
@@ -48,7 +48,7 @@ class ForkingDriver(Driver):
             return self._here(job)
         words = [json.dumps(asdict(job), default=str), *self.words]
         output = job.directory.with_name(f"{job.directory.name}.output")
-        env = ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "contract", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(job.ranks)}
+        env = ENVIRONMENT | torchrun_environment(job.ranks)
         program, *words = [*filter(None, [self.launcher]), self.program, *words]
         with LocalJob(program, words, num_processes=job.ranks, output=output, launcher="env", env=env) as started:
             return Ran(started.wait(), started.text())

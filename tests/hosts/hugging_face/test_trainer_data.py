@@ -97,7 +97,7 @@ def test_packed_with_another_batch(whole: Path, order: list[int], tmp_path: Path
 
 @release(
     "two launches of two ranks",
-    "`::test_packed_with_another_batch`, `tests/hosts/hugging_face/test_trainer.py::test_the_same_two_ranks`",
+    "`::test_packed_with_another_batch`, `tests/hosts/contract/test_trainer.py`",
 )
 def test_packed_on_two_ranks_killed_in_a_save(order: list[int], tmp_path: Path) -> None:
     output = tmp_path / "run"

@@ -5,16 +5,11 @@ What a training step was given it writes down itself: `program.py`.
 
 from __future__ import annotations
 
-import multiprocessing.connection
-import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.release import release
 
 pytest.importorskip("lightning")
 
@@ -25,8 +20,7 @@ from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import UsageError
 from tests.hosts.lightning.program import Module, Texts, run
-from tests.hosts.torch.program import ITEMS
-from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
+from tests.hosts.torch.record import items, launch_forked, lines, losses, trained
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
@@ -43,51 +37,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def order(whole: Path) -> list[int]:
-    """The items of its steps."""
-    steps = trained(whole)
-    assert [len(step) for step in steps] == [8] * 37 + [4]
-    order = items(steps)
-    assert all(sorted(order[ITEMS * e : ITEMS * (e + 1)]) == list(range(ITEMS)) for e in range(3))
-    return order
-
-
-@pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two ranks under DDP, killed in the second epoch: rank 0 in the middle of the save of step 24."""
     directory = tmp_path_factory.mktemp("killed") / "run"
-    statuses = fork(2, directory, batch=2, save_every=8, kill=("save", 24))
-    assert statuses[0] == -signal.SIGKILL
+    status, said = launch_forked(PROGRAM, directory, 2, batch=2, save_every=8, kill=("save", 24))
+    assert status == -signal.SIGKILL, said[-3000:]
     assert (directory / "global_step24").is_dir()
     return directory
-
-
-def fork(ranks: int, directory: Path, **options: Any) -> list[int | None]:
-    """Train on so many ranks, which have imported Lightning already; one that fails ends all. Their statuses."""
-    with socket.create_server(("localhost", 0)) as server:
-        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1]), "TORCHELASTIC_RUN_ID": "test"}
-    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-
-    def train(rank: int) -> None:
-        os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        run(directory, **options)
-
-    started = [multiprocessing.get_context("fork").Process(target=train, args=(rank,)) for rank in range(ranks)]
-    for process in started:
-        process.start()
-    multiprocessing.connection.wait([process.sentinel for process in started])
-    failed = any(process.exitcode for process in started)
-    for process in started:
-        if failed:
-            process.kill()
-        process.join()
-    return [process.exitcode for process in started]
-
-
-@pytest.fixture
-def copy(killed: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return copied(killed, tmp_path)
 
 
 def test_packed_texts(tmp_path: Path) -> None:
@@ -189,17 +145,3 @@ def test_with_workers(copy: Path, order: list[int], capfd: pytest.CaptureFixture
     assert "gbs 8->8 | repeated 0 skipped 0 | step 16 from global_step16 | random state reseeded" in said
     assert items(trained(copy)) == order
     assert (trainer.current_epoch, trainer.global_step) == (3, 38)
-
-
-@release(
-    "five launches, three of two ranks",
-    "`tests/hosts/contract/test_lightning.py`",
-)
-def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
-    directory = tmp_path / "run"
-    for attempt, (ranks, step, where, batch, workers) in enumerate(
-        [(1, 7, "step", 4, 0), (2, 10, "save", 2, 1), (1, 13, "step", 3, 2), (2, 20, "save", 1, 0), (2, 0, "", 3, 1)]
-    ):
-        done = launch(PROGRAM, directory, ranks, attempt=attempt, kill=(where, step), batch=batch, num_workers=workers)
-        assert (done.returncode == 0) == (not where), done.stderr[-3000:]
-    assert items(trained(directory)) == order

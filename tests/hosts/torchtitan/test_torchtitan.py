@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.load.choose import choose
-from megaresume.checkpoint.records.ledger import read_ledger
-from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
-from tests.hosts.torch.record import copied, ended, items, launch, lines, losses, nearly_three_epochs, refused, trained
+from tests.hosts.torch.record import ended, items, launch, lines, refused, trained
 from tests.release import release
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -38,12 +36,6 @@ def whole(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def order(whole: Path) -> list[int]:
-    """The items of its steps."""
-    return nearly_three_epochs(whole)
-
-
-@pytest.fixture(scope="module")
 def killed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, killed in the second epoch: in the middle of the save of step 24."""
     directory = tmp_path_factory.mktemp("killed") / "run"
@@ -53,57 +45,21 @@ def killed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def copy(killed: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return copied(killed, tmp_path)
-
-
 @release(
-    "torchtitan, which no extra installs; seven launches of it",
+    "torchtitan, which no extra installs; four launches of it",
     "`tests/hosts/torchtitan/test_parts.py::test_epoch_after_epoch_to_the_end_of_the_data`, "
-    "`tests/hosts/torch/test_loop.py::test_two_ranks_to_one`: the same feed, steps and session",
+    "`tests/hosts/torch/test_loop.py::test_two_ranks_to_one_and_another_writer`: the same feed, steps and session",
 )
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        (2, {}),
-        (1, {"batch": 2}),
-        (1, {"batch": 8, "num_workers": 2}),
-        (2, {"batch": 2, "step": 4, "steps": 58}),
-        (2, {"batch": 1, "config": {"checkpoint.async_mode": "async"}}),
-    ],
-    ids=["same", "one_rank", "one_batch_and_workers", "halved", "asynchronous"],
+    [(1, {"batch": 8, "num_workers": 2}), (2, {"batch": 1, "config": {"checkpoint.async_mode": "async"}})],
+    ids=["one_batch_and_workers", "asynchronous"],
 )
-def test_killed_in_a_save_and_resumed(
-    python: str, copy: Path, whole: Path, order: list[int], ranks: int, options: Any
-) -> None:
+def test_killed_in_a_save_and_resumed(python: str, copy: Path, order: list[int], ranks: int, options: Any) -> None:
     said = run(python, copy, ranks, attempt=2, **options)
-    step = options.get("step", 8)
-    assert f"gbs 8->{step} | repeated 0 skipped 0 | step 16 from step-16 | random state" in said
     assert "passed over step-24" in said
     assert items(trained(copy)) == order
-    assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 17
-    if not options and ranks == 2:
-        assert losses(copy) == losses(whole)
-    entries = read_ledger(ledger_path(copy)).entries
-    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(options.get("steps", 37), 296)]
     assert main(["verify", str(copy)]) == 0
-    choice = choose(copy)
-    assert choice is not None and choice.tag == f"step-{options.get('steps', 37)}"
-
-
-@release(
-    "torchtitan: two launches",
-    "`tests/hosts/contract/test_loop.py`",
-)
-def test_more_data(python: str, copy: Path, order: list[int]) -> None:
-    said = refusal(python, copy, 2, attempt=2, items=110)
-    assert "10 items were added after" in said and "append='next_epoch'" in said
-    run(python, copy, 2, attempt=2, items=110, append="next_epoch", steps=39)
-    handed = items(trained(copy))
-    assert handed[:200] == order[:200]
-    assert sorted(handed[200:310]) == list(range(110))
 
 
 @release(
