@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-#: The variable of `megaresume.checkpoint.replay`: the path of JSON that names documents by source under ``masked``.
+#: the path of a `megaresume.checkpoint.replay.Replay`, as JSON. Unset: this is no replay.
 VARIABLE = "MEGARESUME_REPLAY"
 
 

@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megaresume.batches.masked import VARIABLE
 from megaresume.stream.errors import UsageError
 
-#: the path of a `Replay`, as JSON. Unset: this is no replay.
-VARIABLE = "MEGARESUME_REPLAY"
 #: of the program's own sinks none is written to; what `megaresume replay` compares is.
 METRICS = "jsonl every=1"
 
@@ -39,7 +38,7 @@ class Replay:
     last: int
     #: a directory beside the run: where the replay records what it did.
     out: str
-    #: source -> documents of which no loss is taken: see `megaresume.batches.masked`, which reads this too.
+    #: source -> documents of which no loss is taken: `megaresume.batches.masked` reads them.
     masked: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @classmethod

@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megaresume.batches.masked import VARIABLE
 from megaresume.checkpoint.chooser import Chooser, Pick
 from megaresume.checkpoint.file_errors import Retries, read_undamaged, reading, writing
 from megaresume.checkpoint.host import (
@@ -64,7 +65,7 @@ from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.names import Saved, ledger_path, manifest_path, same_place, step_path
 from megaresume.checkpoint.records.position import Positions
 from megaresume.checkpoint.records.step_file import StepFile, new_id, read_step_file
-from megaresume.checkpoint.replay import METRICS, VARIABLE, Replay
+from megaresume.checkpoint.replay import METRICS, Replay
 from megaresume.checkpoint.roots import Roots
 from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.save.durability import Durability, not_durable

@@ -1,7 +1,7 @@
 """``megaresume replay RUN --step N -- COMMAND``: a step again, by the run's own program, and what is different.
 
 choose    the newest complete checkpoint before step N, on the path to the present
-launch    COMMAND, the user's own, with `megaresume.checkpoint.replay.VARIABLE` in its environment: its processes
+launch    COMMAND, the user's own, with `megaresume.batches.masked.VARIABLE` in its environment: its processes
           load that checkpoint, train to step N, save nothing, and end. They write into a directory beside the run
 compare   each step with what the run recorded: `megaresume.runs.replayed_steps`
 """
@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaresume.batches.masked import VARIABLE
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.metrics.record import meter_dir, read_pulse
 from megaresume.checkpoint.records.branches import abandoned_checkpoints
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import data_path, ledger_path, split_root
-from megaresume.checkpoint.replay import VARIABLE, Replay
+from megaresume.checkpoint.replay import Replay
 from megaresume.command_line import at_least, number_range
 from megaresume.data.data_config import DataConfig
 from megaresume.render import text_table
