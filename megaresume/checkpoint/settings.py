@@ -203,15 +203,6 @@ class Checkpoints:
         hosts="megatron trainer training",
     )
 
-    metrics: Any = setting(
-        None,
-        METRICS_HELP,
-        hosts="megatron trainer training",
-        type=str,
-        nargs="+",
-        metavar="SINK",
-    )
-
     def __post_init__(self) -> None:
         # A program may change its working directory later.
         for name in ("save_dir", "stage_to"):
@@ -235,7 +226,7 @@ class Checkpoints:
 
 
 #: what of `Checkpoints` a `Session` is told.
-_OF_SESSION = ("save_dir", "stage_to", "retention", "position_every", "max_starts", "checksums", "retries", "metrics")
+_OF_SESSION = ("save_dir", "stage_to", "retention", "position_every", "max_starts", "checksums", "retries")
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
 Mode = Literal["stream", "guard", "off"]
@@ -266,6 +257,14 @@ class LaunchOptions:
         hosts="megatron",
         nargs="+",
         metavar="NAME",
+    )
+    metrics: Any = setting(
+        None,
+        METRICS_HELP,
+        hosts="megatron trainer training",
+        type=str,
+        nargs="+",
+        metavar="SINK",
     )
     append: Append | None = setting(
         None,

@@ -72,6 +72,7 @@ def attach(
     *,
     checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
+    metrics: Any = None,
 ) -> AcceleratedLoop:
     """Give a loop with Accelerate its data in an exact order, and its checkpoints the state of that data. Call it on
     every rank, after ``accelerator.prepare`` and ``register_for_checkpointing``, and before ``load_state``.
@@ -82,6 +83,7 @@ def attach(
         checkpoints: where the run saves, what it keeps, and so on. ``save_dir`` and ``keep_last`` may be left to
             ``ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)``.
         stop: when to save and exit, with `megaresume.Stopped`.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Returns:
         what the loop iterates over.
@@ -91,7 +93,7 @@ def attach(
         CheckpointError: another job writes to the directory.
     """
     host = AcceleratorHost(accelerator, data)
-    host.attach(checkpoints, stop)
+    host.attach(checkpoints, stop, metrics)
     return host.loop
 
 

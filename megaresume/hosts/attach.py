@@ -16,7 +16,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from megaresume import uncollected
@@ -226,9 +226,7 @@ def attach(
     if isinstance(checkpoints, str | os.PathLike):
         checkpoints = Checkpoints(save_dir=checkpoints)
     check_groups({"checkpoints": checkpoints, "stop": stop, **options})
-    if metrics is not None:
-        checkpoints = replace(checkpoints or Checkpoints(), metrics=metrics)
-    given = {"data": data, "checkpoints": checkpoints, "stop": stop}
+    given = {"data": data, "checkpoints": checkpoints, "stop": stop, "metrics": metrics}
     options = {name: value for name, value in given.items() if value is not None} | options
     function = _function_of(known)
     check_options(known.call, function, options)

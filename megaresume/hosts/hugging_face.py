@@ -89,6 +89,7 @@ def attach(
     *,
     checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
+    metrics: Any = None,
     **options: Unpack[ItemOptions],
 ) -> DataLoader:
     """Give a Trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
@@ -104,6 +105,7 @@ def attach(
         checkpoints: what is kept besides the newest, how often a save is tried, and so on. The Trainer's own settings
             say where it saves, and how many it keeps.
         stop: when to save and exit, with `megaresume.Stopped`.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
         options: as of `megaresume.DataLoader`: append, on_change, stages, skip, keyed; and to pack items, seq_length,
             packing, lengths, lengths_dir (default: in ``output_dir``) and blend. Packed items come without padding, by
             the Trainer's ``data_collator`` only if it is one that does not pad. With
@@ -117,7 +119,7 @@ def attach(
         CheckpointError: another job writes to ``output_dir``.
     """
     host = TransformersHost(trainer, data, options)
-    host.attach(checkpoints, stop)
+    host.attach(checkpoints, stop, metrics)
     return host.loader
 
 

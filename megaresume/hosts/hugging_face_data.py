@@ -102,7 +102,9 @@ def _check_options(options: ItemOptions) -> None:
         if name not in known:
             setting = _OF_THE_TRAINER.get(name)
             action = None if setting is None else f"set {setting} of TrainingArguments"
-            raise unknown_option("attach(trainer", name, value, ["data", "checkpoints", "stop", *known], action=action)
+            raise unknown_option(
+                "attach(trainer", name, value, ["data", "checkpoints", "stop", "metrics", *known], action=action
+            )
 
 
 # What is refused

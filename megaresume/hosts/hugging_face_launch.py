@@ -123,7 +123,7 @@ def _attached(trainer: Any) -> Any:
 
     said = _said()
     data, stop, launch = (said.get(group, {}) for group in ("data_options", "stop", "launch"))
-    options: dict[str, Any] = {**data, **{name: value for name, value in launch.items() if name == "append"}}
+    options: dict[str, Any] = {**data, **{name: launch[name] for name in ("append", "metrics") if name in launch}}
     attach(
         trainer,
         checkpoints=Checkpoints(**said.get("checkpoints", {})),

@@ -76,7 +76,7 @@ from megaresume.stream.errors import UsageError
 FITTING = "fit"
 
 
-def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None) -> None:
     """Give the fit of a Lightning Trainer its data in an exact order, and complete checkpoints. Call it on every rank,
     before ``trainer.fit``.
 
@@ -90,12 +90,13 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
             or DeepSpeed.
         checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
         stop: when to save and exit, with `megaresume.Stopped`. Lightning then listens to no signal.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises:
         UsageError: a setting under which the data would be other data, by name; or attached already. Also at ``fit``,
             on every rank, for what is known only then.
     """
-    host = LightningHost(trainer, check_checkpoints(checkpoints), stop)
+    host = LightningHost(trainer, check_checkpoints(checkpoints), stop, metrics)
     host.check()
     if trainer.fast_dev_run:
         if is_rank_0():
@@ -112,7 +113,7 @@ class LightningHost(TrainerHost):
 
     Args:
         trainer: Lightning's.
-        checkpoints, stop: see `attach`.
+        checkpoints, stop, metrics: see `attach`.
     """
 
     words = loop_words(name="trainer.train_dataloader", clock="the optimizer step")
@@ -120,9 +121,11 @@ class LightningHost(TrainerHost):
     load = "trainer.fit(model, ckpt_path='last')"
     begin_anew = "read its weights with YourModule.load_from_checkpoint, and save to another directory"
 
-    def __init__(self, trainer: Any, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+    def __init__(
+        self, trainer: Any, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None
+    ) -> None:
         super().__init__(trainer)
-        self.checkpoints, self.stop = checkpoints, stop
+        self.checkpoints, self.stop, self.metrics = checkpoints, stop, metrics
         #: that the Trainer is of: ``lightning.pytorch`` or ``pytorch_lightning``.
         self.module = ""
         self.is_open = False
@@ -230,7 +233,7 @@ class LightningHost(TrainerHost):
             return
         loader = on_all_ranks(self._request)
         on_all_ranks(lambda: check_fit(self.trainer, self.module, loader))
-        self.open(ItemFeed(loader), self.checkpoints, self.stop)
+        self.open(ItemFeed(loader), self.checkpoints, self.stop, self.metrics)
         self.is_open, self.batches = True, CountedBatches(self.steps, len(loader))
         root = self.save_dir
         if self._asked:

@@ -215,6 +215,7 @@ def attach(
     checkpoints: Checkpoints,
     writer: files.Writer = "dcp",
     stop: StopConditions | None = None,
+    metrics: Any = None,
     context_parallel: int = 1,
 ) -> Loop:
     """Give a training loop its data in an exact order, and complete checkpoints. Call it on every rank, after the model
@@ -228,6 +229,7 @@ def attach(
         writer: ``dcp``: torch.distributed.checkpoint. ``dcp_async``: the same, while training continues; the checkpoint
             counts after the last byte of all ranks. ``torch``: one file, which rank 0 writes.
         stop: when to save and exit, with `megaresume.Stopped`.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
         context_parallel: processes that train the same samples together and over which DDP or FSDP averages as well.
 
     Raises, on every rank:
@@ -236,5 +238,5 @@ def attach(
         SetupError: directories or clocks differ between nodes.
     """
     host = LoopHost(objects, data, writer, context_parallel)
-    host.attach(checkpoints, stop)
+    host.attach(checkpoints, stop, metrics)
     return Loop(host)

@@ -57,6 +57,7 @@ def attach(
     *,
     validation: ValidationOf | None = None,
     checkpoints: Checkpoints = Checkpoints(),
+    metrics: Any = None,
 ) -> None:
     """Give a run of Megatron-Bridge its data in an exact order, and its checkpoints the state of that data. Call it on
     every rank, before ``pretrain(config, forward_step)`` or ``finetune(config, forward_step)``.
@@ -72,6 +73,7 @@ def attach(
         validation: likewise what each evaluation reads, from its beginning on: any iterable of micro-batches, such as a
             loader of torch's. None if nothing is evaluated.
         checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises:
         UsageError: a setting under which the data would be other data, or that is not known to work, by name; or
@@ -79,7 +81,7 @@ def attach(
     """
     host = BridgeHost(config, data, validation)
     host.check()
-    host.checkpoints = host.settings(checkpoints)
+    host.checkpoints, host.metrics = host.settings(checkpoints), metrics
     own = config.checkpoint
     # Retention is the session's: what Bridge deletes, it deletes before the newer one is complete.
     own.most_recent_k, own.custom_manager_class = -1, f"{_MANAGER}.Manager"
@@ -137,8 +139,9 @@ class BridgeHost(TrainerHost):
     forgotten = "checkpoint.load names another directory, or none, or it has lost latest_train_state.pt; or finetune"
     load = "checkpoint.load={directory}"
     begin_anew = "checkpoint.pretrained_checkpoint, and another directory as checkpoint.save and checkpoint.load"
-    #: of `settings`; the data-parallel rank and their number; whether this rank reads batches.
+    #: of `settings`; of `attach`; the data-parallel rank and their number; whether this rank reads batches.
     checkpoints: Checkpoints
+    metrics: Any
     ranks: tuple[int, int]
     reads: bool
 
@@ -231,7 +234,7 @@ class BridgeHost(TrainerHost):
         _let_warnings_through()
         rank, ranks, stage, stages = groups.dp.rank(), groups.dp.size(), groups.pp.rank(), groups.pp.size()
         self.ranks, self.reads = (rank, ranks), stage in (0, stages - 1)
-        self.open(on_all_ranks(self.feed), self.checkpoints)
+        self.open(on_all_ranks(self.feed), self.checkpoints, metrics=self.metrics)
         self.is_open = True
 
     def feed(self) -> Feed:

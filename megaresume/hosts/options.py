@@ -103,7 +103,7 @@ def unknown_option(
     return UsageError(
         f"megaresume.{call}) has no {name}",
         found=f"{name}={_call(type(value), _given(value)) if group else repr(value):.200}",
-        expected=", ".join([*known, *(["metrics"] if "checkpoints" in known else [])]),
+        expected=", ".join(known),
         cause=cause,
         action=action or f"leave {name} out; docs/attach.md says which trainer has which options",
     )

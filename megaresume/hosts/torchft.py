@@ -175,11 +175,13 @@ class TorchftHost(TrainerHost):
         loader.is_live = True
         return feed
 
-    def open(self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+    def open(
+        self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None
+    ) -> None:
         """See `TrainerHost`. The directory is taken by whoever saves: other replicas save there, too."""
         assert checkpoints.save_dir is not None
         self._root = Path(checkpoints.save_dir)
-        super().open(feed, replace(checkpoints, save_dir=None), stop)
+        super().open(feed, replace(checkpoints, save_dir=None), stop, metrics)
 
     @property
     def save_dir(self) -> Path:
@@ -460,6 +462,7 @@ def attach(
     global_batch_size: int,
     checkpoints: Checkpoints,
     stop: StopConditions | None = None,
+    metrics: Any = None,
     log_samples: str | os.PathLike[str] | None = None,
 ) -> ReplicaLoop:
     """Give the replicas of torchft their data in an exact order while they leave and join. Call it on every replica,
@@ -472,6 +475,7 @@ def attach(
         global_batch_size: samples of a step, of all replicas together: the same however many there are.
         checkpoints: where the run saves: one directory for all replicas.
         stop: when this replica saves and exits, with `megaresume.Stopped`.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
         log_samples: a directory in which each process writes down which samples of which step it has trained, for
             ``megaresume verify --log-samples``.
 
@@ -481,5 +485,5 @@ def attach(
             written.
     """
     host = TorchftHost(manager, data, global_batch_size, log_samples)
-    host.attach(checkpoints, stop)
+    host.attach(checkpoints, stop, metrics)
     return ReplicaLoop(host)

@@ -126,6 +126,7 @@ def attach(
     global_batch_size: int,
     checkpoints: Checkpoints,
     stop: StopConditions | None = None,
+    metrics: Any = None,
     log_samples: str | os.PathLike[str] | None = None,
 ) -> ReplicaLoop:
     """As `megaresume.hosts.torchft.attach`, whose arguments these are, for replicas that synchronise every so many
@@ -133,7 +134,7 @@ def attach(
 
     Args:
         outer: torchft's LocalSGD or DiLoCo.
-        data, checkpoints, stop, log_samples: see there.
+        data, checkpoints, stop, metrics, log_samples: see there.
         global_batch_size: samples of an inner step, of all replicas together.
 
     Raises:
@@ -141,5 +142,5 @@ def attach(
         SetupError: ``log_samples`` cannot be written.
     """
     host = LocalSGDHost(outer, data, global_batch_size, log_samples)
-    host.attach(checkpoints, stop)
+    host.attach(checkpoints, stop, metrics)
     return ReplicaLoop(host)

@@ -48,7 +48,13 @@ _OF_MANAGER = (
 )
 
 
-def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: StopConditions | None = None) -> None:
+def attach(
+    trainer: Any,
+    *,
+    checkpoints: Checkpoints = Checkpoints(),
+    stop: StopConditions | None = None,
+    metrics: Any = None,
+) -> None:
     """Give torchtitan's Trainer its data in an exact order, and its checkpoints the state of that data. See
     `megaresume.attach`.
 
@@ -60,12 +66,13 @@ def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: Stop
         trainer: torchtitan's Trainer, or of a class made from it.
         checkpoints: what is kept besides the newest, how often a save is tried, and so on.
         stop: when to save and exit, with `megaresume.Stopped`.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises on every rank:
         UsageError: another dataloader; or a setting under which the data would be other data, by name.
         CheckpointError: another job writes to the folder of the checkpoints.
     """
-    TitanHost(trainer).attach(checkpoints, stop)
+    TitanHost(trainer).attach(checkpoints, stop, metrics)
 
 
 class CountedBatches:

@@ -129,12 +129,13 @@ class TrainerHost(Host):
 
     # The same for all
 
-    def attach(self, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+    def attach(self, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None) -> None:
         """Attach it. Collective.
 
         Args:
             checkpoints: as they were given.
             stop: when to save and exit.
+            metrics: sinks of live figures; None: no figures.
 
         Raises, on every rank:
             UsageError: see `check`, `settings` and `feed`.
@@ -142,7 +143,7 @@ class TrainerHost(Host):
         """
         on_all_ranks(self.check)
         checkpoints = on_all_ranks(lambda: self.settings(checkpoints))
-        self.open(on_all_ranks(self.feed), checkpoints, stop)
+        self.open(on_all_ranks(self.feed), checkpoints, stop, metrics)
         self.begin()
         self.put_hooks()
 
@@ -180,7 +181,9 @@ class TrainerHost(Host):
             hook(owner, name, function)
         setattr(self.trainer, SLOT, self)
 
-    def open(self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
+    def open(
+        self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None
+    ) -> None:
         """Begin to count, and start the session. Collective.
 
         Raises, on every rank:
@@ -191,7 +194,7 @@ class TrainerHost(Host):
         """
         self.steps = Steps(feed, self.words)
         self.framework = f"{self.package} {importlib.metadata.version(self.package)}"
-        self.session = self.steps.session = open_session(self, feed, checkpoints, stop)
+        self.session = self.steps.session = open_session(self, feed, checkpoints, stop, metrics)
         if self.session.meter is not None:
             self.session.numbers, feed.loader.meter = self.steps.numbers, self.session.meter
             self.steps.on_step = self.session.meter.steps.stepped
@@ -326,7 +329,9 @@ def write_all(save: Save, write: Callable[[], T]) -> T:
     return on_all_ranks(write_files)
 
 
-def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None) -> Session:
+def open_session(
+    host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None, metrics: Any
+) -> Session:
     """The session of a host, started: see `TrainerHost.open`."""
     on_all_ranks(host.check_processes)
     check_shares(feed)
@@ -338,6 +343,7 @@ def open_session(host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: 
         random=None if device is None else RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
         stop=stop,
         on_stop=lambda: host.save_now(),
+        metrics=metrics,
     )
     session.start()
     check_same_data(feed)

@@ -48,7 +48,9 @@ FILE, KEY = "data_0.pt", Carried.KEY
 _SHARD = re.compile(r"model_world_size_([0-9]+)_rank_[0-9]+\.pt")
 
 
-def attach(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints()) -> None:
+def attach(
+    trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints(), metrics: Any = None
+) -> None:
     """Give VeRL's supervised trainer its data in an exact order, and its checkpoints the state of that data. See
     `megaresume.attach`.
 
@@ -59,12 +61,13 @@ def attach(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoin
         trainer: VeRL's ``SFTTrainer``, or of a class made from it.
         append: what a resume does if the dataset has grown: see `megaresume.DataLoader`.
         checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises, on every rank:
         UsageError: a setting under which the data would be other data, by name; or attached already.
         CheckpointError: another job writes to ``default_local_dir``.
     """
-    VerlHost(trainer, append).attach(checkpoints)
+    VerlHost(trainer, append).attach(checkpoints, metrics=metrics)
 
 
 class CountedBatches(Carried):

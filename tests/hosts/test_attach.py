@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.attach import OWN_LOOP, TRAINERS
+from megaresume.hosts.attach import OWN_LOOP, TRAINERS, KnownTrainer
 from megaresume.hosts.trainer import merge_trainer_settings
 from megaresume.stream.errors import SetupError, UsageError
 from tests.docs.pages import DOCS
@@ -45,8 +45,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, dict
 def test_a_type_checker_knows_the_options_of_a_loop() -> None:
     of_loop = inspect.signature(importlib.import_module(OWN_LOOP.module).attach).parameters
     typed = inspect.signature(get_overloads(megaresume.attach)[0]).parameters
-    assert set(typed) - {"trainer", "metrics"} == set(of_loop) - {"objects"}
+    assert set(typed) - {"trainer"} == set(of_loop) - {"objects"}
     assert all(typed[name].default == of_loop[name].default for name in ("data", "writer", "stop", "context_parallel"))
+
+
+@pytest.mark.parametrize("trainer", [*TRAINERS, OWN_LOOP], ids=lambda trainer: trainer.module)
+def test_whoever_saves_by_megaresume_takes_metrics(trainer: KnownTrainer) -> None:
+    parameters = inspect.signature(importlib.import_module(trainer.module).attach).parameters
+    assert ("metrics" in parameters) == ("checkpoints" in parameters)
 
 
 def test_the_signature_in_the_document() -> None:
@@ -246,8 +252,7 @@ def test_what_to_write_instead_under_the_trainer(options: Any, action: str) -> N
     with pytest.raises(UsageError) as caught:
         _check_options(options)
     assert caught.value.action == action
-    assert str(caught.value.expected).startswith("data, checkpoints, stop, append, on_change")
-    assert str(caught.value.expected).endswith(", metrics")
+    assert str(caught.value.expected).startswith("data, checkpoints, stop, metrics, append, on_change")
 
 
 @pytest.mark.parametrize("name", ["PPOTrainer", "RayPPOTrainer", "SeparateRayPPOTrainer"])

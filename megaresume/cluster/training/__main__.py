@@ -125,6 +125,7 @@ def _run(args: Arguments) -> int:
             engine,
             stream,
             checkpoints=replace(args.checkpoints, save_dir=args.save),
+            metrics=args.launch.metrics,
             loader_options=replace(args.loader_options, num_workers=args.num_workers),
             data_options=DataOptions(skip=on_all_ranks(lambda: _skip(args))),
             schedule=schedule,

@@ -60,6 +60,7 @@ def attach(
     checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
     on_stop: Callable[[], None] | None = None,
+    metrics: Any = None,
     loader_options: LoaderOptions = LoaderOptions(),
     data_options: DataOptions = DataOptions(),
     schedule: BatchSchedule | None = None,
@@ -74,12 +75,14 @@ def attach(
     Args:
         engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
         data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`. Or a
-            `megaresume.DataLoader`, the same on every rank, with no further option than ``checkpoints``, ``stop`` and
-            ``on_stop``. Or a loader with a state of its own, with ``checkpoints`` alone: see `attach_loader`.
+            `megaresume.DataLoader`, the same on every rank, with no further option than ``checkpoints``, ``stop``,
+            ``on_stop`` and ``metrics``. Or a loader with a state of its own, with ``checkpoints`` and ``metrics``
+            alone: see `attach_loader`.
         checkpoints: where the run saves, what it keeps, and what it may load.
         stop: at the end of the step in which one of these happens, save and raise `Stopped`, which ends the process
             with exit status 0 (or another of your choice). See docs/stopping.md.
         on_stop: how to save then, on every rank; None: ``engine.save_checkpoint(save_dir)``.
+        metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
         loader_options: how batches are read ahead, and what they are.
         data_options: what the data config leaves open, and what is to be skipped.
         schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
@@ -107,9 +110,9 @@ def attach(
         )
         on_all_ranks(lambda: _refuse_options(kind, [name for name, value in (*options, *changed) if value]))
         if kind == "items":
-            return attach_items(engine, data, checkpoints=checkpoints, stop=stop, on_stop=on_stop)
-        return attach_loader(engine, data, checkpoints=checkpoints)
-    session = _started(engine, checkpoints, stop, on_stop, lambda: attached.stream)
+            return attach_items(engine, data, checkpoints=checkpoints, stop=stop, on_stop=on_stop, metrics=metrics)
+        return attach_loader(engine, data, checkpoints=checkpoints, metrics=metrics)
+    session = _started(engine, checkpoints, stop, on_stop, metrics, lambda: attached.stream)
 
     balance = on_all_ranks(lambda: loader_options.balanced)
 
@@ -145,6 +148,7 @@ def _started(
     checkpoints: Checkpoints,
     stop: StopConditions | None,
     on_stop: Callable[[], None] | None,
+    metrics: Any,
     stream: Callable[[], Stream],
 ) -> Session:
     """The session of an engine that is trained on a stream, or on the items of a `DataLoader`."""
@@ -167,7 +171,7 @@ def _started(
     )
     # By name: the method is hooked later.
     save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
-    session = _session_of(host, checkpoints, stop=stop, on_stop=save)
+    session = _session_of(host, checkpoints, stop=stop, on_stop=save, metrics=metrics)
     session.start()  # before anything that takes long
     return session
 
@@ -222,7 +226,9 @@ def _open_log(directory: str | os.PathLike[str]) -> RankLog:
     return on_all_ranks(lambda: RankLog(directory, rank=rank, launch=launch))
 
 
-def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkpoints()) -> AttachedLoader:
+def attach_loader(
+    engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkpoints(), metrics: Any = None
+) -> AttachedLoader:
     """Make the state of a loader part of an engine's checkpoints. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
 
@@ -232,6 +238,7 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
             ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
             data-parallel ranks itself. None on a rank that receives its batches from another one.
         checkpoints: not ``elastic`` and ``adopt``.
+        metrics: live figures, without losses by source.
 
     Returns:
         the batches: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``. It never ends: a loader that
@@ -251,7 +258,7 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
             action="remove them; a stream can change the number of ranks: megaresume.attach(engine, 'data.yaml')",
         )
     host = EngineHost(engine)
-    session = _session_of(host, checkpoints)
+    session = _session_of(host, checkpoints, metrics=metrics)
     _refuse_losses(host, loader)
     session.start()
     attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
@@ -266,19 +273,20 @@ def attach_items(
     checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
     on_stop: Callable[[], None] | None = None,
+    metrics: Any = None,
 ) -> ItemData:
     """Give an engine the items of a `DataLoader`; `attach` does, and says what it raises.
 
     Args:
         engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
         loader: a `megaresume.DataLoader`, on every rank.
-        checkpoints, stop, on_stop: see `attach`.
+        checkpoints, stop, on_stop, metrics: see `attach`.
     """
     on_all_ranks(lambda: check_loader(engine, loader))
     feed = ItemFeed(loader)
     check_shares(feed)
     loader.ends_elsewhere = True
-    session = _started(engine, checkpoints, stop, on_stop, lambda: feed.stream)
+    session = _started(engine, checkpoints, stop, on_stop, metrics, lambda: feed.stream)
     assert isinstance(session.host, EngineHost)
     _refuse_losses(session.host, loader)
     check_same_data(feed)
@@ -403,7 +411,7 @@ def _session_of(host: EngineHost, checkpoints: Checkpoints, **kwargs: Any) -> Se
     Args:
         host: of the engine.
         checkpoints: where the run saves, what it keeps, and what it may load.
-        more: further arguments of `Session`.
+        kwargs: further arguments of `Session`.
 
     Raises:
         UsageError: settings that do not fit together.

@@ -89,6 +89,8 @@ class Settings:
     checkpoints: Checkpoints = Checkpoints()
     #: when to save and exit, besides what Megatron's own flags say; None: never.
     stop: StopConditions | None = None
+    #: sinks of live figures; None: no figures.
+    metrics: Any = None
     #: how the samples of a step are dealt to the ranks; None: in the order of the stream.
     balance: Balance | None = None
 
@@ -131,6 +133,7 @@ class Settings:
             log_samples=None if said["log_samples"] is None else str(said["log_samples"]),
             checkpoints=checkpoints,
             stop=_stop(args, said["stop_file"], said["stop_before_end"]),
+            metrics=said["metrics"],
             balance=_group(LoaderOptions, said).balanced,
         )
 

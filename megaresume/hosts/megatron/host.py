@@ -108,7 +108,7 @@ class MegatronHost:
             checksums=settings.checkpoints.checksums,
             stop=None if settings.mode == "off" else settings.stop,
             retries=settings.checkpoints.retries,
-            metrics=settings.checkpoints.metrics,
+            metrics=settings.metrics,
         )
         self.session.step_now = lambda: max(int(getattr(args, "curr_iteration", 0) or 0), self.iteration())
         #: of Megatron-DeepSpeed, once it has saved or loaded.
