@@ -32,7 +32,8 @@ trained yet (it reads ahead, or saves in the middle of a step), and those must c
     nothing ahead (t = h):   the state is taken now
     otherwise:               the state taken at s, and "pass over t - s batches": they are read again and dropped
 
-States are taken every `SNAPSHOT_EVERY` batches, so that t - s stays small.
+States are taken every `SNAPSHOT_EVERY` batches, so that t - s stays small, and after the very first one: the beginning
+is no state to pass over batches from, since a loader may begin with an order that it draws itself.
 """
 
 from __future__ import annotations
@@ -269,8 +270,8 @@ class LoaderReader:
         Raises:
             UsageError: the loader has no batches at all.
         """
-        since = self.handed - self._snapshots[-1][0]
-        if since >= SNAPSHOT_EVERY:
+        last = self._snapshots[-1][0]
+        if self.handed - last >= (SNAPSHOT_EVERY if last else 1):
             self._snapshots.append((self.handed, self._take()))
             self._forget()
         batch = self._next()

@@ -125,7 +125,8 @@ class Captions(torch.utils.data.IterableDataset[Any]):
 
 
 def torchdata_loader(kind: str, *, rank: int = 0, world: int = 1, workers: int = 0, batch_size: int = 2) -> Any:
-    """Torchdata's own loader: ``iterable`` over `Captions`, ``map`` with its distributed sampler, ``shuffle`` alone."""
+    """Torchdata's own loader: ``iterable`` over `Captions`, ``map`` with its distributed sampler, ``shuffle`` alone;
+    ``drawn`` shuffles by a seed that it draws when it is made."""
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -135,7 +136,7 @@ def torchdata_loader(kind: str, *, rank: int = 0, world: int = 1, workers: int =
     if kind == "map":
         sampler = StatefulDistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=True, seed=3)
         return StatefulDataLoader(dataset, batch_size=batch_size, sampler=sampler, num_workers=workers, drop_last=True)
-    generator = torch.Generator().manual_seed(5)
+    generator = None if kind == "drawn" else torch.Generator().manual_seed(5)
     return StatefulDataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator, num_workers=workers)
 
 

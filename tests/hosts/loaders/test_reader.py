@@ -114,13 +114,30 @@ def test_state_is_of_the_trained_batches_and_not_of_those_handed_out() -> None:
         assert [next(again) for _ in range(3)] == [trained, trained + 1, trained + 2]
 
 
-def test_nothing_ahead_takes_one_state_and_skips_nothing() -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_order_that_the_loader_drew_itself_comes_back_though_batches_are_ahead(workers: int) -> None:
+    """Torchdata draws the seed of a shuffle when the loader is made: the next start draws another one."""
+    make = functools.partial(torchdata_loader, "drawn", workers=workers)
+    done = 0
+    reader = reader_of(make(), lambda: done)
+    batches = [next(reader).tolist()]
+    for done in (1, 2, 3):  # a loop that takes the next batch before it saves  # noqa: B007
+        batches.append(next(reader).tolist())
+    state, skip = reader.state()
+    again = reader_of(make(), lambda: done)
+    again.restore(state, skip)
+    assert [next(again).tolist() for _ in range(5)] == [batches[3], *(next(reader).tolist() for _ in range(4))]
+
+
+def test_nothing_ahead_takes_few_states_and_skips_nothing() -> None:
     loader, done = Counter(), 0
     reader = reader_of(loader, lambda: done)
     for _ in range(10):
         next(reader)
         done += 1
-    assert reader.state()[1] == 0 and reader.state()[1] == 0 and loader.saves == 1
+    assert reader.state()[1] == 0 and reader.state()[1] == 0
+    assert loader.saves == 2  # after the first batch, and now
 
 
 def test_an_ended_loader_begins_again_and_an_empty_one_is_refused() -> None:
