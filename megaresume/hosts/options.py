@@ -20,9 +20,11 @@ _GROUPS: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
     "loader_options": (LoaderOptions, {"num_workers": 2}),
     "data_options": (DataOptions, {"on_change": "stage"}),
 }
+#: what to do instead of giving the loader by a name.
+_LOADER = "a loader is the second argument, without a name"
 #: what is no option of some trainers, or of any: cause, and what to do instead.
 _INSTEAD = {
-    "loader": (None, "the loader is the second argument, without a name"),
+    "loader": (None, _LOADER),
     "checkpoints": (
         "this trainer writes, chooses and deletes its checkpoints by itself, and the state of the prompts is in them",
         "leave checkpoints out, and let it save where a new machine finds them (a file system that is mounted there), "
@@ -50,7 +52,7 @@ def check_groups(options: Mapping[str, Any]) -> None:
             found=f"{name}={value!r:.200}",
             expected=f"megaresume.{cls.__name__}(...){', or a directory' if name == 'checkpoints' else ''}",
             action=f"write {name}={_call(cls, value if is_spelled and value else example)}"
-            + ("; a loader itself is the second argument, without a name" if is_loader else ""),
+            + (f"; {_LOADER}" if is_loader else ""),
         )
 
 

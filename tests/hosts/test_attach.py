@@ -220,10 +220,10 @@ def test_options_of_another_trainer() -> None:
         ({"checkpoints": {"save_dir": "q"}}, "write checkpoints=megaresume.Checkpoints(save_dir='q')"),
         ({"checkpoints": 5}, "write checkpoints=megaresume.Checkpoints(save_dir='run')"),
         ({"stop": "auto"}, "write stop=megaresume.StopConditions(before_end='auto')"),
-        ({"loader": [1]}, "the loader is the second argument, without a name"),
+        ({"loader": [1]}, "a loader is the second argument, without a name"),
         (
             {"loader_options": [1]},
-            "write loader_options=megaresume.LoaderOptions(num_workers=2); a loader itself is the "
+            "write loader_options=megaresume.LoaderOptions(num_workers=2); a loader is the "
             "second argument, without a name",
         ),
     ],
