@@ -9,9 +9,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 #: the path of a `megaresume.checkpoint.replay.Replay`, as JSON. Unset: this is no replay.
 VARIABLE = "MEGARESUME_REPLAY"
@@ -23,6 +25,8 @@ def masked_documents(names: Sequence[str]) -> dict[int, npt.NDArray[np.int64]]:
     Args:
         names: of the sources, in the order of the stream's config.
     """
+    import numpy as np  # deferred: what only asks for `VARIABLE` starts without it
+
     path = os.environ.get(VARIABLE)
     said = json.loads(Path(path).read_text())["masked"] if path else {}
     return {i: np.unique(np.array(said[name], np.int64)) for i, name in enumerate(names) if said.get(name)}

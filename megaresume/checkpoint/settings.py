@@ -125,7 +125,7 @@ class LoaderOptions:
 @described
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """Where a run saves, what it keeps, and what it may load."""
+    """Where a run saves, what it keeps, and how."""
 
     save_dir: str | os.PathLike[str] | None = setting(
         None,
@@ -184,17 +184,6 @@ class Checkpoints:
         "refuse to start more often than this from the same step without a save in between; 0: no limit",
         hosts="megatron trainer training",
         metavar="N",
-    )
-    elastic: bool = setting(
-        False,
-        "when loading a ZeRO checkpoint saved by a different number of data-parallel ranks, convert it; otherwise it "
-        "is refused, with the command to run",
-        hosts="megatron training plan",
-    )
-    adopt: bool = setting(
-        False,
-        "continue from a checkpoint that was written without megaresume: with its weights, optimizer and step, and "
-        "after the samples that DeepSpeed counted. Changes nothing for checkpoints that have a data state",
     )
     checksums: bool = setting(
         True,
@@ -265,6 +254,17 @@ class LaunchOptions:
         type=str,
         nargs="+",
         metavar="SINK",
+    )
+    elastic: bool = setting(
+        False,
+        "when loading a ZeRO checkpoint saved by a different number of data-parallel ranks, convert it; otherwise it "
+        "is refused, with the command to run",
+        hosts="megatron training plan",
+    )
+    adopt: bool = setting(
+        False,
+        "continue from a checkpoint that was written without megaresume: with its weights, optimizer and step, and "
+        "after the samples that DeepSpeed counted. Changes nothing for checkpoints that have a data state",
     )
     append: Append | None = setting(
         None,

@@ -199,8 +199,7 @@ def attach(
             several, ``{name: (dataset, weight)}``; None: its ``train_dataset``. Accelerator, torchft, own loop: a
             `DataLoader` or `StreamLoader`. Megatron-Bridge: given data-parallel rank and size, makes such a loader. The
             others have it already.
-        checkpoints: where the run saves, what it keeps, and what it may load; a directory stands for
-            ``Checkpoints(save_dir=directory)``.
+        checkpoints: where the run saves, and what it keeps; a directory stands for ``Checkpoints(save_dir=directory)``.
         stop: when it saves and exits, with `megaresume.Stopped`.
         metrics: live figures, and their sinks: ``"jsonl tensorboard"``; see docs/metrics.md. None: no figures.
         options: options of this trainer only: see its section.

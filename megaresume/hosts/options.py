@@ -22,9 +22,12 @@ _GROUPS: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
 }
 #: what to do instead of giving the loader by a name.
 _LOADER = "a loader is the second argument, without a name"
+_DEEPSPEED = ("it is for checkpoints of a DeepSpeed engine", "leave it out")
 #: what is no option of some trainers, or of any: cause, and what to do instead.
 _INSTEAD = {
     "loader": (None, _LOADER),
+    "elastic": _DEEPSPEED,
+    "adopt": _DEEPSPEED,
     "checkpoints": (
         "this trainer writes, chooses and deletes its checkpoints by itself, and the state of the prompts is in them",
         "leave checkpoints out, and let it save where a new machine finds them (a file system that is mounted there), "
@@ -69,8 +72,7 @@ def check_options(call: str, function: Callable[..., Any], options: Mapping[str,
     if len(known) == len(parameters):  # otherwise it looks at further ones by itself
         for name, value in options.items():
             if name not in known:
-                cause, action = _INSTEAD.get(name, (None, None))
-                raise unknown_option(call, name, value, known, cause=cause, action=action)
+                raise unknown_option(call, name, value, known)
     for one in parameters:
         if one.default is one.empty and one.name in _NEEDED and one.name not in options:
             expected, action = _NEEDED[one.name]
@@ -83,7 +85,7 @@ def check_options(call: str, function: Callable[..., Any], options: Mapping[str,
 
 
 def unknown_option(
-    call: str, name: str, value: Any, known: Collection[str], *, cause: str | None = None, action: str | None = None
+    call: str, name: str, value: Any, known: Collection[str], *, action: str | None = None
 ) -> UsageError:
     """The refusal of an option that a trainer does not have.
 
@@ -91,8 +93,10 @@ def unknown_option(
         call: the beginning of its call of `megaresume.attach`.
         name, value: of the option.
         known: the options that this trainer has.
-        cause, action: what is known about this one; without an action, what the option looks like.
+        action: what is known about this one; without it, see `_INSTEAD`, or what the option looks like.
     """
+    cause, instead = _INSTEAD.get(name, (None, None))
+    action = action or instead
     group_of = {one.name: group for group in _GROUPS if group in known for one in dataclasses.fields(_GROUPS[group][0])}
     group = name if name in _GROUPS and isinstance(value, _GROUPS[name][0]) else None
     words = [*known, *group_of]

@@ -428,21 +428,20 @@ def merge_trainer_settings(
         save_dir, keep_last: name and value of its own setting.
 
     Raises:
-        UsageError: one of them was given here as well, or one that is DeepSpeed's.
+        UsageError: one of them was given here as well.
     """
     own = {
-        "save_dir": (f"{trainer} saves to its own {save_dir[0]}, {save_dir[1]!r}", f", and set {save_dir[0]}"),
-        "keep_last": (f"{trainer} keeps as many as its own {keep_last[0]} says", f", and set {keep_last[0]}"),
+        "save_dir": (f"{trainer} saves to its own {save_dir[0]}, {save_dir[1]!r}", save_dir[0]),
+        "keep_last": (f"{trainer} keeps as many as its own {keep_last[0]} says", keep_last[0]),
     }
-    own |= dict.fromkeys(("elastic", "adopt"), ("it is for checkpoints of a DeepSpeed engine", ""))
-    for name, (cause, instead) in own.items():
+    for name, (cause, theirs) in own.items():
         if given := getattr(checkpoints, name):
             raise UsageError(
                 f"{name} cannot be used with megaresume.attach under {trainer}",
                 found=f"Checkpoints({name}={given!r})",
                 expected="not set",
                 cause=cause,
-                action=f"leave {name} out{instead}",
+                action=f"leave {name} out, and set {theirs}",
             )
     return replace(checkpoints, save_dir=save_dir[1], keep_last=keep_last[1] or None)
 
@@ -458,14 +457,13 @@ def check_checkpoints(checkpoints: Checkpoints, trainer: str = "a loop", action:
         trainer, action: for the error.
 
     Raises:
-        UsageError: no ``save_dir``, or a setting that is DeepSpeed's.
+        UsageError: no ``save_dir``.
     """
-    found = {"save_dir": checkpoints.save_dir, "elastic": checkpoints.elastic, "adopt": checkpoints.adopt}
-    if found["save_dir"] is None or found["elastic"] or found["adopt"]:
+    if checkpoints.save_dir is None:
         raise UsageError(
             f"{trainer} cannot save by these checkpoints",
-            found=", ".join(f"{name}={value}" for name, value in found.items()),
-            expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
+            found="no save_dir",
+            expected="the directory to save to",
             action=action,
         )
     return checkpoints

@@ -215,7 +215,7 @@ def adopted() -> None:
     megaresume.attach(engine, toy.DATA)
     refused = toy.error_of(lambda: engine.load_checkpoint(str(stock)))
     engine = toy.engine_of(stage=1)
-    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(adopt=True))
+    data = megaresume.attach(engine, toy.DATA, adopt=True)
     engine.load_checkpoint(str(stock))
     again = toy.train(engine, data, 6, stock)
     data.close()

@@ -103,7 +103,7 @@ def _run(args: Arguments) -> int:
             zero_stage=args.zero_stage,
             partitions=dp,
             tag=None if args.ckpt_step is None else f"global_step{args.ckpt_step}",
-            elastic=args.checkpoints.elastic,
+            elastic=args.launch.elastic,
         )
     on_data = Stopwatch()
     with on_data:
@@ -126,6 +126,7 @@ def _run(args: Arguments) -> int:
             stream,
             checkpoints=replace(args.checkpoints, save_dir=args.save),
             metrics=args.launch.metrics,
+            elastic=args.launch.elastic,
             loader_options=replace(args.loader_options, num_workers=args.num_workers),
             data_options=DataOptions(skip=on_all_ranks(lambda: _skip(args))),
             schedule=schedule,

@@ -61,6 +61,8 @@ def attach(
     stop: StopConditions | None = None,
     on_stop: Callable[[], None] | None = None,
     metrics: Any = None,
+    elastic: bool = False,
+    adopt: bool = False,
     loader_options: LoaderOptions = LoaderOptions(),
     data_options: DataOptions = DataOptions(),
     schedule: BatchSchedule | None = None,
@@ -75,14 +77,15 @@ def attach(
     Args:
         engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
         data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`. Or a
-            `megaresume.DataLoader`, the same on every rank, with no further option than ``checkpoints``, ``stop``,
-            ``on_stop`` and ``metrics``. Or a loader with a state of its own, with ``checkpoints`` and ``metrics``
-            alone: see `attach_loader`.
-        checkpoints: where the run saves, what it keeps, and what it may load.
+            `megaresume.DataLoader`, the same on every rank, with all options up to ``adopt``. Or a loader with a
+            state of its own, with ``checkpoints`` and ``metrics`` alone: see `attach_loader`.
+        checkpoints: where the run saves, and what it keeps.
         stop: at the end of the step in which one of these happens, save and raise `Stopped`, which ends the process
             with exit status 0 (or another of your choice). See docs/stopping.md.
         on_stop: how to save then, on every rank; None: ``engine.save_checkpoint(save_dir)``.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
+        elastic: convert a ZeRO checkpoint that another number of data-parallel ranks saved.
+        adopt: continue from a checkpoint that was written without megaresume.
         loader_options: how batches are read ahead, and what they are.
         data_options: what the data config leaves open, and what is to be skipped.
         schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
@@ -102,18 +105,23 @@ def attach(
     """
     facts.check_engine(engine)
     if (kind := _kind_of(data)) != "config":
-        stops = () if kind == "items" else (("stop", stop), ("on_stop", on_stop))
-        options = (*stops, ("schedule", schedule), ("log_samples", log_samples))
-        changed = (
-            ("loader_options", loader_options != LoaderOptions()),
-            ("data_options", data_options != DataOptions()),
-        )
-        on_all_ranks(lambda: _refuse_options(kind, [name for name, value in (*options, *changed) if value]))
-        if kind == "items":
-            return attach_items(engine, data, checkpoints=checkpoints, stop=stop, on_stop=on_stop, metrics=metrics)
+        refused: dict[str, Any] = {
+            "schedule": schedule,
+            "log_samples": log_samples,
+            "loader_options": loader_options != LoaderOptions(),
+            "data_options": data_options != DataOptions(),
+        }
+        if kind == "loader":
+            refused |= {"stop": stop, "on_stop": on_stop, "elastic": elastic, "adopt": adopt}
+        on_all_ranks(lambda: _refuse_options(kind, [name for name, value in refused.items() if value]))
+    if kind == "loader":
         return attach_loader(engine, data, checkpoints=checkpoints, metrics=metrics)
-    session = _started(engine, checkpoints, stop, on_stop, metrics, lambda: attached.stream)
-
+    started = functools.partial(
+        _started, engine, checkpoints, stop=stop, on_stop=on_stop, metrics=metrics, elastic=elastic, adopt=adopt
+    )
+    if kind == "items":
+        return _attach_items(engine, data, started)
+    session = started(lambda: attached.stream)
     balance = on_all_ranks(lambda: loader_options.balanced)
 
     @functools.cache
@@ -136,7 +144,7 @@ def attach(
         for line in same_corpora(stream.fingerprints):
             print(f"megaresume: WARNING: {line}", flush=True)
     log = None if log_samples is None else _open_log(log_samples)
-    attached = TrainingData(engine, stream, session, loader_options, schedule=schedule, log=log)
+    attached: TrainingData = TrainingData(engine, stream, session, loader_options, schedule=schedule, log=log)
     if asked:
         on_all_ranks(lambda: stream.skip(asked))
     _put_hooks(engine, attached)
@@ -146,10 +154,13 @@ def attach(
 def _started(
     engine: Any,
     checkpoints: Checkpoints,
+    stream: Callable[[], Stream],
+    *,
     stop: StopConditions | None,
     on_stop: Callable[[], None] | None,
     metrics: Any,
-    stream: Callable[[], Stream],
+    elastic: bool,
+    adopt: bool,
 ) -> Session:
     """The session of an engine that is trained on a stream, or on the items of a `DataLoader`."""
     save_dir = checkpoints.save_dir
@@ -164,11 +175,7 @@ def _started(
     def adopt_state(samples: int, note: str) -> StreamState:
         return stream().state_at(samples, batches=((0, int(engine.train_batch_size())),), overrides=(note,))
 
-    host = EngineHost(
-        engine,
-        elastic=checkpoints.elastic,
-        adopt=adopt_state if checkpoints.adopt else None,
-    )
+    host = EngineHost(engine, elastic=elastic, adopt=adopt_state if adopt else None)
     # By name: the method is hooked later.
     save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
     session = _session_of(host, checkpoints, stop=stop, on_stop=save, metrics=metrics)
@@ -200,9 +207,8 @@ def _refuse_options(kind: Literal["items", "loader"], found: Sequence[str]) -> N
         raise UsageError(
             "this option is for megaresume's streams",
             found=f"{', '.join(f'{name}=' for name in found)}, and a loader",
-            expected="checkpoints=, stop= and on_stop= alone, beside a megaresume.DataLoader"
-            if kind == "items"
-            else "checkpoints= alone, beside a loader",
+            expected="a data.yaml, the mapping in it, or a Stream"
+            + ("; for stop, on_stop, elastic and adopt also a megaresume.DataLoader" if kind == "loader" else ""),
             action="leave it out; or give the engine a data.yaml",
         )
 
@@ -237,7 +243,7 @@ def attach_loader(
         loader: Energon's ``get_savable_loader(...)``, torchdata's ``StatefulDataLoader(...)``, or any iterable with
             ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
             data-parallel ranks itself. None on a rank that receives its batches from another one.
-        checkpoints: not ``elastic`` and ``adopt``.
+        checkpoints: where the run saves, and what it keeps.
         metrics: live figures, without losses by source.
 
     Returns:
@@ -250,13 +256,6 @@ def attach_loader(
         SetupError: a node does not see it.
     """
     facts.check_engine(engine)
-    if checkpoints.elastic or checkpoints.adopt:
-        raise UsageError(
-            "the state of a loader belongs to the ranks that saved it, and cannot be reconstructed",
-            found=f"Checkpoints(elastic={checkpoints.elastic}, adopt={checkpoints.adopt})",
-            expected="neither, with a loader",
-            action="remove them; a stream can change the number of ranks: megaresume.attach(engine, 'data.yaml')",
-        )
     host = EngineHost(engine)
     session = _session_of(host, checkpoints, metrics=metrics)
     _refuse_losses(host, loader)
@@ -266,27 +265,13 @@ def attach_loader(
     return attached
 
 
-def attach_items(
-    engine: Any,
-    loader: Any,
-    *,
-    checkpoints: Checkpoints = Checkpoints(),
-    stop: StopConditions | None = None,
-    on_stop: Callable[[], None] | None = None,
-    metrics: Any = None,
-) -> ItemData:
-    """Give an engine the items of a `DataLoader`; `attach` does, and says what it raises.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
-        loader: a `megaresume.DataLoader`, on every rank.
-        checkpoints, stop, on_stop, metrics: see `attach`.
-    """
+def _attach_items(engine: Any, loader: Any, started: Callable[[Callable[[], Stream]], Session]) -> ItemData:
+    """Give an engine the items of a `DataLoader`. `_started` is called with a function that gives their stream."""
     on_all_ranks(lambda: check_loader(engine, loader))
     feed = ItemFeed(loader)
     check_shares(feed)
     loader.ends_elsewhere = True
-    session = _started(engine, checkpoints, stop, on_stop, metrics, lambda: feed.stream)
+    session = started(lambda: feed.stream)
     assert isinstance(session.host, EngineHost)
     _refuse_losses(session.host, loader)
     check_same_data(feed)
@@ -410,7 +395,7 @@ def _session_of(host: EngineHost, checkpoints: Checkpoints, **kwargs: Any) -> Se
 
     Args:
         host: of the engine.
-        checkpoints: where the run saves, what it keeps, and what it may load.
+        checkpoints: where the run saves, and what it keeps.
         kwargs: further arguments of `Session`.
 
     Raises:

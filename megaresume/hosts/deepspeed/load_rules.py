@@ -61,10 +61,7 @@ _FILE_OF_RANK = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_?
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 
 #: how to load weights without their data.
-BEGIN_ANEW = (
-    "megaresume.attach(..., checkpoints=Checkpoints(adopt=True)); or the weights alone: "
-    "load_checkpoint(..., load_module_only=True)"
-)
+BEGIN_ANEW = "megaresume.attach(..., adopt=True); or the weights alone: load_checkpoint(..., load_module_only=True)"
 
 
 def choose_to_load(
@@ -191,7 +188,7 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
             expected=f"{counted(saved, 'data-parallel rank')}, or a universal checkpoint",
             cause="the job was started on another number of nodes or GPUs",
             action=f"megaresume convert {source.parent} --tag {source.name}, and start again as you did; or let the "
-            "job do it: attach(..., checkpoints=Checkpoints(elastic=True)), --megaresume-elastic. The data needs no "
+            "job do it: attach(..., elastic=True), --megaresume-elastic. The data needs no "
             "conversion",
         )
         if not (stage and now.zero_stage and (stage == 3) == (now.zero_stage == 3)):

@@ -91,6 +91,8 @@ class Settings:
     stop: StopConditions | None = None
     #: sinks of live figures; None: no figures.
     metrics: Any = None
+    #: whether a ZeRO checkpoint of another number of ranks is converted.
+    elastic: bool = False
     #: how the samples of a step are dealt to the ranks; None: in the order of the stream.
     balance: Balance | None = None
 
@@ -134,6 +136,7 @@ class Settings:
             checkpoints=checkpoints,
             stop=_stop(args, said["stop_file"], said["stop_before_end"]),
             metrics=said["metrics"],
+            elastic=bool(said["elastic"]),
             balance=_group(LoaderOptions, said).balanced,
         )
 

@@ -360,7 +360,7 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **kwargs)
         facts.check_engine(self)
         check_micro_batches(self, host.args)
-        host.engine = EngineHost(self, elastic=host.settings.checkpoints.elastic)
+        host.engine = EngineHost(self, elastic=host.settings.elastic)
         iteration = int(client_state["iteration"])
         return host.engine.save_checkpoint(
             host.session,
@@ -439,7 +439,7 @@ def _load(
         return read(load_dir, tag=tag)
     decoupled.watch(engine)
     check_micro_batches(engine, host.args)
-    engine_host = host.engine = EngineHost(engine, elastic=host.settings.checkpoints.elastic)
+    engine_host = host.engine = EngineHost(engine, elastic=host.settings.elastic)
     root, is_universal = os.fspath(load_dir), facts.loads_universal(engine)
 
     def read_one(damaged: Mapping[Path, str]) -> tuple[StepFile | None, Choice, Any, Any] | None:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from megaresume.checkpoint.flags import add_settings
-from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptions
+from megaresume.checkpoint.settings import DataOptions, LaunchOptions, LoaderOptions
 from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least
 from megaresume.data.split import split_ranges
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layout.add_argument("--num-workers", type=at_least(0), metavar="W", help="worker processes per rank")
     layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
-    add_settings(layout, Checkpoints, "plan")
+    add_settings(layout, LaunchOptions, "plan")
     add_settings(layout, LoaderOptions, "plan")
     layout.add_argument("--universal-checkpoint", action="store_true", help="load what ds_to_universal wrote")
     length = parser.add_argument_group("the run (not recorded: give what the launch gives)")

@@ -103,7 +103,7 @@ def second(case: str) -> None:
     engine = engine_of(case)
     data = megaresume.attach(engine, toy.DATA)
     refused = toy.error_of(lambda: engine.load_checkpoint(str(root)))
-    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(elastic=True))
+    data = megaresume.attach(engine, toy.DATA, elastic=True)
     path, _ = engine.load_checkpoint(str(root))
     found: dict[str, Any] = {"refused": refused, "path": Path(path).parent.name, "line": data.resume.line()}
     found["calls"] = engine.module.calls.item()

@@ -51,7 +51,7 @@ for stage in STAGES:
     if not torch.distributed.is_initialized():
         toy.start()
     engine = toy.engine_of(stage=stage)
-    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(elastic=True))
+    data = megaresume.attach(engine, toy.DATA, elastic=True)
     if MODE == "killed":
         losses(engine, data, 4)
         engine.save_checkpoint(str(root))

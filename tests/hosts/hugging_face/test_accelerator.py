@@ -18,7 +18,6 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin, ProjectConfiguration
 
 import megaresume
-from megaresume import Checkpoints
 from megaresume.checkpoint.load.choose import choose
 from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
@@ -298,8 +297,8 @@ def test_refused_before_anything_is_prepared(tmp_path: Path, monkeypatch: pytest
     ):
         launched.setenv("WORLD_SIZE", "2")
         megaresume.attach(accelerator, loader)
-    with pytest.raises(UsageError, match="Accelerate cannot save by these checkpoints"):
-        megaresume.attach(accelerator, loader, checkpoints=Checkpoints(adopt=True))
+    with pytest.raises(UsageError, match="has no adopt"):
+        megaresume.attach(accelerator, loader, adopt=True)
     accelerator.project_configuration = ProjectConfiguration()
     with pytest.raises(UsageError, match=r"ProjectConfiguration\(project_dir"):
         megaresume.attach(accelerator, loader)
