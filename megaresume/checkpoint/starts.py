@@ -178,18 +178,18 @@ def record_cut_commits(root: Path) -> None:
         CheckpointError: the directory cannot be written.
         StateError: it was written by a newer megaresume, or its ledger cannot be read.
     """
-    for step, manifest, _ in _cut_commits(root):
-        if step.save_id not in _recorded(root):
-            record_commit(root, step, manifest)
+    for record, manifest, _ in _cut_commits(root):
+        if record.save_id not in _recorded(root):
+            record_commit(root, record, manifest)
 
 
 def _settle(root: Path, choice: Choice | None) -> None:
     own = choice if choice is not None and same_place(choice.load_dir, root) else None
-    for step, manifest, marker in _cut_commits(root):
-        if own is not None and (own.tag, own.iteration) == (step.tag, step.iteration):
-            publish(root, step, manifest, marker, is_recorded=step.save_id in _recorded(root))
+    for record, manifest, marker in _cut_commits(root):
+        if own is not None and (own.tag, own.iteration) == (record.tag, record.iteration):
+            publish(root, record, manifest, marker, is_recorded=record.save_id in _recorded(root))
         else:
-            remove_marker(marker_path(root, step.iteration, step.tag))
+            remove_marker(marker_path(root, record.iteration, record.tag))
 
 
 def _recorded(root: Path) -> set[Any]:

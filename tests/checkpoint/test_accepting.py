@@ -16,18 +16,18 @@ from megaresume.stream.errors import StateError
 def test_weights_of_another_step(root: Path, more: dict[str, int]) -> None:
     choice = choose(root)
     assert choice is not None and choice.record is not None
-    step = choice.record
-    right = Reading(envelope=step.envelope, iteration=step.iteration, samples=step.state.samples)
-    check_same(step.envelope, right, step, choice)
+    record = choice.record
+    right = Reading(envelope=record.envelope, iteration=record.iteration, samples=record.state.samples)
+    check_same(record.envelope, right, record, choice)
     wrong = dataclasses.replace(right, **{name: getattr(right, name) + n for name, n in more.items()})
     with pytest.raises(StateError, match="the weights and the data state are from different steps"):
-        check_same(step.envelope, wrong, step, choice)
+        check_same(record.envelope, wrong, record, choice)
 
 
 def test_another_state_beside_them(root: Path) -> None:
     choice, older = choose(root), choose(root, tag="global_step20")
     assert choice is not None and choice.record is not None and older is not None
-    step = choice.record
-    read = Reading(envelope=step.envelope, iteration=step.iteration, samples=step.state.samples)
+    record = choice.record
+    read = Reading(envelope=record.envelope, iteration=record.iteration, samples=record.state.samples)
     with pytest.raises(StateError, match="is not the one beside it"):
-        check_same(step.envelope, read, older.record, choice)
+        check_same(record.envelope, read, older.record, choice)

@@ -29,9 +29,9 @@ def other(root: Path, tmp_path: Path) -> Path:
 
 
 def test_the_same_on_every_rank(root: Path, other: Path, state: Callable[..., StreamState]) -> None:
-    step = confirm_choice(other, broadcast(root), timeout_seconds=0)
-    assert step is not None
-    assert step.state == state(240)
+    record = confirm_choice(other, broadcast(root), timeout_seconds=0)
+    assert record is not None
+    assert record.state == state(240)
 
 
 def test_nothing_on_every_rank(tmp_path: Path) -> None:
@@ -85,6 +85,6 @@ def test_a_cache_that_lags_behind_is_waited_for(root: Path, other: Path) -> None
 
 def test_a_universal_checkpoint(root: Path) -> None:
     (root / "global_step20_universal").mkdir()
-    step = confirm_choice(root, broadcast(root, tag="global_step20_universal"), timeout_seconds=0)
-    assert step is not None
-    assert step.iteration == 20
+    record = confirm_choice(root, broadcast(root, tag="global_step20_universal"), timeout_seconds=0)
+    assert record is not None
+    assert record.iteration == 20

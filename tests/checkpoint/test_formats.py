@@ -17,9 +17,9 @@ RUN = "76120b4bb5758a9c"
 
 
 def test_step_file_1(state: Callable[..., StreamState]) -> None:
-    step = read_step_file(VERSION_1 / "step_0000010.json", iteration=10, tag="global_step10", run=RUN)
-    assert step.state == state(80)
-    assert step.topology == Topology(dp=2, num_workers=2, global_batch_size=8)
+    record = read_step_file(VERSION_1 / "step_0000010.json", iteration=10, tag="global_step10", run=RUN)
+    assert record.state == state(80)
+    assert record.topology == Topology(dp=2, num_workers=2, global_batch_size=8)
 
 
 def test_manifest_1() -> None:

@@ -295,12 +295,12 @@ def test_killed_at_every_file_operation(tmp_path: Path) -> None:
     assert status == 0 and operations > 60
     for k in range(operations):
         shared = work / str(k)
-        step = _with_local_storage_lost(tmp_path / f"new-{k}", shared)
-        assert step is None or step == _step_of(local, step.iteration)
+        record = _with_local_storage_lost(tmp_path / f"new-{k}", shared)
+        assert record is None or record == _record_of(local, record.iteration)
         for iteration in (10, 20, 30):
             stage(local, shared, iteration, f"global_step{iteration}")
         found = choose(shared, checksums=True)
-        assert found is not None and found.record == _step_of(local, 30) and not found.notes
+        assert found is not None and found.record == _record_of(local, 30) and not found.notes
         assert (shared / "megaresume/ledger.jsonl").read_bytes() == (local / "megaresume/ledger.jsonl").read_bytes()
         assert not list(shared.glob("megaresume/step*saving*"))
 
@@ -323,7 +323,7 @@ def _with_local_storage_lost(local: Path, shared: Path) -> StepFile | None:
     return choice.record
 
 
-def _step_of(root: Path, iteration: int) -> StepFile:
+def _record_of(root: Path, iteration: int) -> StepFile:
     choice = choose(root, tag=f"global_step{iteration}")
     assert choice is not None and choice.record is not None
     return choice.record
@@ -347,15 +347,15 @@ def test_a_shared_storage_that_damages(tmp_path: Path, monkeypatch: pytest.Monke
 def test_local_ones_go_behind_their_copies(roots: tuple[Path, Path]) -> None:
     """What a rule would delete stays while its copy is missing, or was begun and not completed, or lost a file."""
     local, shared = roots
-    step = stage(local, shared, 10, "global_step10")
-    assert step is not None and prune(local, Retention(keep_last=1), _step_of(local, 30), copied_to=shared) == (
+    record = stage(local, shared, 10, "global_step10")
+    assert record is not None and prune(local, Retention(keep_last=1), _record_of(local, 30), copied_to=shared) == (
         "global_step10",
     )
     stage(local, shared, 20, "global_step20")
     (shared / "global_step20" / MODEL).unlink()
-    assert prune(local, Retention(keep_last=1), _step_of(local, 30), copied_to=shared) == ()
+    assert prune(local, Retention(keep_last=1), _record_of(local, 30), copied_to=shared) == ()
     stage(local, shared, 20, "global_step20")
-    assert prune(local, Retention(keep_last=1), _step_of(local, 30), copied_to=shared) == ("global_step20",)
+    assert prune(local, Retention(keep_last=1), _record_of(local, 30), copied_to=shared) == ("global_step20",)
 
 
 def test_pointers_never_go_back(roots: tuple[Path, Path]) -> None:

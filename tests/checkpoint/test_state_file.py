@@ -18,7 +18,7 @@ from megaresume.stream.state import StreamState
 
 
 @pytest.fixture
-def step(state: Callable[..., StreamState]) -> StepFile:
+def record(state: Callable[..., StreamState]) -> StepFile:
     return StepFile(
         iteration=10,
         tag="global_step10",
@@ -31,9 +31,9 @@ def step(state: Callable[..., StreamState]) -> StepFile:
 
 
 @pytest.fixture
-def path(tmp_path: Path, step: StepFile) -> Path:
+def path(tmp_path: Path, record: StepFile) -> Path:
     path = tmp_path / "step_0000010.json"
-    write_step_file(path, step)
+    write_step_file(path, record)
     return path
 
 
@@ -44,12 +44,12 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(seal(fields, depth=3))
 
 
-def test_round_trip(path: Path, step: StepFile) -> None:
-    assert read_step_file(path, iteration=10, tag="global_step10", run="0" * 16) == step
+def test_round_trip(path: Path, record: StepFile) -> None:
+    assert read_step_file(path, iteration=10, tag="global_step10", run="0" * 16) == record
 
 
-def test_the_state_inside_is_the_one_that_rides_with_the_weights(path: Path, step: StepFile) -> None:
-    assert json.loads(path.read_bytes())["state"] == step.envelope.to_dict()
+def test_the_state_inside_is_the_one_that_rides_with_the_weights(path: Path, record: StepFile) -> None:
+    assert json.loads(path.read_bytes())["state"] == record.envelope.to_dict()
 
 
 def test_missing(tmp_path: Path) -> None:

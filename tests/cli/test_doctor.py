@@ -167,11 +167,11 @@ def test_a_run_under_megaresume(run: SavedRun, capsys: pytest.CaptureFixture[str
 
 def test_a_state_that_no_resume_can_read(run: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     path = step_path(run.save, 12, "global_step12")
-    step = read_step_file(path)
-    assert isinstance(step.state, StreamState)
+    record = read_step_file(path)
+    assert isinstance(record.state, StreamState)
     stages = [{"name": "stage 1", "from_samples": 900, "weights": {"web": 1}}]  # and none for the other source
-    state = step.state.replace(config={**step.state.config, "stages": stages})
-    write_step_file(path, replace(step, state=state))
+    state = record.state.replace(config={**record.state.config, "stages": stages})
+    write_step_file(path, replace(record, state=state))
     status, checks = doctor(capsys, run.save)
     assert status == 1 and "stages[0].weights leaves sources out" in of(checks, "data state")["found"]
 

@@ -111,9 +111,9 @@ def in_ledger(run):
 
 def in_state(run):
     path = step_path(run.save, 12, "global_step12")
-    step = read_step_file(path)
-    state = replace(step.stream, overrides=(EVIL,))
-    path.write_bytes(replace(step, framework=EVIL, state=state).to_bytes())
+    record = read_step_file(path)
+    state = replace(record.stream, overrides=(EVIL,))
+    path.write_bytes(replace(record, framework=EVIL, state=state).to_bytes())
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_nothing_moves_the_cursor(spoil, run, capsys):
 def test_what_nobody_foresaw_is_no_traceback(run, capsys, monkeypatch):
     """A state of a faulty program: every checksum is right."""
     path = step_path(run.save, 12, "global_step12")
-    step = read_step_file(path)
-    state = replace(step.stream, config={**step.stream.config, "sources": {"web": "\ud800", "code": 1}})
-    path.write_bytes(replace(step, state=state).to_bytes())
+    record = read_step_file(path)
+    state = replace(record.stream, config={**record.stream.config, "sources": {"web": "\ud800", "code": 1}})
+    path.write_bytes(replace(record, state=state).to_bytes())
     status, printed = ask(run, capsys)["inspect"]
     assert status == 1 and "AttributeError" in printed and "MEGARESUME_TRACEBACK=1" in printed
     monkeypatch.setenv("MEGARESUME_TRACEBACK", "1")

@@ -122,8 +122,8 @@ def test_the_manifest_decides(run: SavedRun, capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert out == "global_step8\n" and "global_step12: mp_rank_00_model_states.pt: has 83 bytes, had 84" in err
     # A save that a kill cut short, with files that look whole.
-    step = read_step_file(run.save / "megaresume" / "step_0000008.json")
-    begin_save(run.save, tag="global_step16", iteration=16, state=step.state)
+    record = read_step_file(run.save / "megaresume" / "step_0000008.json")
+    begin_save(run.save, tag="global_step16", iteration=16, state=record.state)
     write_zero(run.save, 16)
     assert main(["latest", str(run.save), "--tag"]) == 0
     out, err = capsys.readouterr()

@@ -51,13 +51,13 @@ def root() -> Path:
 
 
 def _marker_of(directory: Path, iteration: int) -> bytes:
-    step = read_step_file(directory / f"megaresume/step_{iteration:07d}.json")
+    record = read_step_file(directory / f"megaresume/step_{iteration:07d}.json")
     return Marker(
         iteration=iteration,
-        tag=step.tag,
-        save_id=step.save_id,
-        run=step.run,
-        began_at=step.saved_at,
+        tag=record.tag,
+        save_id=record.save_id,
+        run=record.run,
+        began_at=record.saved_at,
         latest=True,
         tracker=True,
     ).to_bytes()
@@ -126,10 +126,10 @@ def _with_checksum(value: Any) -> Any:
 
 def check_step(data: bytes) -> None:
     try:
-        step = read_step_file(_file(data))
+        record = read_step_file(_file(data))
     except StateError:
         return
-    _same({k: v for k, v in step.to_fields().items() if k != "state"}, unseal(data), "step file")
+    _same({k: v for k, v in record.to_fields().items() if k != "state"}, unseal(data), "step file")
 
 
 def check_manifest(data: bytes) -> None:
@@ -237,8 +237,8 @@ def check_root(script: bytes) -> None:
 @functools.cache
 def _written() -> dict[str, StepFile]:
     directory = root() / "megaresume"
-    steps = [read_step_file(directory / f"step_{n:07d}.json") for n in (10, 20, 30, 40)]
-    return {step.tag: step for step in steps}
+    records = [read_step_file(directory / f"step_{n:07d}.json") for n in (10, 20, 30, 40)]
+    return {record.tag: record for record in records}
 
 
 @functools.cache

@@ -140,7 +140,7 @@ CHECKPOINT = (
     Mutation("read a manifest below the root", ' or ".." in path.split("/"):', ":", MANIFEST),
     Mutation(
         "pair the state of one save with another's manifest",
-        "    if step.save_id != manifest.save_id or step.state.digest != manifest.digest:\n",
+        "    if record.save_id != manifest.save_id or record.state.digest != manifest.digest:\n",
         "    if False:\n",
         CHOOSE,
     ),
@@ -302,7 +302,7 @@ CHECKPOINT = (
     ),
     Mutation(
         "finish no commit that was cut off",
-        "        if own is not None and (own.tag, own.iteration) == (step.tag, step.iteration):\n",
+        "        if own is not None and (own.tag, own.iteration) == (record.tag, record.iteration):\n",
         "        if False:\n",
         ("tests/checkpoint/test_kill.py::test_a_start_that_finishes_a_killed_commit", *COMMIT),
     ),

@@ -209,7 +209,7 @@ def examine(
             return Examined(candidate=candidate, status="incomplete", reasons=(f"it is being saved again; {OLDER}",))
         return _examine_unmanaged(root, candidate)
 
-    step, step_error = _tried(
+    record, record_error = _tried(
         lambda: read_step_file(step_path(root, iteration, tag), iteration=iteration, tag=tag, run=run)
     )
     manifest, manifest_error = _tried(
@@ -217,7 +217,7 @@ def examine(
     )
 
     def verdict(status: Status, *reasons: str) -> Examined:
-        return Examined(candidate=candidate, status=status, reasons=reasons, record=step, manifest=manifest)
+        return Examined(candidate=candidate, status=status, reasons=reasons, record=record, manifest=manifest)
 
     if not candidate.has_dir and candidate.is_committed:
         return verdict("pruned", "the tag directory is not there (only its records are)")
@@ -232,16 +232,16 @@ def examine(
         return verdict("incomplete", why + ("; " + OLDER if aside else ""))
     if manifest is None:
         return verdict("damaged", manifest_error)
-    if step is None:
-        return verdict("damaged", step_error)
+    if record is None:
+        return verdict("damaged", record_error)
     if marker is not None and marker.save_id != manifest.save_id:
         return verdict(
             "incomplete", f"a second save of this step began {marker.began_at} and did not end: files may be mixed"
         )
-    if step.save_id != manifest.save_id or step.state.digest != manifest.digest:
+    if record.save_id != manifest.save_id or record.state.digest != manifest.digest:
         return verdict(
             "damaged",
-            f"state and manifest are from different saves (digest {step.state.digest}, manifest {manifest.digest})",
+            f"state and manifest are from different saves (digest {record.state.digest}, manifest {manifest.digest})",
         )
     # Checksums show whether the files reached the disk.
     in_doubt = not manifest.is_safe

@@ -110,7 +110,7 @@ def read_step_file(
         NewerFormatError: of a newer version (a StateError as well).
     """
     what = "the data state"
-    step = read_record(path, _step, what=what, format_name=STEP_FORMAT, version=STEP_VERSION, error=StateError)
+    record = read_record(path, _record, what=what, format_name=STEP_FORMAT, version=STEP_VERSION, error=StateError)
     copied = (
         "the file was renamed or copied over another one",
         "copy it again from where it was saved, under its own name; or load another checkpoint",
@@ -124,22 +124,22 @@ def read_step_file(
         "rename it back; let every program save to a directory of its own",
     )
     for name, of, found, expected, (cause, action) in (
-        ("iteration", "step", step.iteration, iteration, copied),
-        ("run", "run", step.run, run, mixed),
-        ("tag", "tag directory", step.tag, tag, renamed),
+        ("iteration", "step", record.iteration, iteration, copied),
+        ("run", "run", record.run, run, mixed),
+        ("tag", "tag directory", record.tag, tag, renamed),
     ):
         if expected is not None and found != expected:
             raise StateError(
                 f"{what} belongs to another {of}",
-                found=f"{path}: {name} {found}, saved {step.saved_at}",
+                found=f"{path}: {name} {found}, saved {record.saved_at}",
                 expected=f"{name} {expected}",
                 cause=cause,
                 action=action,
             )
-    return step
+    return record
 
 
-def _step(fields: Mapping[str, Any]) -> StepFile:
+def _record(fields: Mapping[str, Any]) -> StepFile:
     envelope = Envelope.read(fields.get("state"))
     if envelope.iteration != fields["iteration"]:
         raise ValueError(f"a state of iteration {envelope.iteration} in a file of iteration {fields['iteration']}")

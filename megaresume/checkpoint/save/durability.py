@@ -249,14 +249,14 @@ def finish(
     # Megatron writes its own in place, and forces nothing.
     if (root / TRACKER).exists() and (words := _force(root / TRACKER, os.O_RDONLY)):
         raise NotForcedError(words)
-    step = _replace(root, manifest, checksums, durable=True, boots=())
-    if step is None:
+    record = _replace(root, manifest, checksums, durable=True, boots=())
+    if record is None:
         return ()
     if manifest.is_of_rank_0:
-        append_ledger(ledger_path(root), step.ledger_entry("durable", {"save_id": step.save_id}))
-    remove_older(root, step.iteration, step.tag)
-    shutil.rmtree(part_path(root, step.iteration, step.tag, 0).parent, ignore_errors=True)
-    pruned = prune(root, retention, step)
+        append_ledger(ledger_path(root), record.ledger_entry("durable", {"save_id": record.save_id}))
+    remove_older(root, record.iteration, record.tag)
+    shutil.rmtree(part_path(root, record.iteration, record.tag, 0).parent, ignore_errors=True)
+    pruned = prune(root, retention, record)
     remove_orphans(root)
     return pruned
 

@@ -107,6 +107,6 @@ def test_a_start_that_goes_back_to_leave_samples_out(tmp_path: Path, capsys: pyt
     train(4, 6, "20:24", "40:41")
     assert verified() == ["branch 1, steps 3 to 8", "branch 2, steps 5 to 10"]
     # What is not of the run is found all the same.
-    step = read_step_file(step_path(root, 6, "global_step6"))
-    write_step_file(step_path(root, 6, "global_step6"), replace(step, state=step.stream.replace(digest="0" * 16)))
+    record = read_step_file(step_path(root, 6, "global_step6"))
+    write_step_file(step_path(root, 6, "global_step6"), replace(record, state=record.stream.replace(digest="0" * 16)))
     assert main(["verify", str(root)]) == 1
