@@ -189,10 +189,11 @@ class Ahead:
     def _work(self) -> None:
         while (places := self._next()) is not None:
             self._fetch(places)
-            with self._changed:
-                # Not before the first request: it makes the connection that the others share.
-                while self._waiting and self._threads < self.requests and self._start():
-                    pass
+            if self._threads < self.requests:
+                with self._changed:
+                    # Not before the first request: it makes the connection that the others share.
+                    while self._waiting and self._threads < self.requests and self._start():
+                        pass
 
     def _next(self) -> list[Place] | None:
         """The next request, of what is still wanted; None: closed, or nothing was wanted for a while."""
@@ -256,7 +257,7 @@ class Ahead:
     def _check(self, places: Sequence[Place]) -> Span | None:
         """Check the shard of a request, but not in two threads at once; the bytes of it, if the check has read them."""
         place = places[0]
-        if place.whole:
+        if place.whole or place.files.is_checked(place.path):
             return None
         shard = (place.files, place.path)
         with self._changed:

@@ -37,7 +37,6 @@ import xxhash
 
 from megaresume.data.s3_ranges import S3Ranges
 from megaresume.data.store_counts import store_counts
-from megaresume.files import write_all
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, require
 
 log = logging.getLogger(__name__)
@@ -379,6 +378,8 @@ LOOK_AGAIN, WRITE_AGAIN = 600.0, 60.0
 _USED = struct.Struct("<qd")
 #: bytes before those that are kept.
 CHECKSUM = 16
+#: The most bytes of a record that is kept: one call reads or writes them.
+LARGEST = 1 << 30
 
 
 @dataclass
@@ -408,13 +409,13 @@ class DiskCache:
         """Whether nothing was ever kept."""
         return not os.path.exists(f"{self.directory}/used")
 
-    def get(self, key: str, nbytes: int | None, at: int | None = None) -> memoryview | None:
+    def get(self, key: str, nbytes: int | None, at: int | None = None) -> bytes | None:
         """Get what was kept under this key and at this place, if it has so many bytes (None: however many)."""
         data = self._get(key, nbytes, at)
         store_counts.add("misses" if data is None else "hits")
         return data
 
-    def _get(self, key: str, nbytes: int | None, at: int | None) -> memoryview | None:
+    def _get(self, key: str, nbytes: int | None, at: int | None) -> bytes | None:
         digest, start = xxhash.xxh3_128_digest(key.encode()), at or 0
         path = self._path(digest)
         try:
@@ -422,16 +423,15 @@ class DiskCache:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 found = os.fstat(descriptor)
-                size = found.st_size if nbytes is None else CHECKSUM + nbytes
-                kept = os.pread(descriptor, size, start) if stat.S_ISREG(found.st_mode) else b""
-                while kept and len(kept) < size and (more := os.pread(descriptor, size - len(kept), start + len(kept))):
-                    kept += more  # of more than 2 GiB
+                checksum = os.pread(descriptor, CHECKSUM, start) if stat.S_ISREG(found.st_mode) else b""
+                if not any(checksum):  # a hole is not read: its zeros take longer than the bytes of a record
+                    return None
+                size = max(found.st_size - CHECKSUM, 0) if nbytes is None else nbytes
+                data = os.pread(descriptor, size, start + CHECKSUM)
             finally:
                 os.close(descriptor)
-            data = memoryview(kept)[CHECKSUM:]
-            if kept[:CHECKSUM] != _checksum(digest, start, data):
-                if any(kept[:CHECKSUM]):
-                    self._wipe(path, start)
+            if checksum != _checksum(digest, start, data):
+                self._wipe(path, start)
                 return None
             if found.st_mtime < self.began:
                 os.utime(path, times=(now := time.time(), now))
@@ -474,7 +474,7 @@ class DiskCache:
         """
         start = at or 0
         nbytes = _allocated(start % BLOCK + CHECKSUM + len(data))
-        if time.monotonic() < self._write_again or nbytes > self.limit:
+        if time.monotonic() < self._write_again or nbytes > min(self.limit, LARGEST):
             return
         digest = xxhash.xxh3_128_digest(key.encode())
         try:
@@ -483,8 +483,8 @@ class DiskCache:
                 return
             descriptor = _made(self._path(digest), os.O_WRONLY | (os.O_TRUNC if at is None else 0))
             try:
-                os.lseek(descriptor, start, os.SEEK_SET)
-                write_all(descriptor, b"".join((_checksum(digest, start, data), data)))
+                # If it stops short, as on a disk that fills up, no checksum fits what is there.
+                os.pwritev(descriptor, (_checksum(digest, start, data), data), start)
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -117,7 +117,7 @@ class ShardFiles:
             CorpusError: it is missing, or has another size.
             SetupError: it cannot be reached.
         """
-        if path in self._checked:
+        if self.is_checked(path):
             return
         identity = self.identity(path)
         found = int(identity.partition(":")[0])
@@ -130,6 +130,10 @@ class ShardFiles:
                 action="put the shard back, or make the index again: megaresume prepare --overwrite",
             )
         self._checked[path] = identity
+
+    def is_checked(self, path: str) -> bool:
+        """Whether `check` would ask nothing more."""
+        return path in self._checked
 
     def check_all(self, shards: Mapping[str, int]) -> None:
         """Check several shards as `check` does: path -> size. Those on S3 are asked at the same time."""
@@ -204,7 +208,7 @@ class ShardFiles:
         if self.cache is None or not self._keeps(places[0]):
             return {}
         found: dict[Place, bytes] = {}
-        regions: dict[int, memoryview | None] = {}
+        regions: dict[int, bytes | None] = {}
         for place in places:
             if is_small(place):
                 first, last = place.offset // REGION, (place.stop - 1) // REGION
@@ -214,17 +218,17 @@ class ShardFiles:
                         regions[number] = self.cache.get(
                             self._key(region, "regions"), region.nbytes, _slot(region, REGION)
                         )
-                data: bytes | memoryview | None = regions[first]
+                data = regions[first]
                 if last > first:
                     parts = [part for number in range(first, last + 1) if (part := regions[number]) is not None]
                     data = b"".join(parts) if len(parts) > last - first else None
                 if data is not None:
                     at = place.offset - first * REGION
-                    found[place] = bytes(data[at : at + place.nbytes])
+                    found[place] = data[at : at + place.nbytes]
             else:
                 kept = self.cache.get(self._key(place), None if place.whole else place.nbytes, _slot(place, SMALL))
                 if kept is not None:
-                    found[place] = bytes(kept)
+                    found[place] = kept
         return found
 
     def keep(self, places: Sequence[Place], span: Span, *, again: bool = False) -> None:

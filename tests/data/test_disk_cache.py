@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.data import read_ahead, shard_files
+from megaresume.data import read_ahead, remote, shard_files
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.remote import BLOCK, DiskCache
 from megaresume.data.shard_files import SMALL, Place, ShardFiles
@@ -240,6 +240,26 @@ def test_a_record_larger_than_the_bound_keeps_out_no_other(cache):
     assert used.has_room and not kept(cache)
     used.put("small", b"x")
     assert used.get("small", 1) == b"x"
+
+
+def test_a_write_that_stops_short_is_not_served(cache, monkeypatch):
+    written, write = DiskCache(cache, 1 << 20), os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: write(file, [b"".join(parts)[:-1]], at))
+    written.put("one", b"x" * 5000, 4096)
+    assert written.get("one", 5000, 4096) is None
+    monkeypatch.undo()
+    assert not written.has("one", 4096), "so it is kept again"
+    written.put("one", b"x" * 5000, 4096)
+    assert written.get("one", 5000, 4096) == b"x" * 5000
+
+
+def test_what_one_call_may_not_write_is_not_kept(cache, monkeypatch):
+    monkeypatch.setattr(remote, "LARGEST", 4 * BLOCK)
+    used = DiskCache(cache, 1 << 20)
+    used.put("large", b"x" * 4 * BLOCK)
+    assert used.has_room and not kept(cache)
+    used.put("small", b"x" * 3 * BLOCK)
+    assert used.get("small", 3 * BLOCK) == b"x" * 3 * BLOCK
 
 
 def test_a_count_that_cannot_be_is_made_again(cache):
