@@ -253,11 +253,30 @@ def _filling(fillers, num_fillers, room, config):  # type: ignore[no-untyped-def
 
 
 @compiled
+def _segment(rows, k):  # type: ignore[no-untyped-def]
+    """Row ``k`` of segments: source, position, document, offset and length."""
+    return rows[k, SOURCE], rows[k, POSITION], rows[k, DOCUMENT], rows[k, OFFSET], rows[k, LENGTH]
+
+
+@compiled
+def _put(rows, k, source, position, document, offset, length):  # type: ignore[no-untyped-def]
+    """Make this segment row ``k``."""
+    rows[k, SOURCE], rows[k, POSITION], rows[k, DOCUMENT] = source, position, document
+    rows[k, OFFSET], rows[k, LENGTH] = offset, length
+
+
+@compiled
+def _copy(rows, k, others, other):  # type: ignore[no-untyped-def]
+    """Make row ``k`` that of other segments."""
+    for column in range(SEGMENT_WIDTH):
+        rows[k, column] = others[other, column]
+
+
+@compiled
 def _take(fillers, num_fillers, which):  # type: ignore[no-untyped-def]
     """Remove a piece of those that wait."""
     for k in range(which, num_fillers - 1):
-        for column in range(SEGMENT_WIDTH):
-            fillers[k, column] = fillers[k + 1, column]
+        _copy(fillers, k, fillers, k + 1)
 
 
 @compiled
@@ -364,17 +383,14 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
         elif length > 0:
             pass  # a segment is pending already
         elif num_fillers >= FILLERS or (ending and num_fillers > 0):
-            source, position, document = fillers[0, 0], fillers[0, 1], fillers[0, 2]
-            offset, length = fillers[0, 3], fillers[0, 4]
+            source, position, document, offset, length = _segment(fillers, 0)
             _take(fillers, num_fillers, 0)
             num_fillers -= 1
         elif next_carried < carried.shape[0]:
-            source, position, document = carried[next_carried, 0], carried[next_carried, 1], carried[next_carried, 2]
-            offset, length = carried[next_carried, 3], carried[next_carried, 4]
+            source, position, document, offset, length = _segment(carried, next_carried)
             next_carried += 1
         elif num_tails > 0 and (ending or (num_tails == tails.shape[0] and num_open == 0 and not config.fills)):
-            source, position, document = tails[first_tail, 0], tails[first_tail, 1], tails[first_tail, 2]
-            offset, length = tails[first_tail, 3], tails[first_tail, 4]
+            source, position, document, offset, length = _segment(tails, first_tail)
             first_tail = (first_tail + 1) % tails.shape[0]
             num_tails -= 1
         else:
@@ -409,9 +425,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 sources[i, HEAD] = at
                 waits = length < config.seq_length or num_fillers < FEW_FILLERS
                 if waits and config.fills and sources[i, FILLS] > 0:
-                    fillers[num_fillers, 0], fillers[num_fillers, 1] = source, position
-                    fillers[num_fillers, 2], fillers[num_fillers, 3] = document, offset
-                    fillers[num_fillers, 4] = length
+                    _put(fillers, num_fillers, source, position, document, offset, length)
                     num_fillers += 1
                     length = 0
                 if at == np.uint64(sources[i, NUM_AHEAD]):
@@ -466,8 +480,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 free = link[k]
                 left = room[bin_]
                 put = min(length, left)
-                segments[k, SOURCE], segments[k, POSITION], segments[k, DOCUMENT] = source, position, document
-                segments[k, OFFSET], segments[k, LENGTH] = offset, put
+                _put(segments, k, source, position, document, offset, put)
                 if left == config.seq_length:
                     head[bin_] = k
                 else:
@@ -480,15 +493,12 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 room[bin_] = left
                 keeps = tails.shape[0] > 0 and (not config.fills or sources[source, FILLS] > 0)
                 if length > 0 and keeps and num_tails == tails.shape[0] and config.fills:
-                    for column in range(SEGMENT_WIDTH):
-                        fillers[num_fillers, column] = tails[first_tail, column]
-                    num_fillers += 1
+                    _copy(fillers, num_fillers, tails, first_tail)  # the oldest has waited long enough
+                    num_fillers, num_tails = num_fillers + 1, num_tails - 1
                     first_tail = (first_tail + 1) % tails.shape[0]
-                    num_tails -= 1
                 if length > 0 and keeps and num_tails < tails.shape[0]:
                     row = (first_tail + num_tails) % tails.shape[0]
-                    tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
-                    tails[row, 3], tails[row, 4] = offset, length
+                    _put(tails, row, source, position, document, offset, length)
                     num_tails += 1
                     length = 0
                 if left == 0 or config.mode == NONE:
@@ -504,8 +514,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     break
                 k = free
                 free = link[k]
-                for column in range(SEGMENT_WIDTH):
-                    segments[k, column] = fillers[which, column]
+                _copy(segments, k, fillers, which)
                 link[tail[close]], link[k], tail[close] = k, -1, k
                 put = min(segments[k, LENGTH], room[close])
                 rest = segments[k, LENGTH] - put
@@ -516,14 +525,11 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 num_fillers -= 1
                 if rest > 0:
                     if num_tails == tails.shape[0]:
-                        for column in range(SEGMENT_WIDTH):
-                            fillers[num_fillers, column] = tails[first_tail, column]
-                        num_fillers += 1
+                        _copy(fillers, num_fillers, tails, first_tail)  # likewise
+                        num_fillers, num_tails = num_fillers + 1, num_tails - 1
                         first_tail = (first_tail + 1) % tails.shape[0]
-                        num_tails -= 1
                     row = (first_tail + num_tails) % tails.shape[0]
-                    for column in range(SEGMENT_WIDTH):
-                        tails[row, column] = segments[k, column]
+                    _copy(tails, row, segments, k)
                     tails[row, OFFSET] += put
                     tails[row, LENGTH] = rest
                     num_tails += 1
@@ -542,8 +548,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 following = head[b]
                 while following >= 0:
                     k, row = np.uint64(following), np.uint64(num_segments)
-                    for column in range(SEGMENT_WIDTH):
-                        out[row, column] = segments[k, column]
+                    _copy(out, row, segments, k)
                     tokens += segments[k, LENGTH]
                     documents += segments[k, OFFSET] == 0
                     num_segments += 1
