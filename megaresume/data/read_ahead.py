@@ -76,6 +76,8 @@ class Ahead:
         #: how often each place is wanted; and the bytes of those that are here, None if they are not read here.
         self._users: dict[Place, int] = {}
         self._read: dict[Place, bytes | None] = {}
+        #: places that somebody waits for.
+        self._awaited: set[Place] = set()
         #: requests in the order of need; and those that are being made.
         self._waiting: deque[list[Place]] = deque()
         self._under_way: list[_Reading] = []
@@ -128,7 +130,9 @@ class Ahead:
                 return None
             # Also until nobody keeps it: another loader of the same shards may have wanted it, and be done with it.
             while place in self._users and place not in self._read and not self._closed:
+                self._awaited.add(place)
                 self._changed.wait()
+            self._awaited.discard(place)
             return self._read.get(place)
 
     def release(self, places: Iterable[Place]) -> None:
@@ -142,7 +146,8 @@ class Ahead:
                     del self._users[place]
                     self._read.pop(place, None)
                     self.held -= place.nbytes
-            self._changed.notify_all()
+            if self._awaited:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Read nothing more."""
@@ -252,7 +257,8 @@ class Ahead:
             return
         with self._changed:
             self._read |= {place: data for place, data in read.items() if place in self._users}
-            self._changed.notify_all()
+            if not self._awaited.isdisjoint(read):
+                self._changed.notify_all()
 
     def _check(self, places: Sequence[Place]) -> Span | None:
         """Check the shard of a request, but not in two threads at once; the bytes of it, if the check has read them."""
@@ -274,6 +280,8 @@ class Ahead:
 
 def joined(places: Sequence[Place]) -> list[list[Place]]:
     """Places to requests: neighbours in one, in the order in which the first of each is needed."""
+    if len(places) == 1:
+        return [list(places)]
     need = {place: k for k, place in enumerate(places)}
     requests: list[list[Place]] = []
     for place in sorted(places, key=lambda place: (id(place.files), place.path, place.offset)):

@@ -172,10 +172,11 @@ class RecordIndex:
         Raises:
             CorpusError: the index is damaged there.
         """
-        offset, nbytes, content = (self._columns[name].item(i) for name in ("offset", "nbytes", "content"))
+        columns = self._columns
+        offset = columns["offset"].item(i)
         if offset < 0:
             raise self.damaged(f"record {i} at byte {offset}")
-        return RecordPlace(self.file_of(i), offset, nbytes, content)
+        return RecordPlace(self.file_of(i), offset, columns["nbytes"].item(i), columns["content"].item(i))
 
     def range_of(self, place: RecordPlace, files: ShardFiles, path: str, size: int) -> Place:
         """A record as a range of bytes of a file.
