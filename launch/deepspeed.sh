@@ -36,7 +36,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # threads of one rank on CPUs
 # ==== nothing below needs editing: docs/launching.md says what the driver does ========================================
 
 "$PYTHON" -c 'import megaresume' || { echo "${0##*/}: refused: PYTHON=$PYTHON has no megaresume" >&2 && exit 2; }
-exec "$PYTHON" -m megaresume.cluster.launching deepspeed --script "$0" --run-dir "$RUN_DIR" --data "$DATA" --python "$PYTHON" \
+exec "$PYTHON" -m megaresume.cluster.drivers deepspeed --script "$0" --run-dir "$RUN_DIR" --data "$DATA" --python "$PYTHON" \
   --procs-per-node "$PROCS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" \
   --master-port "$MASTER_PORT" --max-restarts "$MAX_RESTARTS" --stop-status "$STOP_STATUS" \
   --hostfile "$HOSTFILE" -- ::: "${TRAIN[@]}" ::: "$@"

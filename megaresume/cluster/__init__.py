@@ -1,12 +1,12 @@
 """A training job from outside: started, stopped or killed, brought back, and compared.
 
-launches.py  what a launch of a training, and its launcher, are
+launcher.py  what a launch of a training, and its launcher, are
 scenario.py  start, stop, resume on another layout, compare with an undisturbed run: the demo and the smoke test
 smoke/       `megaresume smoke`: that on one's own cluster, with every kind of stop
 demo/        `megaresume demo`: that on this machine, with a report
 training/    the small trainer of both, a program of its own
-local.py     jobs of this machine: groups of processes
+processes.py jobs of this machine: groups of processes
 records.py   what a run recorded of its steps, and two runs compared
 new.py       `megaresume new`: the programs of starts/, for a reader's own trainer
-launching/   what the launch scripts of ``launch/`` call
+drivers/     what the launch scripts of ``launch/`` call
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.launches import Kind, Launch, Launcher, RunningLaunch
+from megaresume.cluster.launcher import Kind, Launch, Launcher, RunningLaunch
 from megaresume.cluster.records import RunRecords, read_any, read_records
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 

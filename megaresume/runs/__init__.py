@@ -1,6 +1,6 @@
 """A run, read from its checkpoint directory, and what can be asked about it: one module and one command a question.
 
-    run.py          `Run`: the directory, each part read once
+    directory.py    `Run`: the directory, each part read once
     mirrored.py     a run in an object store, as a directory
     history.py      the path to the present: states, topologies, batch sizes; samples to steps, ranks, micro-batches
     rank_steps.py   what every rank trained, step by step, as it wrote it down

@@ -34,10 +34,10 @@ from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.load_rules import Partitions
 from megaresume.render import byte_bar
 from megaresume.runs.answer import Answer, Check, Status, told
+from megaresume.runs.directory import Run
 from megaresume.runs.latest import Newest, find_newest, look_at, named_by, recognise
 from megaresume.runs.logs import first_failure, log_checks
 from megaresume.runs.machine import environment_checks, filesystem_checks
-from megaresume.runs.run import Run
 from megaresume.stream.changes import check_recorded
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError, counted
 from megaresume.stream.state import StreamState

@@ -23,7 +23,7 @@ from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.command_line import at_least
 from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.runs.answer import Answer, live, plain, told
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError, counted
 from megaresume.stream.state import StreamState

@@ -32,7 +32,7 @@ from megaresume.checkpoint.records.names import LATEST, TRACKER, records_dir
 from megaresume.files import read_error
 from megaresume.render import write_bytes
 from megaresume.runs.answer import Answer, live, plain, told
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, visible
 
 #: checkpoints that an error names, each with its reason.

@@ -28,9 +28,9 @@ from megaresume.command_line import at_least, number_range
 from megaresume.data.data_config import DataConfig
 from megaresume.render import text_table
 from megaresume.runs.answer import Answer, told
+from megaresume.runs.directory import Run
 from megaresume.runs.layout import laid_out
 from megaresume.runs.replayed_steps import StepAgain, compare_steps
-from megaresume.runs.run import Run
 from megaresume.runs.trace.find import parse_documents
 from megaresume.runs.trace.replan import open_corpora
 from megaresume.runs.trace.trace import Trace

@@ -26,7 +26,7 @@ from megaresume.checkpoint.metrics.steps import Made
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.runs.answer import told
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.runs.trace.replan import Replan, open_corpora
 from megaresume.stream.errors import MegaresumeError
 

@@ -23,10 +23,10 @@ from megaresume.checkpoint.system import Topology
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs import prompts
 from megaresume.runs.answer import Answer, optional
+from megaresume.runs.directory import Run
 from megaresume.runs.history import History, Membership, memberships
 from megaresume.runs.losses import Loss, LossLog, read_losses
 from megaresume.runs.report_figures import RunFigures, parts_of_page, read_figures
-from megaresume.runs.run import Run
 from megaresume.stream.changes import outlook
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import SetupError

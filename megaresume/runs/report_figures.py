@@ -10,7 +10,7 @@ from megaresume.checkpoint.metrics.goodput import all_marks, goodput_of
 from megaresume.checkpoint.metrics.record import marks_of, meter_dir, read_lines, read_pulse
 from megaresume.checkpoint.records.position import reached_of, read_position
 from megaresume.render import COLOURS, svg
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 
 #: points of a line.
 MOST_POINTS = 2000

@@ -26,8 +26,8 @@ from megaresume.command_line import at_least
 from megaresume.render import spell_bytes, text_table
 from megaresume.runs import prompts
 from megaresume.runs.answer import Answer, optional
+from megaresume.runs.directory import Run
 from megaresume.runs.history import Membership, memberships
-from megaresume.runs.run import Run
 from megaresume.stream.changes import outlook
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError

@@ -19,9 +19,9 @@ from typing import Any
 from megaresume.checkpoint.records.ledger import LedgerProblem
 from megaresume.runs import prompts
 from megaresume.runs.answer import Answer, live, optional, told
+from megaresume.runs.directory import Run
 from megaresume.runs.losses import LossComparison, compare_losses, read_losses
 from megaresume.runs.rank_steps import RankSteps, read_rank_steps
-from megaresume.runs.run import Run
 from megaresume.runs.trace.ranks import Contents, RankCheck, check_ranks
 from megaresume.runs.trace.replan import (
     Past,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from tests.hosts.torch.record import ENVIRONMENT
 
 pytestmark = pytest.mark.process

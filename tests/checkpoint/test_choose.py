@@ -15,7 +15,7 @@ from megaresume.checkpoint.records.names import step_path
 from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.starts import check_fresh_start, record_start
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
 from megaresume.stream.state import StreamState
 

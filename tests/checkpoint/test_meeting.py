@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from tests.forked import ENVIRONMENT
 
 pytestmark = pytest.mark.process

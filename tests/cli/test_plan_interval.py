@@ -13,8 +13,8 @@ import pytest
 from megaresume.checkpoint.records.ledger import LedgerEntry, append_ledger, read_ledger
 from megaresume.checkpoint.system import Topology, process_age, utc
 from megaresume.program import main
+from megaresume.runs.directory import Run
 from megaresume.runs.plan.interval import advise, daly, duration, losses, measure, spell, young
-from megaresume.runs.run import Run
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 
 LAYOUT = Topology(dp=8, global_batch_size=8)

@@ -17,7 +17,7 @@ from megaresume.checkpoint.records.ledger import append_ledger, read_ledger
 from megaresume.checkpoint.system import Topology
 from megaresume.data.catalog import open_sources
 from megaresume.program import main
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.runs.trace.documents import Decoder
 from megaresume.runs.trace.trace import Trace
 from tests.cli.conftest import megaresume

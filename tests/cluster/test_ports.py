@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster import local as jobs
+from megaresume.cluster import processes as jobs
 from megaresume.stream.errors import SetupError
 
 

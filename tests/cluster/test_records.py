@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from megaresume.cluster.records import read_records
 from megaresume.cluster.training.launch import parse_arguments
 from megaresume.cluster.training.model import deepspeed_config

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import megaresume.cluster.launching
+import megaresume.cluster.drivers
 from megaresume.shipped import launch_dir, launch_script
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "launching.md"
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "slurm/train.sbatch")
-DRIVER = Path(megaresume.cluster.launching.__file__).parent
+DRIVER = Path(megaresume.cluster.drivers.__file__).parent
 
 
 def settings(script: str) -> set[str]:

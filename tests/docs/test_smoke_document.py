@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launches import KINDS
+from megaresume.cluster.launcher import KINDS
 from megaresume.cluster.smoke import command as smoke
 from megaresume.cluster.smoke.plan import make_plan
 from tests.docs.pages import section

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.local import Launcher, LocalJob
+from megaresume.cluster.processes import Launcher, LocalJob
 from megaresume.hosts.driver import copied, items, trained
 from tests.corpora import progressions
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from tests.cli.conftest import megaresume
 from tests.release import release
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from megaresume.program import main
 
 HERE = Path(__file__).parent

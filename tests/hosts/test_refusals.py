@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 
 pytestmark = pytest.mark.process
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from tests.upstream.trees import Tree, environment
 
 HERE = Path(__file__).resolve().parent

@@ -21,8 +21,8 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, Extra
-from megaresume.cluster.launches import Kind, Launch
-from megaresume.cluster.local import LocalPrograms, ask
+from megaresume.cluster.launcher import Kind, Launch
+from megaresume.cluster.processes import LocalPrograms, ask
 from megaresume.cluster.records import RunComparison, RunRecords, compare_runs, read_records
 from megaresume.cluster.scenario import Attempt, Found, Say, Scenario, Stop, own_directory
 from megaresume.command_line import need_packages

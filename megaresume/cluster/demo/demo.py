@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from megaresume.cluster.local import ask
+from megaresume.cluster.processes import ask
 from megaresume.cluster.scenario import Say
 from megaresume.stream.errors import counted
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.cluster.demo.demo import SEQ_LENGTH, TEXT, Demo, Extra, functions, write_config, write_texts
-from megaresume.cluster.local import ask
+from megaresume.cluster.processes import ask
 from megaresume.cluster.scenario import Say
 from megaresume.render import escape
 

@@ -37,7 +37,7 @@ from megaresume.cluster.demo.demo import (
     write_config,
     write_texts,
 )
-from megaresume.cluster.local import ask
+from megaresume.cluster.processes import ask
 from megaresume.cluster.records import read_records
 from megaresume.cluster.scenario import Say
 from megaresume.render import COLOURS, escape, svg

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.launches import Kind, Launch, Launcher
-from megaresume.cluster.local import LocalLauncher, ask
+from megaresume.cluster.launcher import Kind, Launch, Launcher
+from megaresume.cluster.processes import LocalLauncher, ask
 from megaresume.cluster.records import RunRecords, compare_runs, read_any, with_losses
 from megaresume.cluster.scenario import Attempt, GaveUp, Say, Scenario, StopResult, own_directory
 from megaresume.cluster.smoke.interrupted import cleaned_up

@@ -27,8 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from megaresume.cluster.launches import Kind, Launch, RunningLaunch
-from megaresume.cluster.launching.slurm_commands import (
+from megaresume.cluster.drivers.slurm_commands import (
     Partition,
     ask,
     find_partitions,
@@ -39,6 +38,7 @@ from megaresume.cluster.launching.slurm_commands import (
     usable,
     version,
 )
+from megaresume.cluster.launcher import Kind, Launch, RunningLaunch
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt, end, undo
 from megaresume.shipped import launch_script
 from megaresume.stream.errors import SetupError, UsageError

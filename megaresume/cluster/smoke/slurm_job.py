@@ -21,8 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megaresume.cluster.launches import Kind, Launch
-from megaresume.cluster.launching.slurm_commands import JobInfo, Partition, ask, find_job, kill_wait, try_to
+from megaresume.cluster.drivers.slurm_commands import JobInfo, Partition, ask, find_job, kill_wait, try_to
+from megaresume.cluster.launcher import Kind, Launch
 from megaresume.stream.errors import SetupError
 
 #: seconds that a cancelled job may take: Slurm kills it after its KillWait.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 from megaresume.checkpoint.flags import flag, group, parse_flags
 from megaresume.checkpoint.settings import Checkpoints, DataOptions, LaunchOptions, LoaderOptions
 from megaresume.checkpoint.stopping import SIGNALS, StopConditions
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import SetupError, UsageError
 

@@ -11,6 +11,7 @@ from typing import Any
 from megaresume.checkpoint.records.names import split_root
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import Answer, live, plain, told
+from megaresume.runs.directory import Run
 from megaresume.runs.plan.data import Gain, Guarded, PlannedData, compare_with_record, gain, read_data
 from megaresume.runs.plan.start import (
     Findings,
@@ -23,7 +24,6 @@ from megaresume.runs.plan.start import (
     steps_until,
     topology,
 )
-from megaresume.runs.run import Run
 from megaresume.stream.batches import BatchSchedule, end_of_run, is_over
 from megaresume.stream.changes import SourceOutlook, outlook
 from megaresume.stream.config import SourceConfig, StreamConfig

@@ -28,8 +28,8 @@ from typing import Any
 from megaresume.checkpoint.records.ledger import LedgerEntry
 from megaresume.render import text_table
 from megaresume.runs.answer import Answer, live, plain, told
+from megaresume.runs.directory import Run
 from megaresume.runs.plan import Flags
-from megaresume.runs.run import Run
 from megaresume.stream.errors import StateError, UsageError
 
 #: newest measurements that a median is taken of.

@@ -23,7 +23,7 @@ from megaresume.hosts.deepspeed.load_rules import BEGIN_ANEW, Partitions, check_
 from megaresume.hosts.megatron import load_rules
 from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.hosts.megatron.guard.record import OrderRecord
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.stream.batches import TOKEN_COST, Balance, BatchSchedule, Objective, check_sizes
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError

@@ -19,7 +19,7 @@ from megaresume.data.source import Source
 from megaresume.encoding.text.tokenizers import Tokenizer, load_tokenizer
 from megaresume.render import write_bytes
 from megaresume.runs import prompts
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.runs.trace.documents import Decoder, ImagesWritten, marked_ids, write_images
 from megaresume.runs.trace.find import (
     Occurrence,

@@ -27,8 +27,8 @@ from megaresume.data.catalog import open_sources
 from megaresume.data.data_config import DataConfig
 from megaresume.data.source import Source, TokenSource
 from megaresume.data.split import range_of
+from megaresume.runs.directory import Run
 from megaresume.runs.history import History
-from megaresume.runs.run import Run
 from megaresume.stream import cursor
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import reconcile

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.data.source import is_document_source
+from megaresume.runs.directory import Run
 from megaresume.runs.history import UNKNOWN, Span, StepMap
-from megaresume.runs.run import Run
 from megaresume.runs.trace.replan import Past, Planned, Replan
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.dealing import dealt_order

@@ -105,7 +105,7 @@ def test_conversations_are_questions_and_answers() -> None:
 
 @pytest.mark.process
 def test_the_program_trains_what_its_code_expects(tmp_path: Path) -> None:
-    from megaresume.cluster.local import LocalJob
+    from megaresume.cluster.processes import LocalJob
 
     data = SFT.prepare(tmp_path, lambda text: None)
     log = tmp_path / "run.jsonl"

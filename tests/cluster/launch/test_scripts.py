@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from megaresume.cluster.records import read_records
 from megaresume.shipped import launch_script
 from tests.cluster.launch.conftest import ENDLESS, FLAGS

@@ -1,6 +1,6 @@
 """launch/slurm/train.sbatch comes back if it should, and not for ever; a program that only ends is enough.
 
-The decisions themselves have a table of cases: tests/cluster/launching/test_decide.py. Here Slurm does what they say.
+The decisions themselves have a table of cases: tests/cluster/drivers/test_decide.py. Here Slurm does what they say.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def say(kind, step):
     append_ledger(ledger_path(root), LedgerEntry(kind=kind, **words, details=with_attempt({{}})))
 
 
-if sys.argv[1:3] == ["-m", "megaresume.cluster.launching.node_check"]:
+if sys.argv[1:3] == ["-m", "megaresume.cluster.drivers.node_check"]:
     # It imports torch, to see that it can; tests of real training have the real one.
     (here / "packages" / "torch").mkdir(parents=True, exist_ok=True)
     (here / "packages" / "torch" / "__init__.py").touch()
@@ -315,7 +315,7 @@ if node == "n4":
 
 @release(
     "two minutes of real attempts",
-    "`tests/cluster/launching/test_decide.py` (no end without progress loops), "
+    "`tests/cluster/drivers/test_decide.py` (no end without progress loops), "
     "`::test_a_bad_node_is_left_out_and_only_a_run_that_says_so_is_over`",
 )
 def test_without_progress_it_comes_to_an_end_whatever_ends_it(slurm: Cluster, tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def controller_away(cluster: Cluster, directory: Path) -> tuple[str, str]:
     run.until_trained()
     with cluster.without_controller():
         # Nobody but the driver hears of it, and Slurm cannot tell the ranks: there is the stop file.
-        run.process("megaresume.cluster.launching").send_signal(signal.SIGUSR1)
+        run.process("megaresume.cluster.drivers").send_signal(signal.SIGUSR1)
         run.until_said("USR1 came")
         time.sleep(8)
     run.until_said("start: restart count 1;")
@@ -537,7 +537,7 @@ def is_as_expected(scenario: Scenario, seen: str, equal: str) -> bool:
 
 @release(
     "20 minutes: all that goes wrong on a cluster, with the samples",
-    "`tests/cluster/launching/test_decide.py`, "
+    "`tests/cluster/drivers/test_decide.py`, "
     "`tests/cluster/launch/test_slurm_coming_back.py::test_a_bad_node_is_left_out_and_only_a_run_that_says_so_is_over`,"
     " `tests/cluster/launch/test_slurm_scripts.py::test_a_signal_a_requeue_a_cancel_and_the_end`",
 )

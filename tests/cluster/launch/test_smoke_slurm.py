@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megaresume.cluster.launches import Kind, Launch
-from megaresume.cluster.launching.slurm_commands import find_job
+from megaresume.cluster.drivers.slurm_commands import find_job
+from megaresume.cluster.launcher import Kind, Launch
 from megaresume.cluster.smoke import slurm
 from megaresume.cluster.smoke.slurm import SlurmLauncher
 from megaresume.cluster.smoke.slurm_job import SlurmAttempt
@@ -113,7 +113,7 @@ def test_the_others_through_every_stop(
 
 RELEASE = release(
     "`[deepspeed]`: two launchers more on every node, each of which imports DeepSpeed",
-    "the same, `[torchrun]`, `tests/cluster/launching/test_slurm_settings.py::test_the_command_of_a_launcher`, and "
+    "the same, `[torchrun]`, `tests/cluster/drivers/test_slurm_settings.py::test_the_command_of_a_launcher`, and "
     "that command without Slurm: `tests/cluster/launch/test_scripts.py::test_one_run_through_all_scripts_and_signals`",
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.local import MARK
+from megaresume.cluster.processes import MARK
 from megaresume.cluster.smoke.interrupted import cleaned_up
 from tests.cluster.smoke.conftest import ROOT
 

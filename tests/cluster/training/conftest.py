@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.local import Launcher, LocalJob
+from megaresume.cluster.processes import Launcher, LocalJob
 from megaresume.cluster.records import RunRecords, read_records
 from tests.corpora import progressions
 

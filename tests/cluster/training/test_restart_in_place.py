@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from megaresume.cluster.records import RunRecords, read_records
 from tests.agents import Agents
 from tests.cluster.training.compare import compare

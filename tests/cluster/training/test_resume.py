@@ -12,7 +12,7 @@ import pytest
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from tests.cluster.training.compare import compare
 from tests.release import release
 

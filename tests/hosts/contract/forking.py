@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume import StopConditions
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from megaresume.hosts.driver import Driver, Job, Ran, misplaced, wait_for_copies
 from tests.hosts.torch.record import ENVIRONMENT, torchrun_environment
 

@@ -19,7 +19,7 @@ from megaresume.checkpoint.records.manifest import read_manifest
 from megaresume.hosts.deepspeed import conversion as conversions
 from megaresume.hosts.deepspeed.load_rules import read_universal, remove_converted, write_seal
 from megaresume.program import main
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 
 TAG = "global_step4"
 

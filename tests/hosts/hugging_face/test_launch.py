@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 import megaresume
 from megaresume import run
 from megaresume.checkpoint.load.choose import choose
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from megaresume.hosts.hugging_face_launch import SETTINGS_VARIABLE, take_flags
 from megaresume.stream.errors import UsageError
 from tests.hosts.hugging_face.program import ITEMS, make

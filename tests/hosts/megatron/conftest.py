@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 
 MINI = Path(__file__).parent / "mini"
 SCRIPTS = ("pretrain_until_0_17.py", "pretrain_0_18.py", "pretrain_from_0_19.py")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from tests.hosts.conftest import write_corpus
 from tests.hosts.megatron.conftest import MINI, SCRIPTS, Mini, Run
 from tests.hosts.megatron.layouts import run_python, script

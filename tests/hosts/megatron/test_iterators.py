@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from megaresume.hosts.megatron.iterators import check_replicas
 from megaresume.stream.errors import StateError
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import megaresume
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from megaresume.hosts.megatron import hooks
 from megaresume.stream.errors import SetupError, UsageError
 from tests.hosts.megatron.conftest import MINI, SCRIPTS

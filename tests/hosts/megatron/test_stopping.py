@@ -11,7 +11,7 @@ import pytest
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
-from megaresume.cluster.launching.driver import AttemptProgress, Ledgers
+from megaresume.cluster.drivers.driver import AttemptProgress, Ledgers
 from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project

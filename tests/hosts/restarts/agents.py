@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from tests.agents import Agents
 from tests.hosts.restarts.program import lines_of, newest_step
 from tests.hosts.torch.record import ENVIRONMENT

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from megaresume.hosts.driver import copied, items, lines, losses, trained
 
 __all__ = ["copied", "items", "lines", "losses", "trained"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.load.choose import choose
-from megaresume.cluster.local import free_port
+from megaresume.cluster.processes import free_port
 from megaresume.program import main
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.program import run

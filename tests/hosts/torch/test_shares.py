@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.record import ENVIRONMENT
 

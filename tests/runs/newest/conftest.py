@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.local import LocalJob
+from megaresume.cluster.processes import LocalJob
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.load.foreign_layouts import LAYOUTS
+from megaresume.runs.directory import Run
 from megaresume.runs.latest import find_newest, recognise
-from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, UsageError
 from tests.runs.newest.conftest import Copy
 

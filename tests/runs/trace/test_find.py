@@ -13,7 +13,7 @@ import pytest
 from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import plain
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.runs.trace.find import Sought, find, parse_documents
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.config import StreamConfig

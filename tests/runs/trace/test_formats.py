@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megaresume.checkpoint.system import Topology
+from megaresume.runs.directory import Run
 from megaresume.runs.history import UNKNOWN, Span
-from megaresume.runs.run import Run
 from megaresume.runs.trace.formats import CSV_COLUMNS, Format, TraceWriter, csv_rows, heading, write_parquet
 from megaresume.runs.trace.trace import Trace, TracePiece, places
 from megaresume.stream.config import StreamConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.runs.trace.find import find
 from megaresume.runs.trace.formats import TraceWriter, csv_rows, heading
 from megaresume.runs.trace.trace import Trace

@@ -11,8 +11,8 @@ import pytest
 
 from megaresume.checkpoint.records.names import deepspeed_tag, megatron_tag
 from megaresume.checkpoint.system import Topology
+from megaresume.runs.directory import Run
 from megaresume.runs.history import _runs
-from megaresume.runs.run import Run
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, CorpusError, StateError, StreamExhausted, UsageError

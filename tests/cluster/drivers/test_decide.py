@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launching.driver import (
+from megaresume.cluster.drivers.driver import (
     Action,
     AttemptHistory,
     AttemptProgress,
@@ -551,7 +551,7 @@ def test_the_nodes_that_train(nodes: str, wanted: int, failed: str, chosen: str)
 
 
 def test_the_table_of_the_document_is_this_one() -> None:
-    assert table() in DOCUMENT.read_text(), "python -m tests.cluster.launching.test_decide writes it anew"
+    assert table() in DOCUMENT.read_text(), "python -m tests.cluster.drivers.test_decide writes it anew"
 
 
 def test_what_was_seen_has_a_test() -> None:

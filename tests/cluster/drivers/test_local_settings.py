@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launching.driver import AttemptProgress
-from megaresume.cluster.launching.local import LocalDriver, LocalSettings
+from megaresume.cluster.drivers.driver import AttemptProgress
+from megaresume.cluster.drivers.local import LocalDriver, LocalSettings
 from megaresume.stream.errors import UsageError
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaresume.checkpoint.records.ledger import ATTEMPT
-from megaresume.cluster.launching.driver import (
+from megaresume.cluster.drivers.driver import (
     AttemptHistory,
     AttemptProgress,
     Attempts,
@@ -39,8 +39,8 @@ from megaresume.cluster.launching.driver import (
     without_pins,
     write_attempts,
 )
-from megaresume.cluster.launching.node_check import ask_nodes, judge
-from megaresume.cluster.launching.slurm_job import Chain, RankLayout, SlurmJob, SlurmSettings, check, listen, tasks
+from megaresume.cluster.drivers.node_check import ask_nodes, judge
+from megaresume.cluster.drivers.slurm_job import Chain, RankLayout, SlurmJob, SlurmSettings, check, listen, tasks
 from megaresume.runs.logs import find_first_error, last_lines, shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 
@@ -226,7 +226,7 @@ class SlurmDriver(LaunchDriver):
         if self.settings.node_check == "no":
             return None
         gpus = ranks if self.job.asked_for_gpus() else 0
-        words = [*self.settings.container, self.settings.python, "-m", "megaresume.cluster.launching.node_check"]
+        words = [*self.settings.container, self.settings.python, "-m", "megaresume.cluster.drivers.node_check"]
         words += [str(self.run_dir), self.settings.data, str(gpus)]
         words += [self.layout.address, str(self.layout.port), str(len(self.nodes)), self.settings.launcher]
         words += [*self.settings.train, *self.settings.flags]

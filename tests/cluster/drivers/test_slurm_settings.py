@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.launching.driver import Attempts, read_attempts, write_attempts
-from megaresume.cluster.launching.node_check import Verdict
-from megaresume.cluster.launching.slurm import SlurmDriver
-from megaresume.cluster.launching.slurm_commands import usable
-from megaresume.cluster.launching.slurm_job import RankLayout, SlurmJob, SlurmSettings, tasks
+from megaresume.cluster.drivers.driver import Attempts, read_attempts, write_attempts
+from megaresume.cluster.drivers.node_check import Verdict
+from megaresume.cluster.drivers.slurm import SlurmDriver
+from megaresume.cluster.drivers.slurm_commands import usable
+from megaresume.cluster.drivers.slurm_job import RankLayout, SlurmJob, SlurmSettings, tasks
 from megaresume.stream.errors import UsageError
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaresume.checkpoint.records.ledger import ATTEMPT
-from megaresume.cluster.launching.driver import (
+from megaresume.cluster.drivers.driver import (
     AttemptProgress,
     LaunchDriver,
     LaunchSettings,

@@ -1,6 +1,6 @@
 """A node's check of itself before a training starts on it; the driver starts this on every node.
 
-python -m megaresume.cluster.launching.node_check RUN_DIR DATA GPUS ADDRESS PORT NODES LAUNCHER TRAIN ...
+python -m megaresume.cluster.drivers.node_check RUN_DIR DATA GPUS ADDRESS PORT NODES LAUNCHER TRAIN ...
     ->  one line: megaresume-node {"name": "n2", ...}
 
     disks    RUN_DIR, the place for temporary files and /dev/shm can be written, and are not full
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.launching.driver import BadNode, gpus_listed, modules_of, script_of
+from megaresume.cluster.drivers.driver import BadNode, gpus_listed, modules_of, script_of
 
 #: begins the line of an answer.
 MARK = "megaresume-node "

@@ -1,6 +1,6 @@
 """The drivers of the launch scripts.
 
-    python -m megaresume.cluster.launching slurm|torchrun|deepspeed SETTINGS -- CONTAINER ::: TRAIN ::: FLAGS
+    python -m megaresume.cluster.drivers slurm|torchrun|deepspeed SETTINGS -- CONTAINER ::: TRAIN ::: FLAGS
 
 What the flags mean is said in the scripts, whose settings they are.
 """
@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
-from megaresume.cluster.launching import local, slurm
-from megaresume.cluster.launching.local import LocalSettings
-from megaresume.cluster.launching.slurm_job import SlurmSettings
+from megaresume.cluster.drivers import local, slurm
+from megaresume.cluster.drivers.local import LocalSettings
+from megaresume.cluster.drivers.slurm_job import SlurmSettings
 
 #: The separator between the lists of words after ``--``.
 _SEPARATOR = ":::"
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lists.append([])
         else:
             lists[-1].append(word)
-    parser = argparse.ArgumentParser(prog="python -m megaresume.cluster.launching", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m megaresume.cluster.drivers", allow_abbrev=False)
     drivers = parser.add_subparsers(dest="driver", required=True)
     for driver, settings in (("slurm", SlurmSettings), ("torchrun", LocalSettings), ("deepspeed", LocalSettings)):
         of_driver = drivers.add_parser(driver, allow_abbrev=False)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from megaresume.checkpoint.records.names import ledger_path, step_path
-from megaresume.runs.run import Run
+from megaresume.runs.directory import Run
 from megaresume.stream.errors import CheckpointError
 from tests.runs.trace.conftest import ToyRun, config, toy  # noqa: F401  a fixture
 

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from megaresume.checkpoint.system import stat_fields
-from megaresume.cluster.launches import Kind, Launch, RunningLaunch
+from megaresume.cluster.launcher import Kind, Launch, RunningLaunch
 from megaresume.stream.errors import SetupError
 
 _FIRST = 10_000

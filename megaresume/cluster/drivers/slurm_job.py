@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from megaresume.cluster.launching.driver import LaunchSettings, Reason, modules_of, script_of
-from megaresume.cluster.launching.node_check import Verdict
-from megaresume.cluster.launching.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
+from megaresume.cluster.drivers.driver import LaunchSettings, Reason, modules_of, script_of
+from megaresume.cluster.drivers.node_check import Verdict
+from megaresume.cluster.drivers.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 from megaresume.stream.errors import UsageError
 
 #: How often, and how many seconds apart, a controller that is away is asked to queue the job again.

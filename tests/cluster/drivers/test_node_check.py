@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.launching.driver import BadNode
-from megaresume.cluster.launching.node_check import (
+from megaresume.cluster.drivers.driver import BadNode
+from megaresume.cluster.drivers.node_check import (
     MARK,
     Verdict,
     answer_of,

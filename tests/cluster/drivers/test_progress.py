@@ -11,7 +11,7 @@ from megaresume.checkpoint.records.ledger import ATTEMPT, LedgerEntry, append_le
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
 from megaresume.checkpoint.system import Topology
-from megaresume.cluster.launching.driver import (
+from megaresume.cluster.drivers.driver import (
     AttemptProgress,
     Attempts,
     Ledgers,
