@@ -31,7 +31,8 @@ One file a trainer:
     deepspeed/         a DeepSpeed engine in the user's own loop
     megatron/          Megatron-LM and Megatron-DeepSpeed: hooks in their functions
     endless.py         a DataLoader under those that count steps alone: DeepSpeed's engine, Megatron
-    loaders.py         other people's loaders (Energon, torchdata), for both; loader_states.py: in the checkpoint
+    loaders.py         other people's loaders (Energon, torchdata), for both; loader_states.py: in the checkpoint;
+                       loader_order.py: those that lose their order
     token_losses.py    the loss of each label without a call, from the logits of a model
     importing.py       how hooks come into programs that do not know us; startup/: into those that they start
 

@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megaresume.checkpoint.random_state import kept
+from megaresume.hosts.loader_order import check_order, streaming_of
 from megaresume.stream.errors import StateError, UsageError
 
 
@@ -88,11 +89,12 @@ def adapter_of(loader: Any) -> Adapter:
     """Find out what kind of loader it is, by its methods.
 
     Raises:
-        UsageError: it can neither save nor restore a state.
+        UsageError: it can neither save nor restore a state, or is known to lose its order.
     """
     if all(hasattr(loader, name) for name in ("save_state_rank", "restore_state_rank", "worker_config")):
         return EnergonAdapter(loader)
     if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict", "__iter__")):
+        check_order(loader)
         return StateDictAdapter(loader)
     raise UsageError(
         "this loader has no state that could be saved",
@@ -121,11 +123,15 @@ class StateDictAdapter:
     Torchdata 0.11 draws a seed from the loader's generator when an epoch begins, and not again when one is
     resumed: without workers, the shuffle of the epoch *after* a resume would be another one. So the generator's own
     state is kept as well.
+
+    A streaming dataset of Hugging Face's begins each of its passes where it was restored. So that is forgotten after
+    the first one.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._generator: Any = None
+        self._is_restored = False
 
     def facts(self) -> LoaderFacts:
         """See `Adapter`."""
@@ -150,10 +156,14 @@ class StateDictAdapter:
         self._set_epoch(epoch)
         self.loader.load_state_dict(state["loader"])
         self._generator = state["generator"]
+        self._is_restored = True
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """See `Adapter`."""
         self._set_epoch(epoch)
+        if not self._is_restored and (streaming := streaming_of(self.loader)) is not None:
+            streaming.load_state_dict(None)
+        self._is_restored = False
         batches: Iterator[Any] = iter(self.loader)
         if self._generator is not None:  # after the draws of the new iterator
             self.loader.generator.set_state(self._generator)
@@ -269,6 +279,7 @@ class LoaderReader:
 
         Raises:
             UsageError: the loader has no batches at all.
+            StateError: the loader cannot go on from its state.
         """
         last = self._snapshots[-1][0]
         if self.handed - last >= (SNAPSHOT_EVERY if last else 1):
@@ -299,8 +310,11 @@ class LoaderReader:
             return self.adapter.batches(self._epoch)
         self._is_restored = False
         # A DataLoader draws a number when it begins. A run that nobody stopped has drawn it long ago.
-        with kept():
-            return self.adapter.batches(self._epoch)
+        try:
+            with kept():
+                return self.adapter.batches(self._epoch)
+        except StopIteration as error:  # it would end the loop that trains, as if the data were over
+            raise _not_taken_back(error) from error
 
     def _take(self) -> bytes:
         if self._batches is None:  # nothing handed out since the beginning, or since a restore
@@ -364,19 +378,24 @@ class LoaderReader:
             try:
                 self.adapter.restore(state, handed, epoch)
             except (AssertionError, KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                raise StateError(
-                    "the loader does not take its state back",
-                    found=f"{type(error).__name__}: {error}".rstrip(": "),
-                    expected="a loader made with the same arguments over the same dataset",
-                    cause="the dataset, the sampler or the library was changed between save and resume",
-                    action="make the loader as it was made when the checkpoint was saved",
-                ) from error
+                raise _not_taken_back(error) from error
         self._is_restored = state is not None
         self.handed, self._epoch = handed, epoch
         self._start = handed + skip
         self._snapshots = deque([(handed, pickled)])
         for _ in range(skip):
             next(self)
+
+
+def _not_taken_back(error: Exception) -> StateError:
+    return StateError(
+        "the loader does not take its state back",
+        found=f"{type(error).__name__}: {error}".rstrip(": "),
+        expected="a loader made with the same arguments over the same dataset",
+        cause="the dataset, the sampler or the library was changed between save and resume; or, of torchdata 0.11, "
+        "snapshot_every_n_steps is not 1",
+        action="make the loader as it was made when the checkpoint was saved; if it was made so, load an earlier one",
+    )
 
 
 def _pickled(state: Any, handed: int, epoch: int) -> bytes:

@@ -166,6 +166,24 @@ def test_a_restored_loader_draws_nothing_that_a_whole_run_did_not(kind: str, wor
     assert repr(found) == repr(expected)
 
 
+class EndsAtItsBeginning(Counter):
+    """As torchdata 0.11 with ``snapshot_every_n_steps``: it passes over batches while it begins, and there are none."""
+
+    def __iter__(self) -> Iterator[int]:
+        if self.next:
+            raise StopIteration
+        return super().__iter__()
+
+
+def test_a_loader_that_cannot_go_on_does_not_end_the_loop() -> None:
+    reader = reader_of(EndsAtItsBeginning(), lambda: 1)
+    next(reader)
+    again = reader_of(EndsAtItsBeginning(), lambda: 1)
+    again.restore(*reader.state())
+    with pytest.raises(StateError, match="does not take its state back"):
+        next(again)
+
+
 def test_refusals() -> None:
     reader = reader_of(Counter(), lambda: 2)
     next(reader)
