@@ -52,11 +52,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.fixture(scope="module")
-def order(whole: Path) -> list[int]:
-    return items(trained(whole))
-
-
 def cut(output: Path, attach: Any = PACKED, step: int = 8, **options: Any) -> None:
     """Interrupted in that step; steps are saved in fives."""
     with pytest.raises(KeyboardInterrupt):
@@ -233,7 +228,7 @@ def test_batches_of_like_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ({"batch_size": 4}, "per_device_train_batch_size"),
         ({"seqlength": 4}, "did you mean 'seq_length'"),
-        ({"collate_fn": list}, "has no collate_fn\n.*\n.*expected: .*stop, append"),
+        ({"collate_fn": list}, "has no collate_fn\n.*\n.*expected: .*stop, metrics, append"),
         ({"lengths": "length"}, "packing without the tokens of a sample"),
         ({"group_by_length": True}, "train_sampling_strategy"),
     ],
