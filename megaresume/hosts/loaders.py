@@ -45,6 +45,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from megaresume.checkpoint.random_state import kept
 from megaresume.hosts.loader_order import check_order, streaming_of
 from megaresume.stream.errors import StateError, UsageError
@@ -186,10 +188,14 @@ class EnergonAdapter:
     state it is to pass over (``_worker_sample_counters``); a second resume soon after the first then repeats and skips
     samples in silence. So the counters are set right after its restore, and every state is checked against our own
     count of the batches before it is used.
+
+    It begins with its first batch, and torch draws a seed for its workers then, which Energon does not use. A run that
+    nobody stopped has drawn it long ago, so a restored one takes it from another generator than that of the model.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self._is_restored = False
 
     def facts(self) -> LoaderFacts:
         """See `Adapter`."""
@@ -222,6 +228,7 @@ class EnergonAdapter:
 
     def restore(self, state: Any, handed: int, epoch: int) -> None:
         """See `Adapter`."""
+        self._is_restored = True
         self.loader.restore_state_rank(state)
         if state is not None and self.loader.num_workers > 0:
             self.loader._worker_sample_counters = [_next_index(worker) - 1 for worker in state.worker_states]
@@ -229,7 +236,21 @@ class EnergonAdapter:
     def batches(self, epoch: int) -> Iterator[Any]:
         """See `Adapter`."""
         batches: Iterator[Any] = iter(self.loader)
-        return batches
+        is_restored, self._is_restored = self._is_restored, False
+        return self._going_on(batches) if is_restored else batches
+
+    def _going_on(self, batches: Iterator[Any]) -> Iterator[Any]:
+        generator, self.loader.generator = self.loader.generator, torch.Generator()
+        try:
+            first = next(batches, _END)
+        finally:
+            self.loader.generator = generator
+        if first is not _END:
+            yield first
+            yield from batches
+
+
+_END = object()
 
 
 def _next_index(worker: Any) -> int:
