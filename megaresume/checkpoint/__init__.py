@@ -44,6 +44,8 @@ Where things are, from top to bottom; each imports only from those below it (`li
     session.py          `Session`: start, load, begin, save, stop, close; the protocol, written once
     settings.py         all settings, each declared once
     chooser.py          what all ranks load: rank 0 decides, every rank sees the same there
+    starter.py          a start goes into the ledger of every root, on all nodes, before the first save there
+    saver.py            the files of a checkpoint are written, and then it counts
     metrics/            live figures while it trains, and what became of the time of a run
     roots.py            the directories of a process: named alike, locked, with their copies
     starts.py           the beginning and the end of a run: a start is recorded, checked, and tidies up

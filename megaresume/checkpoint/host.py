@@ -1,7 +1,7 @@
 """`Host` and `Data`: what a `Session` is told by the framework that trains, and by the data that is trained.
 
 `Reading`, `Loaded`, `Resume`: what a load reads, what is made of it, and the line that says so, the same under every
-host. `Save`: a save that has begun, from its marker to its commit, which may come long after.
+host.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.envelope import DataState, Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.step_file import StepFile
-from megaresume.checkpoint.save.commit import PendingCheckpoint, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.render import text_table
 from megaresume.stream.changes import outlook
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.session import Session
     from megaresume.stream.stream import Stream
-
-
-#: bytes of a checkpoint whose checksums its commit takes, from memory: about 20 ms. Those of larger files come later.
-SUMMED_AT_ONCE = 64 << 20
 
 
 class Host(Protocol):
@@ -326,84 +320,3 @@ def without_state(choice: Choice, begin_anew: str) -> StateError:
         cause="it was saved before megaresume was added, or the directory megaresume was not copied along",
         action=f"copy the directory megaresume as well; or continue without it: {begin_anew}",
     )
-
-
-class Save:
-    """A save that has begun, with everything that its commit will write.
-
-    A host that finishes it later (`defer`) calls `commit` on rank 0 once all ranks have written their files.
-    """
-
-    def __init__(self, session: Session, envelope: Envelope, pending: PendingCheckpoint, began: float) -> None:
-        self.envelope, self.pending = envelope, pending
-        self.is_deferred = False
-        self.rank_files: tuple[FileEntry, ...] = ()
-        self.expected: tuple[str, ...] | None = None
-        #: which node's files these are, if every node has a directory of its own: see `Manifest.part`.
-        self.part: tuple[int, int] | None = None
-        self._session, self._began = session, began
-
-    @property
-    def save_dir(self) -> Path:
-        """The checkpoint root."""
-        return self.pending.save_dir
-
-    @property
-    def tag(self) -> str:
-        """Name of the tag directory."""
-        return self.pending.record.tag
-
-    @property
-    def tag_dir(self) -> Path:
-        """The tag directory."""
-        return self.pending.tag_dir
-
-    @property
-    def save_id(self) -> str:
-        """Of this save."""
-        return self.pending.record.save_id
-
-    def defer(self, *, is_alone: bool = False) -> None:
-        """The files are written in the background: whoever waits for them commits.
-
-        Args:
-            is_alone: rank 0 does, without the others.
-
-        Raises:
-            UsageError: then, if every node has a directory of its own.
-        """
-        if is_alone and self.part is not None:
-            raise UsageError(
-                "this writer in the background needs a directory that all nodes see",
-                found=f"{self.part[1]} nodes that save to disks of their own",
-                expected="one directory, or a writer of the training process",
-                cause="rank 0 commits what it writes, and does not see the files of the other nodes",
-                action="switch it off: remove checkpoint.writer from the DeepSpeed config",
-            )
-        self.is_deferred = True
-
-    def commit(self) -> bool:
-        """Commit it. On rank 0; and on the others that lead a node with a directory of its own, before it. Returns
-        True.
-
-        Raises:
-            CheckpointError: files are missing or empty, another job writes there, or the disk refuses.
-        """
-        session = self._session
-        origin = None if session.data is None else session.data.origin
-        commit_save(
-            self.pending,
-            expected_files=self.expected,
-            beside=self.rank_files,
-            origin=origin,
-            sum_bytes=SUMMED_AT_ONCE if session.checksums else 0,
-            part=self.part,
-        )
-        record = self.pending.record
-        session.committed = record.iteration, record.state, record.topology
-        if self.pending.marker.latest:
-            session.host.committed(self.save_dir)
-        if (copies := session.roots.copies_of(self.save_dir)) is not None:
-            copies.submit(self.envelope.iteration, self.tag)
-        session.is_saved(self._began)
-        return True

@@ -18,7 +18,6 @@ Every method is called on all ranks; if it fails on one rank, all of them raise.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaresume.batches.masked import VARIABLE
 from megaresume.checkpoint.chooser import Chooser, Pick
-from megaresume.checkpoint.file_errors import Retries, read_undamaged, reading, writing
+from megaresume.checkpoint.file_errors import Retries, read_undamaged, reading
 from megaresume.checkpoint.host import (
     Data,
     HasLoggers,
@@ -37,7 +36,6 @@ from megaresume.checkpoint.host import (
     Loaded,
     Reading,
     Resume,
-    Save,
     check_place,
     check_same,
     seed_of,
@@ -47,7 +45,7 @@ from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import release, take
 from megaresume.checkpoint.metrics.clocks import Clocks
-from megaresume.checkpoint.random_state import RandomState, Snapshot
+from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import (
     gather,
     is_rank_0,
@@ -55,30 +53,24 @@ from megaresume.checkpoint.ranks import (
     on_all_ranks,
     on_rank_0,
     same_on_all_ranks,
-    written_by_all,
 )
-from megaresume.checkpoint.records.branches import saves_of_present
 from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.records.envelope import DataState, Envelope
-from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import FileEntry
-from megaresume.checkpoint.records.names import Saved, ledger_path, manifest_path, same_place, step_path
+from megaresume.checkpoint.records.names import manifest_path, same_place, step_path
 from megaresume.checkpoint.records.position import Positions
 from megaresume.checkpoint.records.step_file import StepFile, new_id, read_step_file
 from megaresume.checkpoint.replay import METRICS, Replay
 from megaresume.checkpoint.roots import Roots
-from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
-from megaresume.checkpoint.save.durability import Durability, not_durable
-from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, make_room
+from megaresume.checkpoint.save.commit import commit_save
+from megaresume.checkpoint.save.durability import Durability
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.saver import Save, Saver, announce
+from megaresume.checkpoint.starter import Starter
 from megaresume.checkpoint.starts import (
     MAX_STARTS,
-    NOTHING_TO_TRAIN,
-    check_fresh_start,
     check_progress,
-    give_up,
     record_end,
-    record_start,
-    tidy,
 )
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age
@@ -145,8 +137,8 @@ class Session:
         #: optimizer steps made, at any time and in any thread.
         self.step_now: Callable[[], int] = host.iteration
         self.roots = Roots(save_dir, stage_to, retention)
-        self.retention, self.max_starts, self.checksums = retention, max_starts, checksums
-        self.random, self._on_stop, self._retries = random, on_stop, retries or Retries()
+        self.max_starts, self.checksums = max_starts, checksums
+        self.random, self._on_stop = random, on_stop
         #: the samples of this rank that were handed out last; None if nobody knows.
         self.numbers: Callable[[], Sequence[int]] | None = None
         #: seconds that this process waits for data, and in saves.
@@ -155,12 +147,22 @@ class Session:
         self.meter = self._meter_of(metrics)
         #: makes complete checkpoints durable, in the background.
         self.durability = Durability(checksums=checksums)
-        self.stopper = None if stop is None else Stopper(stop, save_seconds=lambda: self.save_seconds)
+        self._starter = Starter(host, self.roots, self.durability, self._state)
+        self._saver = Saver(
+            host,
+            self.roots,
+            self.durability,
+            random=random,
+            retention=retention,
+            checksums=checksums,
+            retries=retries or Retries(),
+            stopper=lambda: self.stopper,
+            on_commit=self._is_committed,
+        )
+        self.stopper: Stopper | None = None if stop is None else Stopper(stop, save_seconds=lambda: self.save_seconds)
         self.loaded: Loaded | None = None
         #: what the last load restored.
         self.resumed: Resume | None = None
-        #: starts recorded in the ledger of the run, this one included; None if none is recorded yet.
-        self.attempt: int | None = None
         #: optimizer steps of the checkpoint that was saved or loaded last; None: neither.
         self.settled_step: int | None = None
         #: optimizer steps, state and layout of the checkpoint that was committed or loaded last; None: neither.
@@ -171,11 +173,15 @@ class Session:
         self._position_every = position_every
         #: on rank 0, once training has begun.
         self._positions: Positions | None = None
-        #: optimizer steps and samples at which this process began; None if it has not.
-        self._first: tuple[int, int] | None = None
         self._begun = False
-        #: directories whose ledger knows of this start.
-        self._recorded: set[Path] = set()
+
+    @property
+    def attempt(self) -> int | None:
+        """Starts recorded in the ledger of the run, this one included; None if none is recorded yet."""
+        return self._starter.attempt
+
+    def _record_start(self, root: Path, *, trains: bool = True) -> None:
+        self._starter.record(root, None if self.loaded is None else self.loaded.choice, trains=trains)
 
     # Start
 
@@ -334,10 +340,9 @@ class Session:
         now = self.host.topology()
         if self.random is not None:
             words = self.random.restore(choice, loaded.topology, now, seed=seed_of(state))
-        self._first = self.host.iteration(), resumed_at.samples
-        self.settled_step = self._first[0]
+        self.settled_step = self.host.iteration()
         self.committed = self.settled_step, resumed_at, now
-        self._recorded.clear()
+        self._starter.begin_at(self.settled_step, resumed_at.samples)
         if self.meter is not None and self._begun:
             self.meter.begin(self._watched())
         self.roots.mark_as_own(choice.load_dir)
@@ -384,7 +389,7 @@ class Session:
             record = read_step_file(path, iteration=envelope.iteration, tag=tag)
             if record.state == envelope.state or not replaces:
                 return
-        pending = _begin_save(root, envelope, tag, loaded.topology, latest=False, tracker=False)
+        pending = announce(root, envelope, tag, loaded.topology, latest=False, tracker=False)
         commit_save(pending, beside=beside)
         self.loaded = replace(loaded, choice=replace(loaded.choice, record=pending.record))
 
@@ -426,7 +431,7 @@ class Session:
             UsageError: nothing was loaded, and the run would save over what is there.
             CheckpointError: starts lead to no save, or the directory cannot be written.
         """
-        iteration, _ = self._began()
+        iteration, _ = self._starter.began_at()
         if (replay := self.replay) is not None and replay.tag is not None and self.loaded is None:
             raise UsageError(
                 "the program of this replay did not load a checkpoint",
@@ -490,67 +495,6 @@ class Session:
             born=time.time() - (age or 0.0),
             of_run=lambda marks: figures_of_run(root, marks),
         )
-
-    def _began(self) -> tuple[int, int]:
-        """The optimizer steps and samples at which this process began."""
-        if self._first is None:
-            self._first = self.host.iteration(), self.host.samples()
-        return self._first
-
-    def _record_start(self, root: Path, *, trains: bool = True) -> None:
-        place, copies, data = root.resolve(), self.roots.copies_of(root), self.data
-        if place in self._recorded:
-            return
-        assert data is not None
-        iteration, samples = self._began()
-        places = [] if self.roots.is_own(root) else [place] if copies is None else [place, copies.shared]
-        topology, parts = self.host.topology(), self.roots.parts_of(root)
-
-        def record() -> tuple[int, frozenset[str], list[Saved]]:
-            before = read_ledger(ledger_path(root)).entries
-            saved = [entry.iteration for entry in before if entry.kind == "checkpoint"][-1:]
-            load = self.host.load.format(directory=str(root))
-            with contextlib.nullcontext() if copies is None else copies.by_name():
-                for directory in places:
-                    check_fresh_start(directory, cause=self.host.forgotten, load=load)
-            if copies is not None:
-                copies.adopt(is_fresh=bool(places))
-            # What the marker of a killed save says is settled here, before the next save could overwrite it.
-            record_start(
-                root,
-                iteration=iteration,
-                state=self._state(samples),
-                choice=None if self.loaded is None else self.loaded.choice,
-                topology=topology,
-                details=None if trains else {NOTHING_TO_TRAIN: True},
-            )
-            if saved and saved[0] > iteration:  # of a start that was refused it would not be true
-                print(f"megaresume: the run goes back: step {saved[0]} -> {iteration}", flush=True)
-            past = frozenset[str]()
-            if copies is not None:
-                past = saves_of_present(root)
-                copies.start(iteration, past)
-            elif not trains:
-                release(root)  # nothing more is written
-            starts = sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
-            return starts, past, _left(root) if trains else []
-
-        def record_on_node() -> list[Saved]:
-            if parts is None or copies is None or not parts.leads_other:
-                return left
-            if places:
-                check_fresh_start(root, cause=self.host.forgotten, load=self.host.load.format(directory=str(root)))
-            tidy(root)
-            copies.start(iteration, past)
-            return _left(root) if trains else []
-
-        self.attempt, past, left = on_rank_0(record)
-        if parts is not None:
-            left = on_all_ranks(record_on_node)
-        for saved in left:  # of a process that was killed meanwhile
-            self.durability.submit(root, saved)
-        self.roots.mark_as_own(root)
-        self._recorded.add(place)
 
     # Save
 
@@ -626,11 +570,33 @@ class Session:
         """
         if self.passes_over_saves():
             return None
+        data = self.data
+        assert data is not None
         with self.clocks.save():
-            result, state = self._save(save_dir, write, tag, envelope, is_untouched, latest=latest, tracker=tracker)
-        if self.meter is not None and state is not None:
+            root = on_all_ranks(lambda: self.roots.named_for_save(save_dir))
+            # Before anything else could draw.
+            random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
+            state = envelope or self.snapshot()
+            if self.meter is not None:
+                self.meter.saves(state.iteration, state.samples)
+            self.host.settle()
+            save = self._saver.save(
+                root,
+                state,
+                write,
+                data=data,
+                random=random,
+                tag=tag,
+                latest=latest,
+                tracker=tracker,
+                before=lambda: self._record_start(root),
+            )
+        if save is None:
+            return None
+        self.settled_step = state.iteration
+        if self.meter is not None:
             self.meter.saved(state.iteration, state.samples)
-        return result
+        return save.result
 
     def passes_over_saves(self) -> bool:
         """Whether this is a replay, which saves nothing; one that has made its last step ends here, on all ranks.
@@ -641,115 +607,14 @@ class Session:
         self._end_replay()
         return self.replay is not None
 
-    def _save(
-        self,
-        save_dir: str | os.PathLike[str],
-        write: Callable[[Save], Any],
-        tag: str,
-        envelope: Envelope | None,
-        is_untouched: bool,
-        **pointers: bool,
-    ) -> tuple[Any, Envelope | None]:
-        """Save. Returns what ``write`` returned and the saved state; None, None if it failed and the run continues."""
-        root = on_all_ranks(lambda: self.roots.named_for_save(save_dir))
-        # Before anything else could draw.
-        random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
-        state = envelope or self.snapshot()
-        if self.meter is not None:
-            self.meter.saves(state.iteration, state.samples)
-        self.host.settle()
-        written = self._with_retries(
-            lambda: self._write(root, write, tag, state, random, pointers),
-            root,
-            state.iteration,
-            tag,
-        )
-        if written is None:
-            return None, None
-        save, expected, result = written
-        if not save.is_deferred:
-            gather(None)  # all ranks have written
-            if not self.commit(save):
-                return None, None
-        self.durability.submit(
-            root,
-            save.pending.record.saved,
-            expected=expected,
-            # Where copies are made, the old ones go after they are copied.
-            retention=self.retention if self.roots.copies_of(root) is None else KEEP_ALL,
-        )
-        self.settled_step = state.iteration
-        return result, state
-
     def commit(self, save: Save) -> bool:
-        """Commit a save whose files are written. Retried on its own: a host's own pointer may name them already.
+        """Commit a save that was deferred: see `Saver.commit`."""
+        return self._saver.commit(save)
 
-        Returns:
-            whether it does; False: it failed, and the run is to continue (see `Retries`).
-
-        Raises, on every rank:
-            CheckpointError: see `Save.commit`.
-        """
+    def _is_committed(self, save: Save) -> None:
         record = save.pending.record
-        root = save.save_dir
-        done = self._with_retries(lambda: self.roots.on_nodes(root, save.commit), root, record.iteration, record.tag)
-        return done is not None
-
-    def _with_retries(self, attempt: Callable[[], T], root: Path, iteration: int, tag: str) -> T | None:
-        stopper, holds_parts = self.stopper, self.roots.parts_of(root) is not None
-        return self._retries.run(
-            attempt,
-            tag=tag,
-            is_last=stopper is not None and stopper.stopping,
-            seconds_left=lambda: None if stopper is None else stopper.seconds_left(),
-            give_up=lambda: self.roots.on_nodes(root, lambda: give_up(root, iteration, tag, holds_parts=holds_parts)),
-        )
-
-    def _write(
-        self,
-        root: Path,
-        write: Callable[[Save], Any],
-        tag: str,
-        state: Envelope,
-        random: Snapshot | None,
-        pointers: Mapping[str, bool],
-    ) -> tuple[Save, list[Sequence[str] | None], Any]:
-        """Write all files of a save once. Returns the save, the files of each rank, and what ``write`` returned."""
-        began, data = time.monotonic(), self.data
-        assert data is not None
-        self.roots.claim(root)
-        self._record_start(root)
-
-        def prepare() -> None:
-            take(root)  # held since the start, unless the session was closed meanwhile
-            self.durability.wait_for(root, tag)
-            make_room(root, state.iteration, tag)
-
-        def announce() -> PendingCheckpoint:
-            return _begin_save(root, state, tag, topology, boots=self.durability.machines.boots, **pointers)
-
-        def write_rank_files() -> tuple[FileEntry, ...]:
-            files = data.write_files(root, state.iteration, tag)
-            if self.random is None or random is None:
-                return files
-            return (*files, self.random.write(random, root, state.iteration, tag))
-
-        topology, _ = self.host.topology(), self.durability.machines
-        parts = self.roots.parts_of(root)
-        nodes = None if parts is None else parts.nodes
-        self.roots.on_nodes(root, prepare)
-        pending = on_rank_0(announce)
-        if parts is not None:
-            pending = parts.join(pending, root, boots=self.durability.machines.boots)
-        save = Save(self, state, pending, began)
-        save.part = None if nodes is None else nodes.part
-        save.rank_files = written_by_all(write_rank_files, None if nodes is None else nodes.ranks)
-        expected = gather(self.host.expected_files(root, tag))
-        here = [names for number, names in enumerate(expected) if nodes is None or number in nodes.ranks]
-        if None not in here:
-            save.expected = tuple(sorted({name for names in here for name in names}))
-        with writing(root / tag):
-            return save, expected, write(save)
+        self.committed = record.iteration, record.state, record.topology
+        self.is_saved(save.began)
 
     def is_saved(self, began: float) -> None:
         """Note that the save that began at ``began`` (monotonic clock) is over. On rank 0."""
@@ -813,8 +678,7 @@ class Session:
     def take_over(self, root: Path) -> None:
         """From now on this process group saves to a directory that another one of the same run has saved to: it
         starts there at the current step. Before the save."""
-        self._first = self.host.iteration(), self.host.samples()
-        self._recorded.clear()
+        self._starter.begin_at(self.host.iteration(), self.host.samples())
         self.roots.mark_as_own(root)
 
     def hand_over(self, root: Path) -> None:
@@ -838,25 +702,6 @@ class Session:
         is_saving = self.host.is_saving()
         self.durability.close(left, is_saving=is_saving)
         self.roots.close(left, is_saving=is_saving)
-
-
-def _begin_save(
-    root: Path, envelope: Envelope, tag: str, topology: Topology | None, **kwargs: Any
-) -> PendingCheckpoint:
-    return begin_save(
-        root,
-        tag=tag,
-        iteration=envelope.iteration,
-        state=envelope.state,
-        framework=envelope.framework,
-        topology=topology,
-        **kwargs,
-    )
-
-
-def _left(root: Path) -> list[Saved]:
-    """What earlier processes have left complete and not durable."""
-    return [manifest.saved for manifest in not_durable(root)]
 
 
 def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:

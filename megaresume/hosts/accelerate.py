@@ -33,11 +33,12 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading, Resume, Save
+from megaresume.checkpoint.host import Reading, Resume
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import all_come, meeting_group, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import hugging_face_tag, parse_record_name, records_dir
 from megaresume.checkpoint.records.step_file import StepFile
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology

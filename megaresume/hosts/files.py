@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from megaresume import uncollected
 from megaresume.checkpoint.file_errors import writing
-from megaresume.checkpoint.host import Save
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.saver import Save
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 

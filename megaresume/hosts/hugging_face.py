@@ -37,13 +37,14 @@ from typing import Any, Unpack
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
-from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.host import Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import hugging_face_tag
 from megaresume.checkpoint.replay import Replay
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology

@@ -42,12 +42,13 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint import random_state
-from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.host import Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.replay import Replay
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology

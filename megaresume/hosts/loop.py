@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading, Resume, Save
+from megaresume.checkpoint.host import Reading, Resume
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group
 from megaresume.checkpoint.records.names import deepspeed_tag
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files

@@ -25,11 +25,12 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.host import Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import Envelope
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.store.store import is_store
 from megaresume.checkpoint.system import Topology

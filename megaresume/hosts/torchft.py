@@ -41,12 +41,13 @@ import xxhash
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading, Resume, Save
+from megaresume.checkpoint.host import Reading, Resume
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, rank, world_size
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.records.rank_log import RankLog
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.starts import check_fresh_start, record_membership
 from megaresume.checkpoint.stopping import StopConditions

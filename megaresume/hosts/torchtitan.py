@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.host import Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import records_dir, torchtitan_tag
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files

@@ -25,12 +25,13 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
-from megaresume.checkpoint.host import Host, Reading, Save
+from megaresume.checkpoint.host import Host, Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import on_all_ranks, world_size
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.step_file import StepFile
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.host import Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks, world_size
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import tag_iteration, verl_tag
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.feeds import Feed, ItemFeed

@@ -365,8 +365,8 @@ SESSION = (
     ),
     Mutation(
         "save a step twice when it is stopped",
-        "        self.settled_step = state.iteration\n        return result, state\n",
-        "        return result, state\n",
+        "        self.settled_step = state.iteration\n        if self.meter",
+        "        if self.meter",
         LOOP,
     ),
     Mutation(

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 
 from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
-from megaresume.checkpoint.host import Data, Reading, Save
+from megaresume.checkpoint.host import Data, Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import FORMAT, Envelope
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.records.step_file import StepFile
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.file_errors import is_damage, read_on_all_ranks, read_undamaged
-from megaresume.checkpoint.host import Reading, Save
+from megaresume.checkpoint.host import Reading
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import check_owned
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.names import megatron_tag
+from megaresume.checkpoint.saver import Save
 from megaresume.hosts.loader_states import LoaderRecord
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.calls import check_save

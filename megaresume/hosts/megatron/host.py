@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.checkpoint.file_errors import read_undamaged, reading
-from megaresume.checkpoint.host import Data, Save
+from megaresume.checkpoint.host import Data
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.records.envelope import Envelope
@@ -40,6 +40,7 @@ from megaresume.checkpoint.records.names import LATEST, deepspeed_tag, megatron_
 from megaresume.checkpoint.records.pointers import read_pointers
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.replay import Replay
+from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled

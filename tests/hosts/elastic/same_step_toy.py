@@ -20,7 +20,7 @@ import torch
 import toy
 
 import megaresume
-import megaresume.checkpoint.host
+import megaresume.checkpoint.saver
 
 MODE = sys.argv[3]
 STAGES = (1, 3)
@@ -56,10 +56,10 @@ for stage in STAGES:
         losses(engine, data, 4)
         engine.save_checkpoint(str(root))
         losses(engine, data, 8)
-        commit, megaresume.checkpoint.host.commit_save = megaresume.checkpoint.host.commit_save, dies
+        commit, megaresume.checkpoint.saver.commit_save = megaresume.checkpoint.saver.commit_save, dies
         with contextlib.suppress(OSError, megaresume.MegaresumeError):
             engine.save_checkpoint(str(root))
-        megaresume.checkpoint.host.commit_save = commit
+        megaresume.checkpoint.saver.commit_save = commit
         continue
     engine.load_checkpoint(str(root))
     found: dict[str, Any] = {"line": data.resume.line()}

@@ -1,0 +1,272 @@
+"""`Saver`: the files of a checkpoint are written, and then it counts.
+
+rank 0       the marker: until the commit, the tag directory is known to be incomplete
+all ranks    the files of each rank beside the checkpoint; then the host writes its model files
+rank 0       the commit: manifest, pointers, ledger. Of a deferred `Save`, by whoever waits for its files
+background   files made durable, older checkpoints removed, copies made
+
+Where each node has a directory of its own, what rank 0 does is done by the leader of every node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megaresume.checkpoint.file_errors import Retries, writing
+from megaresume.checkpoint.host import Data, Host
+from megaresume.checkpoint.lock.lock import take
+from megaresume.checkpoint.random_state import RandomState, Snapshot
+from megaresume.checkpoint.ranks import gather, on_rank_0, written_by_all
+from megaresume.checkpoint.records.envelope import Envelope
+from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.roots import Roots
+from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
+from megaresume.checkpoint.save.durability import Durability
+from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, make_room
+from megaresume.checkpoint.starts import give_up
+from megaresume.checkpoint.stopping import Stopper
+from megaresume.checkpoint.system import Topology
+from megaresume.stream.errors import UsageError
+
+T = TypeVar("T")
+
+#: bytes of a checkpoint whose checksums its commit takes, from memory: about 20 ms. Those of larger files come later.
+SUMMED_AT_ONCE = 64 << 20
+
+
+class Save:
+    """A save that has begun, with everything that its commit will write.
+
+    A host that finishes it later (`defer`) calls `commit` on rank 0 once all ranks have written their files.
+    """
+
+    def __init__(self, saver: Saver, envelope: Envelope, data: Data, pending: PendingCheckpoint, began: float) -> None:
+        self.envelope, self.pending = envelope, pending
+        self.is_deferred = False
+        #: what the host's writer has returned.
+        self.result: Any = None
+        #: written beside the tag directory by every rank.
+        self.rank_files: tuple[FileEntry, ...] = ()
+        #: what each rank writes into the tag directory, and all that is written under this root; None if not known.
+        self.files_of_ranks: list[Sequence[str] | None] = []
+        self.expected: tuple[str, ...] | None = None
+        #: which node's files these are, if every node has a directory of its own: see `Manifest.part`.
+        self.part: tuple[int, int] | None = None
+        #: by the monotonic clock, in seconds.
+        self.began = began
+        self._saver, self._data = saver, data
+
+    @property
+    def save_dir(self) -> Path:
+        """The checkpoint root."""
+        return self.pending.save_dir
+
+    @property
+    def tag(self) -> str:
+        """Name of the tag directory."""
+        return self.pending.record.tag
+
+    @property
+    def tag_dir(self) -> Path:
+        """The tag directory."""
+        return self.pending.tag_dir
+
+    @property
+    def save_id(self) -> str:
+        """Of this save."""
+        return self.pending.record.save_id
+
+    def defer(self, *, is_alone: bool = False) -> None:
+        """The files are written in the background: whoever waits for them commits.
+
+        Args:
+            is_alone: rank 0 does, without the others.
+
+        Raises:
+            UsageError: then, if every node has a directory of its own.
+        """
+        if is_alone and self.part is not None:
+            raise UsageError(
+                "this writer in the background needs a directory that all nodes see",
+                found=f"{self.part[1]} nodes that save to disks of their own",
+                expected="one directory, or a writer of the training process",
+                cause="rank 0 commits what it writes, and does not see the files of the other nodes",
+                action="switch it off: remove checkpoint.writer from the DeepSpeed config",
+            )
+        self.is_deferred = True
+
+    def commit(self) -> bool:
+        """Commit it. On rank 0; and on the others that lead a node with a directory of its own, before it. Returns
+        True.
+
+        Raises:
+            CheckpointError: files are missing or empty, another job writes there, or the disk refuses.
+        """
+        saver = self._saver
+        commit_save(
+            self.pending,
+            expected_files=self.expected,
+            beside=self.rank_files,
+            origin=self._data.origin,
+            sum_bytes=SUMMED_AT_ONCE if saver.checksums else 0,
+            part=self.part,
+        )
+        if self.pending.marker.latest:
+            saver.host.committed(self.save_dir)
+        if (copies := saver.roots.copies_of(self.save_dir)) is not None:
+            copies.submit(self.envelope.iteration, self.tag)
+        saver.on_commit(self)
+        return True
+
+
+class Saver:
+    """See above.
+
+    Args:
+        host: what trains.
+        roots: the directories of this process, with their copies.
+        durability: makes complete checkpoints durable.
+        random: the generators of this rank; None if the framework saves them by itself.
+        retention: which older checkpoints stay.
+        checksums: take checksums of all files.
+        retries: what to do if a save fails for a reason that may pass.
+        stopper: when the run is to stop, if it listens for that.
+        on_commit: is told of every save that counts now, where it is committed.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        roots: Roots,
+        durability: Durability,
+        *,
+        random: RandomState | None,
+        retention: Retention,
+        checksums: bool,
+        retries: Retries,
+        stopper: Callable[[], Stopper | None],
+        on_commit: Callable[[Save], None],
+    ) -> None:
+        self.host, self.roots, self.durability, self.checksums = host, roots, durability, checksums
+        self.on_commit = on_commit
+        self._random, self._retention, self._retries, self._stopper = random, retention, retries, stopper
+
+    def save(
+        self,
+        root: Path,
+        envelope: Envelope,
+        write: Callable[[Save], Any],
+        *,
+        data: Data,
+        random: Snapshot | None,
+        tag: str,
+        latest: bool,
+        tracker: bool,
+        before: Callable[[], None],
+    ) -> Save | None:
+        """Save a checkpoint; commit it, unless it is deferred. Collective.
+
+        Args:
+            root: where.
+            envelope: the state of the data.
+            write: see `Session.save`.
+            data: what is trained.
+            random: the state of the generators, for `Saver`'s ``random``.
+            tag, latest, tracker: see `Session.save`.
+            before: what comes first, once the lock of the root is held.
+
+        Returns:
+            the save; None if it failed, and the run is to continue.
+        """
+
+        def write_once() -> Save:
+            began = time.monotonic()
+            self.roots.claim(root)
+            before()
+            self.roots.on_nodes(root, prepare)
+            pending = self._announce(root, envelope, tag, latest=latest, tracker=tracker)
+            save = Save(self, envelope, data, pending, began)
+            parts = self.roots.parts_of(root)
+            nodes = None if parts is None else parts.nodes
+            save.part = None if nodes is None else nodes.part
+            save.rank_files = written_by_all(write_rank_files, None if nodes is None else nodes.ranks)
+            save.files_of_ranks = gather(self.host.expected_files(root, tag))
+            here = [names for number, names in enumerate(save.files_of_ranks) if nodes is None or number in nodes.ranks]
+            if None not in here:
+                save.expected = tuple(sorted({name for names in here for name in names or ()}))
+            with writing(root / tag):
+                save.result = write(save)
+            return save
+
+        def prepare() -> None:
+            take(root)  # held since the start, unless the session was closed meanwhile
+            self.durability.wait_for(root, tag)
+            make_room(root, envelope.iteration, tag)
+
+        def write_rank_files() -> tuple[FileEntry, ...]:
+            files = data.write_files(root, envelope.iteration, tag)
+            if self._random is None or random is None:
+                return files
+            return (*files, self._random.write(random, root, envelope.iteration, tag))
+
+        save = self._with_retries(write_once, root, envelope.iteration, tag)
+        if save is None:
+            return None
+        if not save.is_deferred:
+            gather(None)  # all ranks have written
+            if not self.commit(save):
+                return None
+        self.durability.submit(
+            root,
+            save.pending.record.saved,
+            expected=save.files_of_ranks,
+            # Where copies are made, the old ones go after they are copied.
+            retention=self._retention if self.roots.copies_of(root) is None else KEEP_ALL,
+        )
+        return save
+
+    def commit(self, save: Save) -> bool:
+        """Commit a save whose files are written. Retried on its own: a host's own pointer may name them already.
+
+        Returns:
+            whether it does; False: it failed, and the run is to continue (see `Retries`).
+
+        Raises, on every rank:
+            CheckpointError: see `Save.commit`.
+        """
+        root, record = save.save_dir, save.pending.record
+        done = self._with_retries(lambda: self.roots.on_nodes(root, save.commit), root, record.iteration, record.tag)
+        return done is not None
+
+    def _announce(self, root: Path, envelope: Envelope, tag: str, **pointers: bool) -> PendingCheckpoint:
+        """Rank 0 writes the marker; the leaders of other nodes, too."""
+        topology, boots = self.host.topology(), self.durability.machines.boots
+        parts = self.roots.parts_of(root)
+        pending = on_rank_0(lambda: announce(root, envelope, tag, topology, boots=boots, **pointers))
+        return pending if parts is None else parts.join(pending, root, boots=boots)
+
+    def _with_retries(self, attempt: Callable[[], T], root: Path, iteration: int, tag: str) -> T | None:
+        stopper, holds_parts = self._stopper(), self.roots.parts_of(root) is not None
+        return self._retries.run(
+            attempt,
+            tag=tag,
+            is_last=stopper is not None and stopper.stopping,
+            seconds_left=lambda: None if stopper is None else stopper.seconds_left(),
+            give_up=lambda: self.roots.on_nodes(root, lambda: give_up(root, iteration, tag, holds_parts=holds_parts)),
+        )
+
+
+def announce(root: Path, envelope: Envelope, tag: str, topology: Topology | None, **kwargs: Any) -> PendingCheckpoint:
+    """Write the marker of a save: see `begin_save`. On rank 0."""
+    return begin_save(
+        root,
+        tag=tag,
+        iteration=envelope.iteration,
+        state=envelope.state,
+        framework=envelope.framework,
+        topology=topology,
+        **kwargs,
+    )
