@@ -171,8 +171,6 @@ class DataLoader(RankLoader):
         self.stream.schedule = schedule
         if asked := SkipConfig.from_dict(skip, list(named), "skip="):
             self.stream.skip(asked)
-        #: the number of samples in one step, of all ranks and micro-batches together.
-        self.step_samples = step
         self._position = 0
         #: whether a trainer says when the run ends, and not the loop over this.
         self.ends_elsewhere = False
@@ -300,6 +298,12 @@ class DataLoader(RankLoader):
             f"batch_size={self.batch_size}, accumulation={self.accumulation}, drop_last={self.drop_last}, "
             f"balance={self.balance}, samples {self.samples} to {self.stop}"
         )
+
+    @property
+    def step_samples(self) -> int:
+        """The number of samples in one step, of all ranks and micro-batches together: of `schedule`, which a trainer
+        may set."""
+        return self.schedule.size_at(0)
 
     @property
     def samples(self) -> int:

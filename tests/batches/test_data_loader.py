@@ -29,6 +29,7 @@ import torch.utils.data
 import megaresume
 from megaresume.batches.item_hash import item_hash
 from megaresume.batches.rank_loader import RankLoader
+from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 
 ITEMS = 37
@@ -589,3 +590,12 @@ def test_a_worker_that_is_killed(tmp_path: Path, persistent_workers: bool) -> No
     found += [numbers(batch) for batch in loader]
     assert found == expected
     assert [numbers(batch) for batch in loader] == later
+
+
+def test_a_step_is_that_of_the_schedule_which_a_trainer_sets() -> None:
+    """torchft's is of all replicas together, however many there are."""
+    loader = megaresume.DataLoader(list(range(64)), batch_size=2)
+    loader.schedule = loader.stream.schedule = BatchSchedule.constant(8)
+    assert loader.step_samples == 8
+    assert loader.state_at(16).batches == ((0, 8),)
+    assert loader.state_at(12).batches == ((0, 8), (8, 4))
