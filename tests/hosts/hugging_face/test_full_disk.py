@@ -44,7 +44,7 @@ def test_a_disk_that_is_cleaned(small_disk: Path, capfd: pytest.CaptureFixture[s
     assert older is not None and older.iteration == 5
 
 
-@pytest.mark.parametrize("given", [{"save_dir": "elsewhere"}, {"keep_last": 2}, {"elastic": True}])
+@pytest.mark.parametrize("given", [{"save_dir": "elsewhere"}, {"keep_last": 2}])
 def test_what_the_trainer_says_itself(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(given))} cannot be used"):
         megaresume.attach(make(tmp_path / "run"), checkpoints=megaresume.Checkpoints(**given))
