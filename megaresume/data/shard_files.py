@@ -205,11 +205,13 @@ class ShardFiles:
 
     def kept(self, places: Sequence[Place]) -> dict[Place, bytes]:
         """Get places of one shard, which was checked, from the cache: each region is read once for all of them."""
+        found = {place: b"" for place in places if not place.nbytes and not place.whole}  # they lie in no region
         if self.cache is None or not self._keeps(places[0]):
-            return {}
-        found: dict[Place, bytes] = {}
+            return found
         regions: dict[int, bytes | None] = {}
         for place in places:
+            if place in found:
+                continue
             if is_small(place):
                 first, last = place.offset // REGION, (place.stop - 1) // REGION
                 for number in range(first, last + 1):

@@ -193,6 +193,21 @@ def test_records_of_a_mib_share_a_file_and_none_touches_another(cache, monkeypat
     assert [files.fetch(place) for place in places] == [content[place.offset : place.stop] for place in places]
 
 
+def test_a_record_of_another_length_and_one_of_no_bytes(cache, monkeypatch):
+    """At the place of a shorter one, as of an index that was made in another way; where a region begins, and ends."""
+    content = random.Random(1).randbytes(5 << 20)
+    pytest.importorskip("fsspec").filesystem("memory").pipe("/lengths.bin", content)
+    monkeypatch.setattr(ShardFiles, "identity", lambda self, path: f"{len(content)}:stamp")
+    region = shard_files.REGION
+    for _ in range(2):  # from the store, and from the cache
+        files = ShardFiles(cache=DiskCache(cache, 1 << 30))
+        for offset in (0, 1, region - 1, region, 16 * region, 40 * region, len(content)):
+            for nbytes in (0, 1, SMALL, SMALL + 1, region, region + 1, 3 * region):
+                if offset + nbytes <= len(content):
+                    place = Place(files, "memory://lengths.bin", len(content), offset, nbytes)
+                    assert files.fetch(place) == content[offset : offset + nbytes]
+
+
 def test_without_room_no_more_is_read_than_asked_for(small, cache):
     with serve(small) as far:
         files = ShardFiles(cache=DiskCache(cache, 8 * BLOCK))
