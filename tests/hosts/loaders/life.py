@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 import toy  # noqa: E402
 
 import megaresume  # noqa: E402
-from megaresume.checkpoint import host  # noqa: E402
+from megaresume.checkpoint import saver  # noqa: E402
 
 name, stop = sys.argv[3], int(sys.argv[4])
 options = dict(word.split("=") for word in sys.argv[5:])
@@ -56,7 +56,7 @@ with open(toy.ROOT / f"{name}.{rank}.jsonl", "a") as log:
         print(json.dumps([engine.global_steps, held]), file=log, flush=True)
         if engine.global_steps in save_at:
             if options.get("kill") == "save" and engine.global_steps == stop:
-                host.commit_save = killed  # rank 0 dies between the files of all ranks and the commit
+                saver.commit_save = killed  # rank 0 dies between the files of all ranks and the commit
             if options.get("ahead"):
                 pending.append(kit.seen(next(data)))  # a loop that reads ahead: handed out, and not trained
             engine.save_checkpoint(str(save))
