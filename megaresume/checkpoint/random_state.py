@@ -388,8 +388,7 @@ class RandomState:
         for known in (self._begun, self._due):
             if known is not None and known[0] == self._iteration():
                 if is_untouched and known is self._begun and self._reading_draws is not None:
-                    before = known[1] if self._first_out is None else self._first_out
-                    self._compare(before, take(self._device), "next(data) and save_checkpoint")
+                    self._compare(self._first_out or known[1], take(self._device), "next(data) and save_checkpoint")
                 return known[1]
         self._saved, self._others_then = take(self._device), self._others_begun
         return self._saved

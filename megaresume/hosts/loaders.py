@@ -83,8 +83,13 @@ class Adapter(Protocol):
     def restore(self, state: Any, handed: int, epoch: int) -> None:
         """Put a state back, before the first batch of this process."""
 
-    def batches(self, epoch: int) -> Iterator[Any]:
-        """The batches up to the end of an epoch; a later call continues with the next."""
+    def batches(self, epoch: int, *, is_restored: bool = False) -> Iterator[Any]:
+        """The batches up to the end of an epoch; a later call continues with the next.
+
+        Args:
+            epoch: passes over the loader that have ended.
+            is_restored: the first call since `restore`.
+        """
 
 
 def adapter_of(loader: Any) -> Adapter:
@@ -133,7 +138,6 @@ class StateDictAdapter:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._generator: Any = None
-        self._is_restored = False
 
     def facts(self) -> LoaderFacts:
         """See `Adapter`."""
@@ -158,14 +162,12 @@ class StateDictAdapter:
         self._set_epoch(epoch)
         self.loader.load_state_dict(state["loader"])
         self._generator = state["generator"]
-        self._is_restored = True
 
-    def batches(self, epoch: int) -> Iterator[Any]:
+    def batches(self, epoch: int, *, is_restored: bool = False) -> Iterator[Any]:
         """See `Adapter`."""
         self._set_epoch(epoch)
-        if not self._is_restored and (streaming := streaming_of(self.loader)) is not None:
+        if not is_restored and (streaming := streaming_of(self.loader)) is not None:
             streaming.load_state_dict(None)
-        self._is_restored = False
         batches: Iterator[Any] = iter(self.loader)
         if self._generator is not None:  # after the draws of the new iterator
             self.loader.generator.set_state(self._generator)
@@ -195,7 +197,6 @@ class EnergonAdapter:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._is_restored = False
 
     def facts(self) -> LoaderFacts:
         """See `Adapter`."""
@@ -228,15 +229,13 @@ class EnergonAdapter:
 
     def restore(self, state: Any, handed: int, epoch: int) -> None:
         """See `Adapter`."""
-        self._is_restored = True
         self.loader.restore_state_rank(state)
         if state is not None and self.loader.num_workers > 0:
             self.loader._worker_sample_counters = [_next_index(worker) - 1 for worker in state.worker_states]
 
-    def batches(self, epoch: int) -> Iterator[Any]:
+    def batches(self, epoch: int, *, is_restored: bool = False) -> Iterator[Any]:
         """See `Adapter`."""
         batches: Iterator[Any] = iter(self.loader)
-        is_restored, self._is_restored = self._is_restored, False
         return self._going_on(batches) if is_restored else batches
 
     def _going_on(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -333,7 +332,7 @@ class LoaderReader:
         # A DataLoader draws a number when it begins. A run that nobody stopped has drawn it long ago.
         try:
             with kept():
-                return self.adapter.batches(self._epoch)
+                return self.adapter.batches(self._epoch, is_restored=True)
         except StopIteration as error:  # it would end the loop that trains, as if the data were over
             raise _not_taken_back(error) from error
 
