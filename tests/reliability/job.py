@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import megaresume
-from megaresume.checkpoint import session, system
+from megaresume.checkpoint import chooser, system
 from megaresume.checkpoint.load.choose import confirm_choice
 from megaresume.checkpoint.lock import lock
 from megaresume.stream.errors import MegaresumeError
@@ -230,7 +230,7 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
     if task.other_directory is not None:
         # A rank waits half a minute for a filesystem whose cache lags behind.
         lock.SEEN_WITHIN_SECONDS = 0.2
-        session.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
+        chooser.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
     shim, mine = Shim(), task.fault if task.fault is not None and task.fault.rank == rank else None
     if task.recording is not None:
         system.boot_id = lambda: f"node of rank {rank}"
