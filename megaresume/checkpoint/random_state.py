@@ -8,6 +8,7 @@ The generators that training may draw from implicitly are those of the process:
     cuda, xpu, ...   torch's generator of the device that the engine uses
     deepspeed:NAME   those of DeepSpeed's activation checkpointing, where a program has made some
     megatron:NAME    those of Megatron's tensor-parallel layers, likewise
+    micro_offset     the count that a DeepSpeed pipeline seeds its layers by, if it does (`Count`)
 
 Generators that a program makes for itself (``torch.Generator()``, ``numpy.random.default_rng()``) cannot be found.
 
@@ -21,7 +22,8 @@ The same happens in a run that nobody stops, but for what it draws between a sav
 thing that a resume cannot know of; it is detected, and reported.
 
 On another layout of ranks, or another type of device, there is no state for each rank. Then the generators are seeded
-from a hash of (seed of the stream, step, rank), so that a second resume from the same checkpoint does the same.
+from a hash of (seed of the stream, step, rank), so that a second resume from the same checkpoint does the same. A count
+goes on where rank 0's was, so that no seed is used twice.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,7 +44,7 @@ import torch
 import xxhash
 
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, rank
+from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, rank
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.names import rank_file
 from megaresume.checkpoint.records.rank_files import ranks_of, read_rank_file, write_rank_file
@@ -49,7 +52,7 @@ from megaresume.checkpoint.records.sealed import SealError, seal, text, unseal
 from megaresume.checkpoint.system import Topology
 from megaresume.stream.errors import StateError
 
-#: by name: ``random.getstate()``, ``numpy.random.get_state(legacy=False)``, or uint8 tensors of torch's.
+#: by name: ``random.getstate()``, ``numpy.random.get_state(legacy=False)``, uint8 tensors of torch's, or a count.
 Snapshot = dict[str, Any]
 
 #: where trackers of generators live, if a program has imported them; all with the same methods.
@@ -302,6 +305,23 @@ FORMAT, VERSION = "megaresume.random", 1
 _LAYOUT = ("world_size", "dp", "tp", "pp", "cp")
 
 
+@dataclass(frozen=True, slots=True)
+class Count:
+    """An attribute of a model that counts its forwards, and that the model seeds the generators by in each."""
+
+    owner: Any
+    name: str
+
+    def take(self) -> Snapshot:
+        """As it is now."""
+        return {self.name: getattr(self.owner, self.name)}
+
+    def put(self, snapshot: Snapshot) -> None:
+        """As a snapshot has it, if it does."""
+        if self.name in snapshot:
+            setattr(self.owner, self.name, snapshot[self.name])
+
+
 class RandomState:
     """The generators of one rank, and what of them goes into the checkpoints of its session.
 
@@ -312,13 +332,16 @@ class RandomState:
         device: whose generators are saved, besides those on the CPU.
         replica: ranks for which it says the same compute the same outside their own layers: with the same random
             numbers.
+        count: that the model seeds them by; None: it does not. The same in all ranks.
     """
 
     #: steps that began in this process, of all its sessions.
     _all_begun: ClassVar[int] = 0
 
-    def __init__(self, iteration: Callable[[], int], device: Any, replica: Callable[[], str]) -> None:
-        self._iteration, self._device, self._replica = iteration, device, replica
+    def __init__(
+        self, iteration: Callable[[], int], device: Any, replica: Callable[[], str], *, count: Count | None = None
+    ) -> None:
+        self._iteration, self._device, self._replica, self._count = iteration, device, replica, count
         #: the last step that began: optimizer steps before it, and the state then.
         self._begun: tuple[int, Snapshot] | None = None
         #: loaded at this step, and to be put back when it begins.
@@ -337,15 +360,24 @@ class RandomState:
     def _others_begun(self) -> int:
         return RandomState._all_begun - self._own_begun
 
+    def _take(self) -> Snapshot:
+        snapshot = take(self._device)
+        return snapshot if self._count is None else snapshot | self._count.take()
+
+    def _put(self, snapshot: Snapshot) -> None:
+        put(snapshot, self._device)
+        if self._count is not None:
+            self._count.put(snapshot)
+
     def step_begins(self) -> bool:
         """A batch is asked for: whether it is the first after an optimizer step. Otherwise nothing happens."""
         step = self._iteration()
         if self._begun is not None and self._begun[0] == step:
             return False
-        now = take(self._device)
+        now = self._take()
         if self._others_begun == self._others_then:  # otherwise what was drawn is theirs
             if self._due is not None and self._due[0] == step:
-                put(self._due[1], self._device)
+                self._put(self._due[1])
                 now |= self._due[1]
             elif self._saved is not None:
                 self._compare(self._saved, now, "save_checkpoint and the next step")
@@ -358,7 +390,7 @@ class RandomState:
         """The first batch of the step that began is handed out."""
         if self._reading_draws is False or self._begun is None:
             return
-        self._first_out = take(self._device)
+        self._first_out = self._take()
         if self._reading_draws is None:
             self._reading_draws = bool(_drawn(self._begun[1], self._first_out))
 
@@ -388,9 +420,9 @@ class RandomState:
         for known in (self._begun, self._due):
             if known is not None and known[0] == self._iteration():
                 if is_untouched and known is self._begun and self._reading_draws is not None:
-                    self._compare(self._first_out or known[1], take(self._device), "next(data) and save_checkpoint")
+                    self._compare(self._first_out or known[1], self._take(), "next(data) and save_checkpoint")
                 return known[1]
-        self._saved, self._others_then = take(self._device), self._others_begun
+        self._saved, self._others_then = self._take(), self._others_begun
         return self._saved
 
     def write(self, snapshot: Snapshot, root: Path, iteration: int, tag: str) -> FileEntry:
@@ -424,25 +456,24 @@ class RandomState:
             StateError: the state of a rank is missing or damaged, or a library does not take it back.
         """
         reason = _other_layout(choice, before, now)
-        here = take(self._device)
+        here = self._take()
         if reason is None:
-            device, found = on_all_ranks(lambda: self._read(choice))
+            device, found = on_all_ranks(lambda: self._read(choice, rank()))
             others = {other for other in gather(device) if other != self._device.type}
             reason = f"{', '.join(sorted(others))} -> {self._device.type}" if others else None
         if reason is None:
             unknown = sorted({name for names in gather(sorted(found.keys() ^ here.keys())) for name in names})
             words = "random state restored" + (f" but for {', '.join(unknown)}" if unknown else "")
         else:
-            found = self._seeded(here, seed)
+            found = self._seeded(seed) | self._count_of(choice)
             words = f"random state reseeded ({reason})"
-        on_all_ranks(lambda: put(found, self._device))
+        on_all_ranks(lambda: self._put(found))
         self._begun, self._due, self._saved = None, (self._iteration(), found), None
         self._first_out, self._others_then = None, self._others_begun
         return words
 
-    def _read(self, choice: Choice) -> tuple[str, Snapshot]:
+    def _read(self, choice: Choice, mine: int) -> tuple[str, Snapshot]:
         assert choice.manifest is not None
-        mine = rank()
         entry = ranks_of(choice.manifest.beside, "random").get(mine)
         if entry is None:
             raise StateError(
@@ -466,7 +497,19 @@ class RandomState:
                 action="upgrade megaresume, or load another checkpoint",
             ) from error
 
-    def _seeded(self, here: Snapshot, seed: int) -> Snapshot:
+    def _count_of(self, choice: Choice) -> Snapshot:
+        """The count of rank 0, if the model has one; of a checkpoint that has none, nothing."""
+        count, manifest = self._count, choice.manifest
+        if count is None or manifest is None or not ranks_of(manifest.beside, "random"):
+            return {}
+
+        def read() -> Snapshot:
+            _, found = self._read(choice, 0)
+            return {name: state for name, state in found.items() if name == count.name}
+
+        return on_rank_0(read)
+
+    def _seeded(self, seed: int) -> Snapshot:
         # Those of a replica's own layers come from a tracker's generators.
         step, replica = self._iteration(), self._replica()
 
@@ -474,7 +517,7 @@ class RandomState:
             own = ":" in name and not name.endswith("data-parallel-rng")
             return f"{seed}, step {step}, {f'rank {rank()}' if own else replica}, {name}"
 
-        return seeded(here, self._device, key)
+        return seeded(take(self._device), self._device, key)
 
 
 def _other_layout(choice: Choice, before: Topology | None, now: Topology) -> str | None:

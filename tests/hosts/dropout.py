@@ -22,7 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import megaresume
 
 STEPS, CUT = 7, 4
-STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fp16": 1, "pipeline": 0}
+STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fp16": 1, "seeded": 0, "pipeline": 0}
+#: "seeded": one that seeds each layer by a count of micro-batches. Pipelines come last: DeepSpeed makes no other engine
+#: after one.
+PIPELINES = ("seeded", "pipeline")
 #: what is attached: how batches are read must not matter, so a resume reads in another way.
 CASES: dict[str, dict[str, Any]] = {
     "zero0": {"prefetch": 0},
@@ -30,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2": {"num_workers": 2, "prefetch": 2},
     "zero3": {"num_workers": 1},
     "fp16": {},
+    "seeded": {},
     "pipeline": {},
 }
 OTHER: dict[str, dict[str, Any]] = {
@@ -38,6 +42,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "zero2": {"prefetch": 1},
     "zero3": {"prefetch": 2},
     "fp16": {"num_workers": 1},
+    "seeded": {"prefetch": 1},
     "pipeline": {"num_workers": 1},
 }
 
@@ -116,7 +121,7 @@ def engine_of(case: str, recorder: Recorder) -> Any:
         # Torch computes it on any CPU; DeepSpeed asks for one that is fast at it.
         toy.deepspeed.get_accelerator().is_fp16_supported = lambda: True
         config["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
-    if case == "pipeline":
+    if case in PIPELINES:
         first = First(toy.VOCAB, toy.WIDTH)
         first.recorder = recorder
         torch.manual_seed(3)
@@ -127,7 +132,13 @@ def engine_of(case: str, recorder: Recorder) -> Any:
             recorder.add(loss)
             return loss
 
-        model: torch.nn.Module = PipelineModule(layers=layers, num_stages=2, loss_fn=loss_of)
+        model: torch.nn.Module = PipelineModule(
+            layers=layers,
+            num_stages=2,
+            loss_fn=loss_of,
+            seed_layers=case == "seeded",
+            partition_method="uniform",  # of others, the numbers of layers are numpy's, which random.seed() refuses
+        )
     else:
         model = Model(recorder)
     engine, *_ = toy.deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -170,7 +181,7 @@ def train(engine: Any, data: Any, stop: int, save: Path | None, own: np.random.G
 
 def attach(case: str, how: dict[str, Any], recorder: Recorder) -> tuple[Any, Any]:
     engine = engine_of(case, recorder)
-    transform = toy.as_pair if case == "pipeline" else shifted
+    transform = toy.as_pair if case in PIPELINES else shifted
     return engine, megaresume.attach(
         engine, toy.DATA, loader_options=megaresume.LoaderOptions(transform=transform, **how)
     )
@@ -198,7 +209,7 @@ def whole(rank: int) -> None:
             train(engine, data, STEPS if kind == "whole" else CUT, save, own)
             if kind == "whole":
                 toy.result(case, facts_of(engine))
-            elif case != "pipeline":
+            elif case not in PIPELINES:
                 micro_step(engine, data, own)  # half of a step
             if (kind, case) != ("cut", "pipeline"):
                 data.close()
@@ -217,12 +228,12 @@ def resumed(rank: int) -> None:
         own.bit_generator.state = client["own"][rank]
         # Whatever a program does between the load and the loop.
         torch.rand(5), np.random.rand(), random.random(), iter(torch.utils.data.DataLoader(range(3)))
-        if case != "pipeline":
+        if case not in PIPELINES:
             next(data), torch.rand(3), iter(data)  # a look at the first batch
         train(engine, data, STEPS, None, own)
         toy.result(case, facts_of(engine) | {"line": data.resume.line()})
         data.close()
-        if case == "zero1":  # not after a pipeline: DeepSpeed makes no other engine then
+        if case == "zero1":
             damage(rank)
 
 

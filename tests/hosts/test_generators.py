@@ -155,9 +155,16 @@ def test_the_devices_generator_goes_on_where_it_was() -> None:
     assert torch.equal(random_state.take(device)["cuda"], seeds["cuda"])
 
 
-def state_at(step: int, replica: int = 0) -> RandomState:
-    """Of a run that has made so many steps; ``_iteration`` changes that."""
-    return RandomState(lambda: step, CPU, lambda: f"replica {replica}")
+def state_at(step: int, replica: int = 0, *, module: Any = None) -> RandomState:
+    """Of a run that has made so many steps; ``_iteration`` changes that.
+
+    Args:
+        step: optimizer steps.
+        replica: of which it is.
+        module: one that seeds its layers by a count.
+    """
+    count = None if module is None else random_state.Count(module, "micro_offset")
+    return RandomState(lambda: step, CPU, lambda: f"replica {replica}", count=count)
 
 
 def saved(root: Path, state: RandomState, step: int) -> Choice:
@@ -271,6 +278,34 @@ def test_another_layout_is_seeded_by_seed_step_and_rank(
         numbers = draw(tracker)[:4]
         assert found.setdefault(key, numbers) == numbers
     assert len({json.dumps(numbers) for numbers in found.values()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [(ONE, "random state restored"), (Topology(world_size=2, dp=2), "random state reseeded (world 2->1, dp 2->1)")],
+)
+def test_a_count_that_seeds_the_layers_goes_on(tmp_path: Path, tracker: Any, before: Topology, words: str) -> None:
+    """On other ranks, too: no seed comes twice."""
+    module = SimpleNamespace(micro_offset=28)
+    state = state_at(7, module=module)
+    choice = saved(tmp_path, state, 7)
+    module.micro_offset = 0  # another process
+    state = state_at(7, module=module)
+    assert state.restore(choice, before, ONE, seed=1) == words
+    assert module.micro_offset == 28
+    module.micro_offset += 4  # an evaluation before the loop
+    state.step_begins()
+    assert module.micro_offset == 28
+
+
+def test_a_count_that_no_checkpoint_has_is_named(tmp_path: Path, tracker: Any) -> None:
+    choice = saved(tmp_path, state_at(7), 7)
+    state = state_at(7, module=SimpleNamespace(micro_offset=0))
+    assert state.restore(choice, ONE, ONE, seed=1) == "random state restored but for micro_offset"
+    assert "reseeded (dp 2->1)" in state.restore(
+        choice, Topology(world_size=1, dp=2), Topology(world_size=1, dp=1), seed=1
+    )
+    assert "reseeded (none in global_step7)" in state.restore(choice, None, ONE, seed=1)
 
 
 def test_another_type_of_device_is_seeded(tmp_path: Path, tracker: Any) -> None:

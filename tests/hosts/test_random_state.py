@@ -12,7 +12,7 @@ from megaresume.cluster.processes import LocalJob
 from megaresume.program import main
 
 HERE = Path(__file__).parent
-CASES = ("zero0", "zero1", "zero2", "zero3", "fp16", "pipeline")
+CASES = ("zero0", "zero1", "zero2", "zero3", "fp16", "seeded", "pipeline")
 
 
 def results(text: str) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
 from megaresume.checkpoint.host import Data, Reading
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.random_state import Count, RandomState
 from megaresume.checkpoint.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import FORMAT, Envelope
 from megaresume.checkpoint.records.names import deepspeed_tag
@@ -163,7 +163,9 @@ class EngineHost:
     def random_state(self) -> RandomState:
         """The generators of this rank. Tensor-parallel ranks are replicas of each other."""
         replica = f"data-parallel rank {facts.data_rank(self.engine)}, stage {int(getattr(self.engine, 'stage_id', 0))}"
-        return RandomState(self.iteration, self.engine.device, lambda: replica)
+        module = self.engine.module
+        count = Count(module, "micro_offset") if facts.is_pipeline(self.engine) and module.seed_layers else None
+        return RandomState(self.iteration, self.engine.device, lambda: replica, count=count)
 
     def expected_files(self, save_dir: Path, tag: str) -> list[str]:
         """See `Host`."""
