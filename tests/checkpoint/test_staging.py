@@ -143,6 +143,21 @@ def test_a_damaged_source_is_not_copied(tmp_path: Path) -> None:
         choose(shared)
 
 
+def test_a_damaged_source_holds_nothing_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named, and the saves after it are copied: of a lost machine, they are all that is left."""
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    for iteration in (10, 20, 30):
+        save_checkpoint(local, iteration, checksums=True)
+    data = (local / "global_step10" / MODEL).read_bytes()
+    (local / "global_step10" / MODEL).write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    stager = Stager(local, shared)
+    stager.start()
+    assert stager.close(200) == ()
+    assert [is_copied(local, shared, step, f"global_step{step}") for step in (10, 20, 30)] == [False, True, True]
+    assert "global_step10 is not copied" in caplog.text and "is not what was saved" in caplog.text
+    assert (choice := choose_of_two(tmp_path / "lost", shared)) is not None and choice.tag == "global_step30"
+
+
 def test_the_newest_of_two(roots: tuple[Path, Path]) -> None:
     """Newer wins, the local one at a tie; the other one is named with the reason."""
     local, shared = roots

@@ -39,7 +39,7 @@ from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.records.sealed import read_record, seal, text, texts
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, is_copied, prune
-from megaresume.checkpoint.store.store import GaveWayError, is_store
+from megaresume.checkpoint.store.store import ChangedSourceError, GaveWayError, is_store
 from megaresume.files import delete_soon, leftover_name, make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 
@@ -246,7 +246,8 @@ class Stager:
                 self._copy(work)
             except GaveWayError:
                 continue
-            except PartMissingError as error:
+            except (PartMissingError, ChangedSourceError) as error:
+                # Tried again by the next start. Those that wait for it here would have no copy until then.
                 log.error("megaresume: %s is not copied to %s: %s", tag, self.place.name, error)
             except (MegaresumeError, OSError) as error:
                 log.error("megaresume: %s is not copied to %s yet: %s", tag, self.place.name, error)
@@ -346,6 +347,7 @@ def stage(
 
     Raises:
         CheckpointError: a disk refuses, or gives back other bytes than were written.
+        ChangedSourceError: a local file is not what was saved.
         GaveWayError: it was stopped.
     """
     place = place_of(shared)

@@ -52,6 +52,10 @@ class NotAsSavedError(CheckpointError):
     """An object is missing, or holds other bytes than were saved."""
 
 
+class ChangedSourceError(CheckpointError):
+    """A local file that was to be copied is not what was saved."""
+
+
 #: bytes of a part of an upload, and of a range of a download; more if there would be more parts than S3 allows.
 PART = 16 << 20
 MOST_PARTS = 10_000
@@ -294,7 +298,7 @@ class Store:
             their checksums, 32 hex digits, in this order.
 
         Raises:
-            CheckpointError: a file is not what was saved.
+            ChangedSourceError: a file is not what was saved.
             SetupError: the store does not answer, or refuses.
             GaveWayError: it was stopped.
         """
@@ -597,7 +601,7 @@ def _all(futures: Iterable[Future[T]]) -> list[T]:
 
 
 def check_source(path: Path, entry: FileEntry, checksum: str, size: int) -> None:
-    """Raise a CheckpointError if a file that was read to be copied is not what was saved.
+    """Raise a ChangedSourceError if a file that was read to be copied is not what was saved.
 
     Args:
         path: the file.
@@ -608,8 +612,8 @@ def check_source(path: Path, entry: FileEntry, checksum: str, size: int) -> None
         raise _changed(path, entry, f"{size} bytes, checksum {checksum}")
 
 
-def _changed(path: Path, entry: FileEntry, found: str) -> CheckpointError:
-    return CheckpointError(
+def _changed(path: Path, entry: FileEntry, found: str) -> ChangedSourceError:
+    return ChangedSourceError(
         f"{path} is not what was saved, and is not copied",
         found=found,
         expected=f"{entry.size} bytes" + (f", checksum {entry.checksum}" if entry.checksum else ""),
