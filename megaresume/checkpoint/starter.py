@@ -76,13 +76,14 @@ class Starter:
             return
         copies, parts = self._roots.copies_of(root), self._roots.parts_of(root)
         is_fresh = not self._roots.is_own(root)
+        cause = self._host.forgotten if choice is None else f"{choice.tag} was loaded, from {choice.load_dir}"
         iteration, samples = self.began_at()
         topology = self._host.topology()
 
         def record() -> _Recorded:
             saved = [entry.iteration for entry in read_ledger(ledger_path(root)).entries if entry.kind == "checkpoint"]
             if is_fresh:
-                self._check_fresh(root, copies)
+                self._check_fresh(root, copies, cause)
             if copies is not None:
                 copies.adopt(is_fresh=is_fresh)
             # What the marker of a killed save says is settled here, before the next save could overwrite it.
@@ -109,7 +110,7 @@ class Starter:
             if parts is None or copies is None or not parts.leads_other:
                 return done.left
             if is_fresh:
-                check_fresh_start(root, cause=self._host.forgotten, load=self._load(root))
+                check_fresh_start(root, cause=cause, load=self._load(root))
             tidy(root)
             copies.start(iteration, done.past)
             return _left(root) if trains else []
@@ -122,9 +123,9 @@ class Starter:
         self._roots.mark_as_own(root)
         self._recorded.add(root.resolve())
 
-    def _check_fresh(self, root: Path, copies: Staged | None) -> None:
+    def _check_fresh(self, root: Path, copies: Staged | None, cause: str) -> None:
         """On rank 0: the root and its copies hold no checkpoints of another run."""
-        check = functools.partial(check_fresh_start, cause=self._host.forgotten, load=self._load(root))
+        check = functools.partial(check_fresh_start, cause=cause, load=self._load(root))
         if copies is None:
             check(root.resolve())
             return
