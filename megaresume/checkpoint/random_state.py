@@ -348,6 +348,8 @@ class RandomState:
         self._due: tuple[int, Snapshot] | None = None
         #: in the last checkpoint, until the next step begins.
         self._saved: Snapshot | None = None
+        #: what the checkpoint of the save that began last holds.
+        self._to_write: Snapshot = {}
         #: when the first batch of the step that began was handed out; None: as when it began.
         self._first_out: Snapshot | None = None
         #: whether reading a batch draws, as far as the first one has shown; None: none was handed out.
@@ -411,8 +413,8 @@ class RandomState:
                 flush=True,
             )
 
-    def at_save(self, *, is_untouched: bool = False) -> Snapshot:
-        """What the checkpoint of this moment is to hold.
+    def at_save(self, *, is_untouched: bool = False) -> None:
+        """A save begins: decide what its checkpoint is to hold, for `write`.
 
         Args:
             is_untouched: whether nothing of the step that began is trained: then what was drawn since is not its own.
@@ -421,12 +423,13 @@ class RandomState:
             if known is not None and known[0] == self._iteration():
                 if is_untouched and known is self._begun and self._reading_draws is not None:
                     self._compare(self._first_out or known[1], self._take(), "next(data) and save_checkpoint")
-                return known[1]
+                self._to_write = known[1]
+                return
         self._saved, self._others_then = self._take(), self._others_begun
-        return self._saved
+        self._to_write = self._saved
 
-    def write(self, snapshot: Snapshot, root: Path, iteration: int, tag: str) -> FileEntry:
-        """Write this rank's file.
+    def write(self, root: Path, iteration: int, tag: str) -> FileEntry:
+        """Write this rank's file, of the save that began last.
 
         Raises:
             CheckpointError: the disk refuses.
@@ -436,7 +439,7 @@ class RandomState:
             "version": VERSION,
             "rank": rank(),
             "device": self._device.type,
-            "generators": to_plain(snapshot),
+            "generators": to_plain(self._to_write),
         }
         path = rank_file(iteration, tag, "random", rank())
         return write_rank_file(root, path, seal(fields, depth=2))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from megaresume.checkpoint.file_errors import Retries, writing
 from megaresume.checkpoint.host import Data, Host
 from megaresume.checkpoint.lock.lock import take
-from megaresume.checkpoint.random_state import RandomState, Snapshot
+from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import gather, on_rank_0, written_by_all
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
@@ -129,7 +129,8 @@ class Saver:
         host: what trains.
         roots: the directories of this process, with their copies.
         durability: makes complete checkpoints durable.
-        random: the generators of this rank; None if the framework saves them by itself.
+        random: the generators of this rank, told of every save (`RandomState.at_save`); None if the framework saves
+            them by itself.
         retention: which older checkpoints stay.
         checksums: take checksums of all files.
         retries: what to do if a save fails for a reason that may pass.
@@ -161,7 +162,6 @@ class Saver:
         write: Callable[[Save], Any],
         *,
         data: Data,
-        random: Snapshot | None,
         tag: str,
         latest: bool,
         tracker: bool,
@@ -174,7 +174,6 @@ class Saver:
             envelope: the state of the data.
             write: see `Session.save`.
             data: what is trained.
-            random: the state of the generators, for `Saver`'s ``random``.
             tag, latest, tracker: see `Session.save`.
             before: what comes first, once the lock of the root is held.
 
@@ -208,9 +207,9 @@ class Saver:
 
         def write_rank_files() -> tuple[FileEntry, ...]:
             files = data.write_files(root, envelope.iteration, tag)
-            if self._random is None or random is None:
+            if self._random is None:
                 return files
-            return (*files, self._random.write(random, root, envelope.iteration, tag))
+            return (*files, self._random.write(root, envelope.iteration, tag))
 
         save = self._with_retries(write_once, root, envelope.iteration, tag)
         if save is None:

@@ -574,8 +574,8 @@ class Session:
         assert data is not None
         with self.clocks.save():
             root = on_all_ranks(lambda: self.roots.named_for_save(save_dir))
-            # Before anything else could draw.
-            random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
+            if self.random is not None:  # before anything else could draw
+                self.random.at_save(is_untouched=is_untouched)
             state = envelope or self.snapshot()
             if self.meter is not None:
                 self.meter.saves(state.iteration, state.samples)
@@ -585,7 +585,6 @@ class Session:
                 state,
                 write,
                 data=data,
-                random=random,
                 tag=tag,
                 latest=latest,
                 tracker=tracker,

@@ -81,7 +81,6 @@ class Starter:
         topology = self._host.topology()
 
         def record() -> _Recorded:
-            saved = [entry.iteration for entry in read_ledger(ledger_path(root)).entries if entry.kind == "checkpoint"]
             if is_fresh:
                 self._check_fresh(root, copies, cause)
             if copies is not None:
@@ -95,6 +94,8 @@ class Starter:
                 topology=topology,
                 details=None if trains else {NOTHING_TO_TRAIN: True},
             )
+            entries = read_ledger(ledger_path(root)).entries
+            saved = [entry.iteration for entry in entries if entry.kind == "checkpoint"]
             if saved and saved[-1] > iteration:  # of a start that was refused it would not be true
                 print(f"megaresume: the run goes back: step {saved[-1]} -> {iteration}", flush=True)
             past = frozenset[str]()
@@ -103,7 +104,7 @@ class Starter:
                 copies.start(iteration, past)
             elif not trains:
                 release(root)  # nothing more is written
-            starts = sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
+            starts = sum(entry.kind == "start" for entry in entries)
             return _Recorded(starts, past, _left(root) if trains else [])
 
         def follow() -> list[Saved]:

@@ -169,7 +169,8 @@ def state_at(step: int, replica: int = 0, *, module: Any = None) -> RandomState:
 
 def saved(root: Path, state: RandomState, step: int) -> Choice:
     """A save, as far as random state is concerned."""
-    entry = state.write(state.at_save(), root, step, f"global_step{step}")
+    state.at_save()
+    entry = state.write(root, step, f"global_step{step}")
     manifest = Manifest(iteration=step, tag=f"global_step{step}", save_id="", digest="", files=(), beside=(entry,))
     return Choice(load_dir=root, tag=manifest.tag, iteration=step, record=None, manifest=manifest)
 
@@ -194,7 +195,8 @@ def test_what_is_drawn_between_load_and_loop_does_not_matter(tmp_path: Path, tra
         assert draw(tracker) == expected
     state._iteration = lambda: 8
     after = random_state.to_plain(random_state.take(CPU))
-    assert random_state.to_plain(state.at_save()) == after
+    state.at_save()
+    assert random_state.to_plain(state._to_write) == after
     state.step_begins()
     state.step_begins_again()
     assert random_state.to_plain(random_state.take(CPU)) == after
@@ -310,9 +312,9 @@ def test_a_count_that_no_checkpoint_has_is_named(tmp_path: Path, tracker: Any) -
 
 def test_another_type_of_device_is_seeded(tmp_path: Path, tracker: Any) -> None:
     state = state_at(7)
-    snapshot = state.at_save()
+    state.at_save()
     state._device = SimpleNamespace(type="cuda")
-    entry = state.write(snapshot, tmp_path, 7, "global_step7")
+    entry = state.write(tmp_path, 7, "global_step7")
     manifest = Manifest(iteration=7, tag="global_step7", save_id="", digest="", files=(), beside=(entry,))
     choice = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, record=None, manifest=manifest)
     assert state_at(7).restore(choice, ONE, ONE, seed=1) == "random state reseeded (cuda -> cpu)"
