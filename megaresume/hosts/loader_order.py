@@ -3,8 +3,8 @@
 A state says how far a loader is in its order. Where the order is drawn anew by every process, or in every pass, that is
 nothing. What is known, by reading and by trying (torchdata 0.11, datasets 5.2):
 
-    torch's RandomSampler, WeightedRandomSampler,   not in a StatefulDataLoader's state: the next start draws others
-    SubsetRandomSampler
+    torch's RandomSampler, WeightedRandomSampler,   not in a StatefulDataLoader's state: the next start draws others.
+    SubsetRandomSampler                             With a seeded generator, from the second pass on
     torchdata.nodes.SamplerWrapper                  keeps the number of the pass, and does not give it back to
                                                     a StatefulDistributedSampler; nothing of a RandomSampler
     snapshot_every_n_steps, and a sampler           a state to which batches are to be added: near the end of a pass
@@ -52,7 +52,7 @@ def _of_torchdata(loader: Any) -> Iterator[tuple[str, str]]:
         if _draws(sampler) and not hasattr(sampler, "state_dict"):
             yield (
                 f"a {_name(sampler)} of torch's",
-                "shuffle=True, or torchdata's RandomSampler or a sampler with set_epoch",
+                "shuffle=True, or torchdata.stateful_dataloader.sampler.RandomSampler, or a sampler with set_epoch",
             )
     if getattr(loader, "num_workers", 0) == 0:
         return

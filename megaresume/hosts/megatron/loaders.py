@@ -231,18 +231,23 @@ def build_with_loaders(current: MegatronHost, original: Callable[..., Any], prov
         current.order = order
         after_data_is_built(current)
     else:
-        on_all_ranks(lambda: _check_one(loader))
+        there = current.order
+        has_one = isinstance(there, ItemOrder | LoaderOrder) and there.batches is not None
+        on_all_ranks(lambda: _check_first(loader, has_one=has_one))
     return result
 
 
-def _check_one(loader: Any) -> None:
+def _check_first(loader: Any, *, has_one: bool) -> None:
     """Of a further chunk of a virtual pipeline."""
     if loader is not None:
         raise UsageError(
-            "this process has two training loaders",
-            found="a provider that makes one for every virtual-pipeline chunk",
-            expected="one, on the process that sends its batches to the chunks",
-            action="return None where vp_stage is not 0",
+            "this process has two training loaders" if has_one else "a training loader is not that of the first chunk",
+            found="a provider that makes one for every virtual-pipeline chunk"
+            if has_one
+            else "a provider that makes one for a later virtual-pipeline chunk, and None for the first",
+            expected="one, where vp_stage is 0, on a process that sends its batches to the chunks that need them",
+            action="return None where vp_stage is not 0"
+            + ("" if has_one else ", and the loader where it is; or train on a data.yaml (--megaresume-data)"),
         )
 
 

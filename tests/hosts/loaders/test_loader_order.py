@@ -107,11 +107,19 @@ def test_so_are_those_whose_workers_lose_it(loader: Callable[[], Any]) -> None:
         adapter_of(loader())
 
 
+def test_a_seeded_sampler_is_refused_with_the_one_to_use_instead() -> None:
+    """Its first pass would be the same after a resume, and no other."""
+    with pytest.raises(UsageError) as refused:
+        adapter_of(stateful(torch_data.RandomSampler(ITEMS, generator=seeded())))  # type: ignore[arg-type]
+    assert f"{RandomSampler.__module__}.{RandomSampler.__name__}" in str(refused.value.action)
+
+
 @pytest.mark.parametrize(
     "loader",
     [
         lambda: stateful(shuffle=True, generator=seeded()),
         lambda: stateful(torch_data.DistributedSampler(ITEMS, 1, 0, seed=4)),  # type: ignore[arg-type]
+        lambda: stateful(RandomSampler(ITEMS, generator=seeded())),  # type: ignore[arg-type]
         lambda: stateful(RandomSampler(ITEMS, replacement=True, generator=seeded())),  # type: ignore[arg-type]
         lambda: of_nodes(torch_data.DistributedSampler(ITEMS, 1, 0, seed=4)),  # type: ignore[arg-type]
         lambda: StatefulDataLoader(streaming(), batch_size=2),
