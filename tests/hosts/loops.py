@@ -454,16 +454,40 @@ def out_of_memory(*_: Any) -> None:
     raise RuntimeError("out of memory")
 
 
-@loop
-def backward_fails(run: Run, accumulation: int) -> None:
+def ours(*_: Any) -> None:
+    raise megaresume.MegaresumeError("a shard is damaged")
+
+
+def _is_tried_again(run: Run, accumulation: int, error: Callable[..., None]) -> None:
     """A part of the gradients is there, and the micro-batch is tried again."""
     batch = next(run.data)
-    hook = run.model.layers[0].register_full_backward_hook(out_of_memory)
-    with contextlib.suppress(RuntimeError):
+    hook = run.model.layers[0].register_full_backward_hook(error)
+    with contextlib.suppress(RuntimeError, megaresume.MegaresumeError):
         run.train(batch)
     hook.remove()
     run.model.seen.clear()
     run.train(batch)
+    usual(run, accumulation)
+
+
+@loop
+def backward_fails(run: Run, accumulation: int) -> None:
+    _is_tried_again(run, accumulation, out_of_memory)
+
+
+@loop
+def backward_fails_by_us(run: Run, accumulation: int) -> None:
+    """In a hook that reads data, say."""
+    _is_tried_again(run, accumulation, ours)
+
+
+@loop
+def backward_fails_and_the_next_is_taken(run: Run, accumulation: int) -> None:
+    hook = run.model.layers[0].register_full_backward_hook(ours)
+    with contextlib.suppress(megaresume.MegaresumeError):
+        run.train(next(run.data))
+    hook.remove()
+    run.engine.step()  # with what there is of the gradients
     usual(run, accumulation)
 
 

@@ -81,6 +81,8 @@ BAD: dict[str, tuple[tuple[str, str] | None, tuple[str, str]]] = {
     "what_was_shown": ((TAKEN, "not trained on samples 0 to 1"), (TAKEN, "not trained on samples 0 to 1")),
     "transform_fails": ((LOST, "OSError: a picture is not there"), (LOST, "OSError: a picture is not there")),
     "backward_fails": ((f"engine.backward() {HALF}", "out of memory"), (f"engine.backward() {HALF}", "out of memory")),
+    "backward_fails_by_us": ((f"engine.backward() {HALF}", "a shard is damaged"),) * 2,
+    "backward_fails_and_the_next_is_taken": ((f"engine.backward() {HALF}", "a shard is damaged"),) * 2,
     "step_fails": ((f"engine.step() {HALF}", "out of memory"), (f"engine.step() {HALF}", "out of memory")),
     "step_is_tried_again": ((f"engine.step() {HALF}", "out of memory"), (f"engine.step() {HALF}", "out of memory")),
     "pass_over": ((TAKEN, "samples 4 to 5 taken"), (TAKEN, "the model was not trained on samples 4 to 5")),

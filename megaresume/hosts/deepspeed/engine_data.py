@@ -319,9 +319,9 @@ class EngineData(Batches):
         """
         try:
             return function()
-        except MegaresumeError:  # ours come before weights change
-            raise
         except BaseException as error:
+            if weights and isinstance(error, MegaresumeError):  # of a save or of the data: before weights change
+                raise
             failure = _half_done(call, error, weights, reload=weights or facts.zero_stage(self.engine) < 2)
             self._fail(failure, may_save=not weights)
             raise
