@@ -398,8 +398,8 @@ def _trained_twice(batches: Sequence[MicroBatch]) -> StateError:
         found=f"two forwards of {', '.join(map(str, batches))}, each with a backward of its own, and engine.step() is "
         "called",
         expected="one backward for each micro-batch",
-        cause="the loop trains a batch again (a retry, or a variable that still has it), or it has several losses and "
-        "calls engine.backward() for each of them",
+        cause="the loop trains a batch again (a retry, or a variable that still has it); it has several losses, and "
+        "calls engine.backward() for each of them; or a batch of its own has the same integers, as one class label",
         action="train what next(data) gives, once; add losses up before engine.backward(), or make them of one forward "
         "(retain_graph=True)",
     )
