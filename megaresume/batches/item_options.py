@@ -2,7 +2,7 @@
 
 How many tokens each item has is a column, a list, or counted by a function. They are kept, if a directory is given:
 
-    <directory>/<name>.<16 hex digits>.lengths.npy    int64[items]
+    <directory>/<name>.<16 hex digits>.lengths.npy    int64[items], and after the array its checksum, 16 bytes
 
 The digits are a hash of the number of items, of what 32 of them hold, and of the function's name, so that another
 dataset has another file and is counted; of a column or a list, a hash of the lengths. A file that is damaged is written
@@ -407,6 +407,7 @@ def _keep(path: Path, name: str, lengths: Int64Array) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_atomically(path) as file:
             np.save(file, lengths)
+            file.write(xxhash.xxh3_128_digest(lengths.data))
     except OSError as error:
         log.warning("megaresume: lengths of '%s' could not be kept: %s", name, error)
         return None
@@ -424,10 +425,14 @@ def _kept_key(dataset: Any, name: str, measure: Measure) -> bytes:
 
 def _read_kept(path: Path, items: int) -> Int64Array | None:
     try:
-        known = np.load(path, allow_pickle=False)
+        with open(path, "rb") as file:
+            known = np.load(file, allow_pickle=False)
+            checksum = file.read()
     except (OSError, ValueError, EOFError):
         return None
-    return known if known.shape == (items,) and known.dtype == np.int64 else None
+    # A length that is damaged would be believed: an item of 0 tokens is never trained, and never read to be compared.
+    is_whole = known.shape == (items,) and known.dtype == np.int64
+    return known if is_whole and checksum == xxhash.xxh3_128_digest(known.data) else None
 
 
 def _count(dataset: Any, name: str, measure: Measure, num_workers: int) -> Int64Array:

@@ -257,6 +257,19 @@ def test_counted_lengths_are_kept(tmp_path: Path, order: list[list[int]]) -> Non
     assert np.load(path).tolist() == [len(text) for text in whole()]
 
 
+def test_a_kept_length_that_is_damaged_is_counted_again(tmp_path: Path, order: list[list[int]]) -> None:
+    """As a bit that flips on the disk: the length of one item is 0, and nobody would read it to see that it is not."""
+    loaders(1, 1, dataset=Texts(), lengths_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole_file = path.read_bytes()
+    with open(path, "r+b") as file:
+        file.seek(128 + 8 * 3)  # after the header of NumPy's
+        file.write(bytes(8))
+    assert np.load(path)[3] == 0
+    assert merged(loaders(1, 1, dataset=Texts(), lengths_dir=tmp_path), 5) == order[:FIRST_5]
+    assert path.read_bytes() == whole_file
+
+
 @pytest.mark.process
 def test_workers_count(tmp_path: Path) -> None:
     loaders(1, 1, dataset=Texts(700), lengths_dir=tmp_path, num_workers=2)
