@@ -26,8 +26,10 @@ only what is looked up is read: with the guide, a page or two for a piece. Littl
     magic, version, .idx: size, time of change, inode; piece, k, later pieces in all
     int64[k // STRIDE] the guide: every so many of the last list
     int64[k] documents, ascending;  int64[k] later pieces up to and with each
+    xxh3_64 of all that
 
-It holds as long as the .idx is untouched, and goes to the cache directory where the corpus cannot be written to.
+It holds as long as the .idx is untouched, and goes to the cache directory where the corpus cannot be written to. A
+damaged one is made again: by its numbers pieces would never be trained, or twice.
 """
 
 from __future__ import annotations
@@ -194,7 +196,9 @@ MAX_FINGERPRINTS = 64
 #: The number of documents below which the long ones are looked for at every start, which takes some milliseconds.
 MIN_DOCUMENTS = 1 << 22
 PIECES_MAGIC = int.from_bytes(b"mgrpiece", "little")
-PIECES_VERSION = 1
+PIECES_VERSION = 2
+#: bytes read at a time, to be hashed.
+BLOCK = 1 << 20
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -395,21 +399,36 @@ def _read_pieces(path: Path, header: list[int]) -> LongDocuments | None:
             if len(head) < begin or head[:-2].tolist() != header:
                 return None
             num, later = head[-2:].tolist()
-            if os.fstat(file.fileno()).st_size != 8 * (begin + num // STRIDE + 2 * num):
+            count = begin + num // STRIDE + 2 * num
+            if os.fstat(file.fileno()).st_size != 8 * (count + 1) or not _is_whole(file, 8 * count):
                 return None
+            file.seek(8 * begin)
             guide = np.fromfile(file, "<i8", num // STRIDE)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError):
         return None
     if hasattr(mmap, "MADV_RANDOM"):
         data.madvise(mmap.MADV_RANDOM)  # reading on after each look-up only delays
-    ids, ends = np.split(np.frombuffer(data, "<i8")[begin + len(guide) :], 2)
+    ids, ends = np.split(np.frombuffer(data, "<i8", count)[begin + len(guide) :], 2)
     return None if num and ends[-1] != later else LongDocuments(ids, ends, guide)
+
+
+def _is_whole(file: BinaryIO, nbytes: int) -> bool:
+    """Whether the xxh3_64 of the first so many bytes of a file follows them."""
+    hasher = xxhash.xxh3_64()
+    file.seek(0)
+    for start in range(0, nbytes, BLOCK):
+        hasher.update(file.read(min(BLOCK, nbytes - start)))
+    return file.read() == hasher.digest()
 
 
 def _write_pieces(path: Path, header: list[int], found: LongDocuments) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     later = int(found.ends[-1]) if len(found.ends) else 0
+    hasher = xxhash.xxh3_64()
     with written_atomically(path) as file:
         for part in ([*header, len(found.ids), later], found.guide, found.ids, found.ends):
-            np.asarray(part, "<i8").tofile(file)
+            numbers = np.ascontiguousarray(part, "<i8")
+            hasher.update(numbers.data)
+            numbers.tofile(file)
+        file.write(hasher.digest())

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.corpora import write_corpus
 from megaresume.data import sidecar
 from megaresume.data.split import IndexedSource, range_of
-from megaresume.stream.source import find_long
+from megaresume.stream.source import STRIDE, find_long
 from megaresume.testing import LengthList
 
 LENGTHS = np.random.default_rng(4).integers(0, 40, 2000).astype(np.int32)
@@ -42,15 +42,25 @@ def test_made_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert part.ids.tolist() == expected.ids.tolist() and part.ends.tolist() == expected.ends.tolist()
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other", "end"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "end", "guide", "documents", "pieces"])
 def test_a_file_that_is_damaged_is_made_again(corpus: Path, damage: str) -> None:
+    """Also by one bit: by another number, pieces of a document would never be trained, or twice."""
     assert _same(corpus)
     path = corpus.with_name("web.megaresume.10.pieces")
     data = path.read_bytes()
+    k = int(np.frombuffer(data, "<i8")[6])
+    at = {"guide": 8, "documents": 8 + k // STRIDE + k // 2, "pieces": 8 + k // STRIDE + k + k // 2}.get(damage, 0)
+    flipped = data[: 8 * at] + bytes([data[8 * at] ^ 1]) + data[8 * at + 1 :]
     path.write_bytes(
-        {"cut": data[:-8], "empty": b"", "other": b"x" * len(data), "end": data[:-8] + bytes(8)}[damage],
+        {"cut": data[:-8], "empty": b"", "other": b"x" * len(data), "end": data[:-8] + bytes(8)}.get(damage, flipped)
     )
     assert _same(corpus) and path.read_bytes() == data
+
+
+def test_no_document_is_long(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _same(corpus, piece=100) and corpus.with_name("web.megaresume.100.pieces").exists()
+    monkeypatch.setattr(IndexedSource, "lengths", None)
+    assert _same(corpus, piece=100)
 
 
 def test_a_corpus_that_was_made_again(corpus: Path) -> None:
