@@ -353,6 +353,8 @@ class RemoteStore:
             cause, remedy = "the store or the network is down, or too busy", _CHECK
             if isinstance(error, PermissionError):
                 cause, remedy = _NO_PERMISSION.get(s3_code(error) or "", ("missing or wrong credentials", _CHECK))
+            elif type(error).__name__ == "NoCredentialsError":  # botocore's; a machine's role may come at the next try
+                cause = "no credentials in the environment or in ~/.aws, and none from a role of this machine"
             elif final:
                 cause = "a wrong address or wrong settings"
             raise SetupError(

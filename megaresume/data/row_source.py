@@ -85,7 +85,7 @@ class RowSource(IndexedDocuments):
     @functools.cached_property
     def raw_files(self) -> RawFiles:
         """The files of the rows."""
-        return RawFiles(self._index, self._inputs, self._encoder.spec)
+        return RawFiles(self._index, self._inputs, self._spec)
 
     @property
     def files(self) -> ShardFiles:
@@ -99,8 +99,12 @@ class RowSource(IndexedDocuments):
         return counts, self._index.header["encoder"]["text"]
 
     @functools.cached_property
+    def _spec(self) -> EncoderSpec:
+        return EncoderSpec.from_json(self._index.header["encoder"])
+
+    @functools.cached_property
     def _encoder(self) -> DocumentEncoder:
-        return DocumentEncoder(EncoderSpec.from_json(self._index.header["encoder"]))
+        return DocumentEncoder(self._spec)
 
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
         """`length` tokens of document i from token `offset` on: read-only, dtype as the index says.
@@ -150,7 +154,7 @@ class RowSource(IndexedDocuments):
         # Not line 0, whose first character may be a mark.
         piece = Piece(name=self.raw_files.path(place.file), unit=unit, line=1, data=data)
         try:
-            documents = list(documents_of(piece, self._encoder.spec.text))
+            documents = list(documents_of(piece, self._spec.text))
             with self._making:
                 made = list(self._encoder.encode(documents))
         except MegaresumeError as error:
@@ -159,7 +163,7 @@ class RowSource(IndexedDocuments):
         if len(made) == 1:
             found = "a document that is left out"
             if isinstance(made[0], MadeDocument):
-                tokens = made[0].tokens(self._encoder.spec.dtype)
+                tokens = made[0].tokens(self._spec.dtype)
                 if len(tokens) == self.length(i) and checksum(tokens) == place.content:
                     return tokens
                 found = f"{len(tokens)} tokens"

@@ -202,6 +202,18 @@ def test_missing_credentials_are_not_tried_again(pairs, bucket):
     assert store.calls == 1
 
 
+def test_no_credentials_at_all_are_the_cause(bucket, monkeypatch, tmp_path):
+    import s3fs
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(SetupError, match=rf"likely cause: no credentials[\s\S]*{remote.ATTEMPTS} times"):
+        RemoteStore("s3").size("s3://pairs/shards/pairs-000000.tar")
+
+
 def test_other_stores(tmp_path):
     memory = fsspec.filesystem("memory")
     path = write_shard(tmp_path / "a.tar", captions(3))
