@@ -55,7 +55,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     store, server = fsspec.filesystem("s3", endpoint_url=endpoint), urlsplit(endpoint)
     if not store.exists(BUCKET):
         store.mkdir(BUCKET)
-    made = {"photographs": _photographs(setup, 64 if quick else 3000), "text": _text(setup, 200 if quick else 20_000)}
+    made = {"photographs": _photographs(setup, 60 if quick else 3000), "text": _text(setup, 200 if quick else 20_000)}
     try:
         with line(server.hostname or "", server.port or 80, latency=LATENCY, rate=RATE, cores=setup.cores) as port:
             for kind, (directory, ranges) in made.items():
