@@ -288,6 +288,8 @@ def read_tokenizer(prefix: Path, *, idx_bytes: int, bin_bytes: int) -> Mapping[s
         return None
     if (tokenizer.get("idx_bytes"), tokenizer.get("bin_bytes")) != (idx_bytes, bin_bytes):
         return None
+    if not isinstance(tokenizer.get("fingerprint"), str):
+        raise _damaged(sidecar_path(prefix), "a tokenizer without its fingerprint")
     return tokenizer
 
 

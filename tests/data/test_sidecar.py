@@ -150,6 +150,13 @@ def test_damaged_sidecar_is_refused(prefix, content):
         IndexedSource(prefix).fingerprint()
 
 
+def test_a_tokenizer_without_its_fingerprint_is_refused(prefix):
+    sizes = {"idx_bytes": Path(f"{prefix}.idx").stat().st_size, "bin_bytes": Path(f"{prefix}.bin").stat().st_size}
+    write_tokenizer(prefix, {"fingerprinp": "ab" * 16}, **sizes)
+    with pytest.raises(CorpusError, match=r"web\.megaresume\.json is damaged"):
+        IndexedSource(prefix).fingerprint()
+
+
 def test_newer_sidecar_is_refused(prefix):
     sidecar_path(prefix).write_text('{"format": "megaresume.corpus", "version": 2}')
     with pytest.raises(CorpusError, match="a version that this release cannot read"):
