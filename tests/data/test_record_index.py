@@ -69,6 +69,16 @@ def test_a_damaged_column_is_found_when_everything_is_read(pairs, column):
         ShardSource(pairs).fingerprint(recompute=True)
 
 
+def test_a_damaged_length_is_found_at_every_start(pairs):
+    """A hole that a copy left: a document of length 0 would be passed over, and never read to be compared."""
+    assert ShardSource(pairs).lengths(np.arange(15)).min() > 0
+    data, at = pairs.read_bytes(), ShardIndex.column_places(15)["tokens"] + 4 * 6
+    pairs.write_bytes(data[:at] + bytes(4) + data[at + 4 :])
+    assert ShardSource(pairs).lengths(np.arange(15)).tolist().index(0) == 6
+    with pytest.raises(CorpusError, match="column tokens"):
+        ShardSource(pairs).fingerprint()
+
+
 def test_missing_or_not_to_be_read(tmp_path, pairs):
     with pytest.raises(CorpusError, match=r"missing[\s\S]*megaresume prepare"):
         ShardIndex(tmp_path / "other.shards.idx")
