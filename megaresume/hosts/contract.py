@@ -155,7 +155,7 @@ class HostContract:
     @pytest.mark.parametrize(
         ("batch", "accumulation"),
         [(4, 2), (4, 1), (7, 1), (2, 3)],
-        ids=["same", "halved", "the last batch is short", "the last step has fewer micro-batches"],
+        ids=["same", "halved", "the last batch is short", "the last step has fewer batches"],
     )
     def test_killed_in_a_save_and_resumed_with_steps_of_other_sizes(
         self, driver: Driver, copy: Path, order: list[int], batch: int, accumulation: int

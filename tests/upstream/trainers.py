@@ -49,12 +49,20 @@ class Host:
 
 
 HOSTS = {
-    "torch": Host(title="A plain torch loop", page="torch.md", packages=("torch",), tests=("torch/test_loop.py",)),
+    "torch": Host(
+        title="A plain torch loop",
+        page="torch.md",
+        packages=("torch",),
+        tests=("torch/test_loop.py", "contract/test_loop.py"),
+    ),
     "trainer": Host(
         title="Hugging Face's Trainer",
         page="hugging-face.md",
         packages=("transformers", "accelerate", "deepspeed"),
-        tests=tuple(f"hugging_face/test_{name}.py" for name in ("trainer", "trainer_data", "backends")),
+        tests=(
+            *(f"hugging_face/test_{name}.py" for name in ("trainer", "trainer_data", "backends")),
+            "contract/test_trainer.py",
+        ),
     ),
     "trl": Host(
         title="TRL's SFTTrainer",
@@ -90,22 +98,31 @@ HOSTS = {
         title="A loop with Accelerate",
         page="accelerate.md",
         packages=("accelerate",),
-        tests=("hugging_face/test_accelerator.py", "hugging_face/test_accelerator_backends.py"),
+        tests=(
+            "hugging_face/test_accelerator.py",
+            "hugging_face/test_accelerator_backends.py",
+            "contract/test_accelerate.py",
+        ),
     ),
     "lightning": Host(
         title="Lightning",
         page="lightning.md",
         packages=("lightning",),
-        tests=("lightning/test_lightning.py", "lightning/test_strategies.py"),
+        tests=("lightning/test_lightning.py", "lightning/test_strategies.py", "contract/test_lightning.py"),
     ),
-    "torchtitan": Host(title="torchtitan", page="torchtitan.md", packages=("torchtitan",), tests=("torchtitan",)),
+    "torchtitan": Host(
+        title="torchtitan",
+        page="torchtitan.md",
+        packages=("torchtitan",),
+        tests=("torchtitan", "contract/test_torchtitan.py"),
+    ),
     "megatron-bridge": Host(
         title="Megatron-Bridge",
         page="megatron-bridge.md",
         packages=("megatron-bridge", "megatron-core", "torch"),
-        tests=("megatron_bridge",),
+        tests=("megatron_bridge", "contract/test_megatron_bridge.py"),
     ),
-    "verl": Host(title="VeRL's trainers", page="verl.md", packages=("verl",), tests=("verl",)),
+    "verl": Host(title="VeRL's trainers", page="verl.md", packages=("verl",), tests=("verl", "contract/test_verl.py")),
 }
 
 
