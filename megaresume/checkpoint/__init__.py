@@ -51,7 +51,7 @@ Where things are, from top to bottom; each imports only from those below it (`li
     starts.py           the beginning and the end of a run: a start is recorded, checked, and tidies up
     copies/             copies of the checkpoints in a second storage
     host.py             `Host` and `Data`: the interfaces of a trainer, and of its data, to a session
-    file_errors.py      files that fail: in words, tried again, compared with what was saved
+    file_errors.py      what a framework says of files that it cannot read or write, in words
     random_state.py     the generators of every rank, in every checkpoint
     save/               from the marker to the pointers, from complete to durable; old ones make room
     load/               what is loaded; checkpoints of other programs

@@ -1,57 +1,31 @@
-"""Failures of a checkpoint's files: what they mean, what to do, whether to try again, and which files are damaged.
+"""A framework's error about the files of a checkpoint, as one that names the checkpoint and the way out.
 
-What a framework and torch say of a file ("PytorchStreamReader failed reading zip archive") names neither checkpoint
-nor way out. A rank that fails inside a framework is alone with it: the others wait in a collective, and its launcher
-ends them.
-
-The files that are loaded are compared with those that were saved, wherever they are read; all machines do it together:
-
-    every directory    of the tag, by machine and by what is mounted there; its lowest rank works for it
-    the same files?    by size and time of change, as rank 0 sees them: a shared filesystem
-    together           who sees the same files shares them; a directory of its own (a local copy) is compared as a whole
-
-A save that fails for a reason that may pass is tried again, by all ranks together; then the run continues, or ends:
-
-    save fails on any rank -> all ranks know it -> may it pass?  no   the error, on every rank
-                                                                yes  wait, save again: 15 s, 30 s, 60 s
-    the last try has failed                                  the error; or the run continues without this checkpoint
+"PytorchStreamReader failed reading zip archive" says neither. A rank that fails inside a framework is alone with it:
+the others wait in a collective, and its launcher ends them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import pickle
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar
 
-from megaresume.checkpoint import system
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import (
     FailedElsewhereError,
     Failure,
     LostRankError,
     Meeting,
-    gather,
     is_known_to_all,
-    is_rank_0,
     known_to_all,
-    on_all_ranks,
-    on_all_ranks_for_long,
-    on_rank_0,
-    rank,
 )
-from megaresume.checkpoint.records.manifest import FileEntry, Manifest, verify_files
-from megaresume.files import read_error
-from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 T = TypeVar("T")
 
@@ -206,229 +180,3 @@ def _room(directory: Path) -> str:
     with suppress(OSError):
         return f"; {shutil.disk_usage(directory).free / 1e9:,.1f} GB are free in {directory}"
     return ""
-
-
-#: from this many bytes on, a start logs what it waits for.
-_MUCH = 10e9
-
-#: of every file: its size and the time of its last change in nanoseconds, which no copy keeps; None if it is not there.
-_Stats = list[tuple[int, int] | None]
-
-
-def find_damage(choice: Choice) -> str | None:
-    """Compare the files of a chosen checkpoint with its manifest, where they will be read. Collective.
-
-    Returns:
-        what is wrong, in words, the same on every rank; None: nothing.
-
-    Raises, on every rank:
-        CheckpointError: a rank does not see the directory, or gives no sign of life.
-    """
-    manifest = choice.manifest
-    if manifest is None:
-        return None
-    places = gather(on_all_ranks(lambda: _place(choice.tag_dir)))
-    distinct = list(dict.fromkeys(places))
-    mine = distinct.index(places[rank()])
-    works = places.index(places[rank()]) == rank()
-    stats = on_rank_0(lambda: _stats(choice.tag_dir, manifest))
-    same = gather(works and _stats(choice.tag_dir, manifest) == stats)
-    sharing = [number for number, place in enumerate(distinct) if same[places.index(place)]]
-    if is_rank_0() and manifest.size >= _MUCH:
-        print(f"megaresume: comparing the checksums of {choice.tag}, {manifest.size / 1e9:,.0f} GB", flush=True)
-
-    def compare(beat: Callable[[], None]) -> str | None:
-        if not works:
-            return None
-        files = manifest.files
-        if mine in sharing:
-            files = _shares(files, len(sharing))[sharing.index(mine)]
-        problems = verify_files(choice.tag_dir, files, mode="checksums", progress=lambda _size: beat())
-        return "; ".join(map(str, problems[:5])) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-
-    found = gather(on_all_ranks_for_long(compare, "compared checksums"))
-    wrong = next((number for number, words in enumerate(found) if words), None)
-    if wrong is None:
-        return None
-    where = "" if len(distinct) == 1 else f"as rank {wrong} sees it, on {gather(os.uname().nodename)[wrong]}: "
-    return f"{where}{found[wrong]}"
-
-
-def _place(tag_dir: Path) -> tuple[str, int, int]:
-    """See `system.identity_of`. Raises CheckpointError."""
-    try:
-        return system.identity_of(tag_dir)
-    except OSError as error:
-        raise read_error(tag_dir, error) from error
-
-
-def _stats(tag_dir: Path, manifest: Manifest) -> _Stats:
-    def one(entry: FileEntry) -> tuple[int, int] | None:
-        try:
-            stat = os.stat(os.path.join(tag_dir, entry.path))
-        except OSError:
-            return None
-        return stat.st_size, stat.st_ctime_ns
-
-    return [one(entry) for entry in manifest.files]
-
-
-def _shares(files: Sequence[FileEntry], number: int) -> list[tuple[FileEntry, ...]]:
-    """Split files into parts of about the same size in bytes."""
-    parts: list[list[FileEntry]] = [[] for _ in range(number)]
-    sizes = [0] * number
-    for entry in sorted(files, key=lambda entry: -entry.size):
-        least = sizes.index(min(sizes))
-        parts[least].append(entry)
-        sizes[least] += entry.size
-    return [tuple(part) for part in parts]
-
-
-OnSaveFailure = Literal["end", "continue"]
-
-#: a disk or quota that somebody is cleaning up, a device that hiccups, a server that is away.
-_MAY_PASS = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.EREMOTEIO,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ECONNABORTED,
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-    }
-)
-#: of torch's writers, which keep the system's number to themselves.
-_WRITERS_WORDS = ("PytorchStreamWriter failed", "iostream error", "unexpected pos ")
-
-
-def may_pass(error: BaseException) -> bool:
-    """Whether the same save may work later: the error, or one behind it, is of a kind that passes."""
-    return any(
-        one.errno in _MAY_PASS
-        if isinstance(one, OSError)
-        else isinstance(one, RuntimeError) and any(words in str(one) for words in _WRITERS_WORDS)
-        for one in _chain(error)
-    )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retries:
-    """How often a failed save is tried again, and what happens after that.
-
-    Raises:
-        UsageError: a negative number, or an unknown word.
-    """
-
-    #: after the first try.
-    tries: int = 0
-    #: seconds before the first of them, doubled each time.
-    wait: float = 15.0
-    on_failure: OnSaveFailure = "end"
-
-    def __post_init__(self) -> None:
-        if self.on_failure not in get_args(OnSaveFailure):
-            raise UsageError(
-                "unknown answer to a save that fails",
-                found=f"on_save_failure={self.on_failure}",
-                expected=f"one of {', '.join(get_args(OnSaveFailure))}",
-                action="on_save_failure='end' raises the error of a save; 'continue' carries on to the next save",
-            )
-        for name, value in (("save_retries", self.tries), ("save_retry_wait", self.wait)):
-            if not 0 <= value < float("inf"):
-                raise UsageError(
-                    "a save cannot be retried with these settings",
-                    found=f"{name}={value}",
-                    expected="0 or more",
-                    action=f"{name}=0 or more; save_retries=0 for no retry",
-                )
-
-    def run(
-        self,
-        save: Callable[[], T],
-        *,
-        tag: str,
-        is_last: bool,
-        seconds_left: Callable[[], float | None],
-        give_up: Callable[[], None],
-    ) -> T | None:
-        """Run a save, and try again if it fails. On every rank.
-
-        Args:
-            save: once.
-            tag: that it saves.
-            is_last: the run is about to stop: it does not continue without this checkpoint.
-            seconds_left: until the job ends, if that is known; asked on rank 0.
-            give_up: on every rank, after the last try: undoes what is there of it.
-
-        Returns:
-            what ``save`` does; None if it failed, and the run is to continue.
-
-        Raises:
-            whatever the last try raised.
-        """
-        for number in range(1 + self.tries):
-            wait = None
-            try:
-                return save()
-            except Exception as error:
-                # What this rank alone knows ends its process: the others may wait for it anywhere.
-                if not is_known_to_all(error) or not any(gather(may_pass(error))):
-                    raise
-                if number < self.tries:
-                    wait = on_rank_0(lambda: self._time_for(number, seconds_left()))  # noqa: B023  runs here
-                ends = wait is None and (is_last or self.on_failure == "end")
-                then = f"try {number + 1} of {self.tries} in {wait:g} s" if wait is not None else "the run "
-                if wait is None:
-                    then += "ends" if ends else "continues without this checkpoint"
-                if is_rank_0():
-                    print(f"megaresume: {tag} was not saved: {_reason(error)}; {then}", flush=True)
-                if ends:
-                    with contextlib.suppress(MegaresumeError):
-                        give_up()
-                    raise
-            # Only here: the error holds what was to be written.
-            if wait is None:
-                break
-            time.sleep(wait)
-        give_up()
-        return None
-
-    def _time_for(self, number: int, seconds_left: float | None) -> float | None:
-        """Seconds until the next try; None if the job ends before that."""
-        wait = self.wait * 2**number
-        return wait if seconds_left is None or wait < seconds_left else None
-
-
-def _reason(error: Exception) -> str:
-    headline, found = (error.headline, error.found) if isinstance(error, MegaresumeError) else (str(error), None)
-    return headline if found is None else f"{headline} ({found})"
-
-
-def compared(tag: str, manifest: Manifest) -> str:
-    """What was compared before a load, in words."""
-    num = len(manifest.files)
-    if manifest.has_checksums:
-        return f"checksums compared: {num} files of {tag}"
-    if manifest.durable:
-        return f"checksums not compared: {tag} was saved without; sizes compared: {num} files"
-    if some := sum(entry.checksum is not None for entry in manifest.files):
-        return (
-            f"checksums compared: {some} of {num} files of {tag}; the run ended before those of the others were taken; "
-            "their sizes compared"
-        )
-    return f"checksums not compared: the run ended before those of {tag} were taken; sizes compared: {num} files"

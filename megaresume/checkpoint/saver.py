@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megaresume.checkpoint.file_errors import Retries, writing
+from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Data, Host
 from megaresume.checkpoint.lock.lock import take
 from megaresume.checkpoint.random_state import RandomState
@@ -26,6 +26,7 @@ from megaresume.checkpoint.roots import Roots
 from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.save.durability import Durability
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, make_room
+from megaresume.checkpoint.save.retries import Retries
 from megaresume.checkpoint.starts import give_up
 from megaresume.checkpoint.stopping import Stopper
 from megaresume.checkpoint.system import Topology

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaresume.batches.masked import VARIABLE
 from megaresume.checkpoint.chooser import Chooser, Pick
-from megaresume.checkpoint.file_errors import Retries, read_undamaged, reading
+from megaresume.checkpoint.file_errors import read_undamaged, reading
 from megaresume.checkpoint.host import (
     Data,
     HasLoggers,
@@ -65,6 +65,7 @@ from megaresume.checkpoint.roots import Roots
 from megaresume.checkpoint.save.commit import commit_save
 from megaresume.checkpoint.save.durability import Durability
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.save.retries import Retries
 from megaresume.checkpoint.saver import Save, Saver, announce
 from megaresume.checkpoint.starter import Starter
 from megaresume.checkpoint.starts import (

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megaresume.checkpoint.file_errors import OnSaveFailure, Retries
 from megaresume.checkpoint.flags import described, setting
 from megaresume.checkpoint.metrics.words import HELP as METRICS_HELP
 from megaresume.checkpoint.save.retention import Retention
+from megaresume.checkpoint.save.retries import OnSaveFailure, Retries
 from megaresume.checkpoint.starts import MAX_STARTS
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.batches import TOKEN_COST, Balance, Objective

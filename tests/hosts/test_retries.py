@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaresume.checkpoint.file_errors import Retries, may_pass
 from megaresume.checkpoint.ranks import known_to_all
+from megaresume.checkpoint.save.retries import Retries, may_pass
 from megaresume.files import write_error
 from megaresume.stream.errors import CheckpointError, UsageError
 

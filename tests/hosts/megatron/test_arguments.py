@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 
-from megaresume.checkpoint.file_errors import Retries
+from megaresume.checkpoint.save.retries import Retries
 from megaresume.hosts.megatron.arguments import Settings, add_arguments, around_add_data_args
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import UsageError
