@@ -7,7 +7,7 @@ rank r of D, micro-step k of size m takes ``c + k*(D*m) + r*m .. + m`` of them, 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import index
 from typing import Any, Literal
@@ -24,6 +24,18 @@ TOKEN_COST = 6 * 4096
 MOST_COST = 1 << 30
 #: The version of the dealing; it changes if the same samples would come to other ranks than before.
 ALGORITHM = 1
+
+
+def ramp_sizes(start: int, increment: int, ramp_samples: int, final: int) -> tuple[Callable[[int], int], list[float]]:
+    """Megatron's ``--rampup-batch-size``, for `BatchSchedule.stepwise`: the size at a sample, and where it changes."""
+    num_increments = (final - start) // increment
+    # Megatron's division, in floating point, so that the steps are Megatron's.
+    per_increment = ramp_samples / num_increments
+
+    def planned(sample: int) -> int:
+        return final if sample > ramp_samples else min(start + increment * int(sample / per_increment), final)
+
+    return planned, [k * per_increment for k in range(1, num_increments + 1)]
 
 
 @checked("BatchSchedule.constant(SIZE) for one size, BatchSchedule.ramp_up(...) for a growing one", types_too=False)
@@ -72,23 +84,30 @@ class BatchSchedule:
                 expected="a final size that is the start plus a whole number of increments",
                 action="change the increment or --global-batch-size",
             )
-        num_increments = (final - start) // increment
-        if not num_increments or not ramp_samples:
+        if final == start or not ramp_samples:
             return cls.constant(final)
+        return cls.stepwise(*ramp_sizes(start, increment, ramp_samples, final))
+
+    @classmethod
+    def stepwise(cls, planned: Callable[[int], int], bounds: Sequence[float], *, first: int = 0) -> BatchSchedule:
+        """The sizes of steps that each look up their size as they begin: any shape of ramp.
+
+        Args:
+            planned: the size of a step that begins at this sample.
+            bounds: ascending, the samples around which that changes; whole ones, or what floating point makes of them.
+            first: where the first step begins. Where a size changes depends on it. Before it, the size of that step.
+        """
         segments: list[tuple[int, int]] = []
-        sample, size = 0, 0
-        while size != final:
-            # Past ramp_samples the size is final; before, one increment for every equal part of them. The division
-            # is Megatron's, in floating point, so that the steps are Megatron's.
-            per_increment = ramp_samples / num_increments
-            now = final if sample > ramp_samples else min(start + increment * int(sample / per_increment), final)
-            if now != size:
-                segments.append((sample, now))
-                size = now
-            # Whole steps up to just before the next increment, then one at a time.
-            next_increment = ((size - start) // increment + 1) * per_increment
-            sample += size * max(int((next_increment - sample) // size), 1)
-        return cls(tuple(segments))
+        sample = first
+        while True:
+            size = planned(sample)
+            if not segments or segments[-1][1] != size:
+                segments.append((sample if segments else 0, size))
+            # Within one sample of a bound, what floating point says is taken step by step.
+            ahead = next((bound for bound in bounds if bound >= sample - 1), None)
+            if ahead is None:
+                return cls(tuple(segments))
+            sample += size * max(int((ahead - 1 - sample) // size), 1)
 
     def size_at(self, sample: int) -> int:
         """Global batch size of the step that begins at ``sample``."""

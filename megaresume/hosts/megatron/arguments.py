@@ -22,7 +22,7 @@ from megaresume.checkpoint.flags import PREFIX, add_settings, flag_of
 from megaresume.checkpoint.settings import GROUPS, Checkpoints, LoaderOptions, Mode
 from megaresume.checkpoint.stopping import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.arguments import check_types
-from megaresume.stream.batches import Balance, BatchSchedule
+from megaresume.stream.batches import Balance, BatchSchedule, ramp_sizes
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
 from megaresume.stream.skips import SkipConfig, parse_range, parse_steps, union
@@ -241,8 +241,10 @@ def schedule_from_args(args: Any, project: Any = None, start: int = 0) -> BatchS
     """
     steps = getattr(args, "step_batch_size_schedule", None)
     rampup = getattr(args, "rampup_batch_size", None)
+    running = _running(args)
     if steps:
-        return _walk(*_step_sizes(steps, int(args.seq_length)), _running(args), start)
+        planned, bounds = _step_sizes(steps, int(args.seq_length))
+        return BatchSchedule.stepwise(lambda sample: running(planned(sample)), bounds, first=start)
     final = getattr(args, "global_batch_size", None)
     if not final:
         raise UsageError(
@@ -252,8 +254,9 @@ def schedule_from_args(args: Any, project: Any = None, start: int = 0) -> BatchS
             action="pass --global-batch-size",
         )
     if rampup and not ignores_rampup(args, project):
-        return _walk(*_ramp_sizes([int(number) for number in rampup], int(final)), _running(args), start)
-    return BatchSchedule.constant(_running(args)(int(final)))
+        planned, bounds = _ramp_sizes([int(number) for number in rampup], int(final))
+        return BatchSchedule.stepwise(lambda sample: running(planned(sample)), bounds, first=start)
+    return BatchSchedule.constant(running(int(final)))
 
 
 def ignores_rampup(args: Any, project: Any = None) -> bool:
@@ -297,13 +300,7 @@ def _ramp_sizes(rampup: Sequence[int], final: int) -> _Sizes:
             "increments, at least one",
             action="change the increment or --global-batch-size",
         )
-    # Megatron's division, in floating point, so that the steps are Megatron's.
-    per_increment = samples / ((final - start) // increment)
-
-    def size_at(sample: int) -> int:
-        return final if sample > samples else min(start + int(sample / per_increment) * increment, final)
-
-    return size_at, [k * per_increment for k in range(1, (final - start) // increment + 1)]
+    return ramp_sizes(start, increment, samples, final)
 
 
 def _step_sizes(text: str, seq_length: int) -> _Sizes:
@@ -331,20 +328,3 @@ def _bad_steps(text: str) -> UsageError:
         expected="TOKENS:SIZE pairs, the first at 0, each at another sample",
         action='for example --step-batch-size-schedule "0:768 250B:1536"',
     )
-
-
-def _walk(
-    size_at: Callable[[int], int], bounds: Sequence[float], running: Callable[[int], int], start: int
-) -> BatchSchedule:
-    """Step by step where the size may change, in one leap if it cannot."""
-    segments: list[tuple[int, int]] = []
-    sample = start
-    while True:
-        size = running(size_at(sample))
-        if not segments or segments[-1][1] != size:
-            segments.append((sample if segments else 0, size))
-        # Within one sample of a bound, what floating point says is taken step by step.
-        ahead = next((bound for bound in bounds if bound >= sample - 1), None)
-        if ahead is None:
-            return BatchSchedule(tuple(segments))
-        sample += size * max(int((ahead - 1 - sample) // size), 1)
