@@ -26,7 +26,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from megaresume.stream.errors import UsageError
 
@@ -45,8 +45,14 @@ RankFileKind = Literal["loader", "random"]
 _INFIX: dict[RecordKind, str] = {"state": "", "manifest": ".manifest", "saving": ".saving"}
 _RECORD = re.compile(r"step_([0-9]{7,18})(\.manifest|\.saving)?(?:@(.+))?\.json")
 _OLDER = re.compile(r"\.step_([0-9]{7,18})@(.+)\.older")
-_RANK_FILE = re.compile(r"step_[0-9]{7,18}(?:@.+)?\.(loader|random)/rank_([0-9]{5,})\.[a-z]+")
-_ENDING: dict[RankFileKind, str] = {"loader": "pkl", "random": "json"}
+#: a kind of file that each rank adds -> its ending; what it holds, for people.
+_RANK_FILES: dict[RankFileKind, tuple[str, str]] = {
+    "loader": ("pkl", "loader state"),
+    "random": ("json", "random state"),
+}
+_KINDS = "|".join(_RANK_FILES)
+_RANK_FILE = re.compile(rf"step_[0-9]{{7,18}}(?:@.+)?\.({_KINDS})/rank_([0-9]{{5,}})\.[a-z]+")
+_RANK_DIR = re.compile(rf"step_([0-9]{{7,18}})(?:@(.+))?\.(?:{_KINDS}|synced)")
 
 #: Names of tag directories that frameworks give by themselves: what stands before the step, and its digits at least.
 #: A host whose trainer has a name of its own adds a row here, and every command knows that name. Without one its
@@ -218,12 +224,12 @@ def has_stand_ins(root: Path) -> bool:
 def rank_file(iteration: int, tag: str, kind: RankFileKind, rank: int) -> str:
     """A file that one rank adds to a checkpoint, relative to ``<save>/megaresume``."""
     directory = step_path(Path(), iteration, tag).with_suffix(f".{kind}").name
-    return f"{directory}/rank_{rank:05d}.{_ENDING[kind]}"
+    return f"{directory}/rank_{rank:05d}.{_RANK_FILES[kind][0]}"
 
 
 def rank_dirs(root: Path, iteration: int, tag: str) -> list[Path]:
     """Where the files of each rank lie."""
-    kinds = [(records_dir(root) / rank_file(iteration, tag, kind, 0)).parent for kind in _ENDING]
+    kinds = [(records_dir(root) / rank_file(iteration, tag, kind, 0)).parent for kind in _RANK_FILES]
     return [*kinds, part_path(root, iteration, tag, 0).parent]
 
 
@@ -246,17 +252,19 @@ def parse_older_name(name: str) -> tuple[int, str] | None:
 def parse_rank_file(path: str) -> tuple[RankFileKind, int] | None:
     """Kind and rank that `rank_file` was given; None for other files."""
     match = _RANK_FILE.fullmatch(path)
-    return None if match is None else ("random" if match[1] == "random" else "loader", int(match[2]))
+    return None if match is None else (cast(RankFileKind, match[1]), int(match[2]))
+
+
+def parse_rank_dir(name: str) -> tuple[int, str | None] | None:
+    """Iteration and unusual tag of a directory of `rank_dirs`; None for other names."""
+    match = _RANK_DIR.fullmatch(name)
+    return None if match is None else (int(match[1]), match[2])
 
 
 def rank_file_words(path: str) -> str:
     """What `rank_file` is, for people: ``the random state of rank 1``. Other files by their path."""
     found = parse_rank_file(path)
-    return (
-        path
-        if found is None
-        else f"the {'random state' if found[0] == 'random' else 'loader state'} of rank {found[1]}"
-    )
+    return path if found is None else f"the {_RANK_FILES[found[0]][1]} of rank {found[1]}"
 
 
 def parse_record_name(name: str) -> RecordName | None:

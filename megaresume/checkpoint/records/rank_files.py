@@ -11,7 +11,6 @@ resume alone.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ from megaresume.checkpoint.records.manifest import FileEntry, Manifest
 from megaresume.checkpoint.records.names import (
     RankFileKind,
     marker_path,
+    parse_rank_dir,
     parse_rank_file,
     rank_file_words,
     records_dir,
@@ -29,8 +29,6 @@ from megaresume.checkpoint.records.names import (
 )
 from megaresume.files import make_dir, read_file, write_atomic
 from megaresume.stream.errors import StateError
-
-_DIRECTORY = re.compile(r"step_([0-9]{7,18})(?:@(.+))?\.(?:loader|random|synced)")
 
 
 def write_rank_file(root: Path, path: str, data: bytes) -> FileEntry:
@@ -99,10 +97,9 @@ def remove_orphans(root: Path) -> None:
     except OSError:
         return
     for name in names:
-        match = _DIRECTORY.fullmatch(name)
-        if match is None:
+        if (parsed := parse_rank_dir(name)) is None:
             continue
-        iteration = int(match[1])
-        tags = [match[2]] if match[2] else usual_tags(iteration)
+        iteration, tag = parsed
+        tags = [tag] if tag else usual_tags(iteration)
         if not any((root / tag).is_dir() or marker_path(root, iteration, tag).exists() for tag in tags):
             shutil.rmtree(records_dir(root) / name, ignore_errors=True)
