@@ -14,7 +14,6 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 
 import megaresume
@@ -22,78 +21,108 @@ from megaresume.command_line import Parser, normalise, or_near
 from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
-#: In the order of a newcomer's first day. Each is a module with add_arguments and run: see `module_of`.
-COMMANDS = {
-    "demo": "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped",
-    "new": "write a starting point for your trainer: a short program that trains, and resumes exactly",
-    "prepare": "build .bin/.idx from text, or the index of tar shards",
-    "stream": "show what a data config gives: the documents of each sample, how full it is, the sources' shares",
-    "inspect": "show a checkpoint's data state, pointers and completeness",
-    "latest": "print the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for scripts",
-    "trace": "list which documents the steps of a run trained on, or will; or when a document is seen",
-    "plan": "tell what a resume with new flags would do: which checkpoint and data, until which step, what stops it",
-    "convert": "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)",
-    "verify": "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference",
-    "top": "follow a run while it trains: pace, shares, losses, last durable save, goodput, what comes next",
-    "replay": "train a step of a run again by its own program, changing nothing of the run, and say what is different",
-    "report": "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses",
-    "doctor": "find what is wrong with a machine, a checkpoint directory or the log of a failed launch, and what to do",
-    "patch": "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
-    "run": "run an unmodified Megatron script with exact data resume",
-    "smoke": "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",
-    "completion": "print what bash or zsh needs to complete megaresume's commands and flags",
+#: by task, as ``megaresume --help`` lists them: name -> the module in this package, and the help. A module has the
+#: functions ``add_arguments`` and ``run``; `megaresume.run` alone reads its command line by itself.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "try it, and begin": {
+        "demo": (
+            "cluster.demo.command",
+            "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped",
+        ),
+        "new": (
+            "cluster.new",
+            "write a starting point for your trainer: a short program that trains, and resumes exactly",
+        ),
+    },
+    "data": {
+        "prepare": (
+            "data.prepare.command",
+            "build .bin/.idx from text, or the index of tar shards",
+        ),
+        "stream": (
+            "runs.stream",
+            "show what a data config gives: the documents of each sample, how full it is, the sources' shares",
+        ),
+    },
+    "start and resume": {
+        "run": (
+            "run",
+            "run an unmodified Megatron script with exact data resume",
+        ),
+        "patch": (
+            "hosts.megatron.patching.command",
+            "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
+        ),
+        "latest": (
+            "runs.latest",
+            "print the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for scripts",
+        ),
+        "plan": (
+            "runs.plan.command",
+            "tell what a resume with new flags would do: which checkpoint and data, until which step, what stops it",
+        ),
+        "convert": (
+            "hosts.deepspeed.conversion",
+            "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)",
+        ),
+    },
+    "look and prove": {
+        "inspect": (
+            "runs.inspect",
+            "show a checkpoint's data state, pointers and completeness",
+        ),
+        "trace": (
+            "runs.trace.command",
+            "list which documents the steps of a run trained on, or will; or when a document is seen",
+        ),
+        "verify": (
+            "runs.verify",
+            "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference",
+        ),
+        "top": (
+            "runs.top",
+            "follow a run while it trains: pace, shares, losses, last durable save, goodput, what comes next",
+        ),
+        "replay": (
+            "runs.replay",
+            "train a step of a run again by its own program, changing nothing of the run, and say what is different",
+        ),
+        "report": (
+            "runs.report",
+            "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses",
+        ),
+    },
+    "find what is wrong": {
+        "doctor": (
+            "runs.doctor",
+            "find what is wrong with a machine, a checkpoint directory or the log of a failed launch, and what to do",
+        ),
+        "smoke": (
+            "cluster.smoke.command",
+            "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",
+        ),
+    },
+    "the shell": {
+        "completion": (
+            "completion",
+            "print what bash or zsh needs to complete megaresume's commands and flags",
+        ),
+    },
 }
-
-#: the commands by task, for ``megaresume --help``.
-GROUPS = {
-    "try it, and begin": ("demo", "new"),
-    "data": ("prepare", "stream"),
-    "start and resume": ("run", "patch", "latest", "plan", "convert"),
-    "look and prove": ("inspect", "trace", "verify", "top", "replay", "report"),
-    "find what is wrong": ("doctor", "smoke"),
-    "the shell": ("completion",),
-}
-
-#: The module of each command, but for `run`, which is `megaresume.run`.
-_HOMES = {
-    "completion": "completion",
-    "convert": "hosts.deepspeed.conversion",
-    "demo": "cluster.demo.command",
-    "doctor": "runs.doctor",
-    "inspect": "runs.inspect",
-    "latest": "runs.latest",
-    "new": "cluster.new",
-    "patch": "hosts.megatron.patching.command",
-    "plan": "runs.plan.command",
-    "prepare": "data.prepare.command",
-    "replay": "runs.replay",
-    "report": "runs.report",
-    "smoke": "cluster.smoke.command",
-    "stream": "runs.stream",
-    "top": "runs.top",
-    "trace": "runs.trace.command",
-    "verify": "runs.verify",
-}
+_MODULES = {name: module for group in GROUPS.values() for name, (module, _) in group.items()}
+#: name -> help.
+COMMANDS = {name: words for group in GROUPS.values() for name, (_, words) in group.items()}
 
 DESCRIPTION = "Exact, elastic, provable data resume for every trainer."
 
 
-def listed(commands: Mapping[str, str], width: int = 100) -> str:
-    """Every command with its help, under the name of its group.
-
-    Args:
-        commands: name -> help. Those of no group come last.
-        width: columns of text.
-    """
-    grouped = {name for group in GROUPS.values() for name in group}
-    groups = {**GROUPS, "more": tuple(name for name in commands if name not in grouped)}
+def listed() -> str:
+    """Every command with its help, under the name of its group, in 100 columns."""
     lines: list[str] = []
-    for title, names in groups.items():
-        shown = [name for name in names if name in commands]
-        if shown:
-            lines += ["", f"{title}:"]
-        for name in shown:
-            first, *rest = textwrap.wrap(commands[name], width - 17)
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name, (_, words) in group.items():
+            first, *rest = textwrap.wrap(words, 100 - 17)
             lines += [f"    {name:<12} {first}", *(" " * 17 + line for line in rest)]
     return "\n".join(lines[1:])
 
@@ -112,41 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(welcome(Path.cwd()))
         return 0
-    parser = Parser(
-        prog="megaresume",
-        usage="megaresume [-h] [--version] COMMAND ...",
-        description=DESCRIPTION,
-        epilog=listed(COMMANDS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    named = next((word for word in argv if not word.startswith("-")), None)
-    if named is not None and named not in COMMANDS:
-        parser.error(f"there is no command '{named}'{or_near(named, COMMANDS)}; megaresume --help lists them")
-    parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, prog="megaresume", help=argparse.SUPPRESS
-    )
-    parsers = {name: commands.add_parser(name, description=words) for name, words in COMMANDS.items()}
+    asked = next((word for word in argv if word in COMMANDS), None)
     try:
-        asked = next((word for word in argv if word in COMMANDS), None)
-        if asked is not None:  # no other command is imported
-            module = importlib.import_module(module_of(asked))
-            module.add_arguments(parsers[asked])
-            parsers[asked].words = argv
-            if getattr(module, "LAUNCHES", False) and "--" in argv:  # a command of the user's
-                cut = argv.index("--")
-                argv, launch = argv[:cut], argv[cut + 1 :]
-                parsers[asked].set_defaults(launch=launch)
-        with contextlib.ExitStack() as stack:
-            if asked is not None and any("://" in word for word in argv):
-                argv = _with_directory(argv, asked, stack)
-            args, unknown = parser.parse_known_args(argv)
-            if unknown:
-                parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-            with contextlib.redirect_stdout(Visible(sys.stdout)):
-                status: int = module.run(args)
-            sys.stdout.flush()
-            return status
+        return _run(argv, asked)
     except (UsageError, NoFileError) as error:
         return _report(error, 2)
     except MegaresumeError as error:
@@ -178,6 +175,43 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _run(argv: list[str], asked: str | None) -> int:
+    """Parse a command line and run its command: ``asked``, the only one that is imported. Returns the exit status."""
+    parser = Parser(
+        prog="megaresume",
+        usage="megaresume [-h] [--version] COMMAND ...",
+        description=DESCRIPTION,
+        epilog=listed(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    named = next((word for word in argv if not word.startswith("-")), None)
+    if named is not None and named not in COMMANDS:
+        parser.error(f"there is no command '{named}'{or_near(named, COMMANDS)}; megaresume --help lists them")
+    parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog="megaresume", help=argparse.SUPPRESS
+    )
+    parsers = {name: commands.add_parser(name, description=words) for name, words in COMMANDS.items()}
+    if asked is not None:
+        module = importlib.import_module(module_of(asked))
+        module.add_arguments(parsers[asked])
+        parsers[asked].words = argv
+        if getattr(module, "LAUNCHES", False) and "--" in argv:  # a command of the user's
+            cut = argv.index("--")
+            argv, launch = argv[:cut], argv[cut + 1 :]
+            parsers[asked].set_defaults(launch=launch)
+    with contextlib.ExitStack() as stack:
+        if asked is not None and any("://" in word for word in argv):
+            argv = _with_directory(argv, asked, stack)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        with contextlib.redirect_stdout(Visible(sys.stdout)):
+            status: int = module.run(args)
+        sys.stdout.flush()
+        return status
+
+
 def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) -> list[str]:
     """The same command line, with a directory in place of the URL of a run."""
     # Only here: it needs the client of a store.
@@ -191,7 +225,7 @@ def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) 
 
 def module_of(command: str) -> str:
     """The module of a command."""
-    return f"megaresume.{_HOMES[command]}"
+    return f"megaresume.{_MODULES[command]}"
 
 
 def _unexpected(error: Exception) -> MegaresumeError:

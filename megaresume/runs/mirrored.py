@@ -21,7 +21,7 @@ from megaresume.render import STANDS_FOR, in_place
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: the commands whose directory may be a URL.
-COMMANDS = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report", "top"})
+_FROM_STORE = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report", "top"})
 #: The flags that commands get there if none are given: the mirror shows one moment, and goes with the command.
 _DEFAULTS = {"top": ("--once",), "report": ("--output", "report.html")}
 #: The commands that need the run on a disk: they read the weights, or a program does.
@@ -53,7 +53,7 @@ def check_command(command: str, url: str) -> bool:
             expected="a directory",
             action="resume the run on this machine, or copy a checkpoint here: docs/object-store.md, What lies where",
         )
-    return command in COMMANDS
+    return command in _FROM_STORE
 
 
 class Renamed:

@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.program import COMMANDS, GROUPS
+from megaresume.program import COMMANDS
 from tests.cli.conftest import megaresume
-
-
-def test_every_command_is_in_one_group() -> None:
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(COMMANDS)
 
 
 def test_no_command_says_how_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
