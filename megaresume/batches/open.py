@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.data.catalog import check_no_overlap, check_not_seen, located, open_sources
+from megaresume.data.catalog import located, open_sources
 from megaresume.data.data_config import INHERITED, DataConfig, DataConfigLike, ValidationSet
+from megaresume.data.held_out import check_no_overlap, check_not_seen
 from megaresume.data.source import Source
 from megaresume.data.split import Part
 from megaresume.stream.config import OnChange, StreamConfig

@@ -1,8 +1,11 @@
 """Documents and records: where they lie, how long they are, what they hold.
 
 What a data config names, opened
-catalog.py             name -> ``{path, kind, split, ...}`` to name -> `Source`; was what is held out trained on?
-data_config.py         data.yaml, the mapping in it, or ``--data-path``: read once; Energon's metadatasets
+catalog.py             name -> ``{path, kind, split, ...}`` to name -> `Source`
+held_out.py            do sources share documents? was what is held out trained on?
+data_config.py         data.yaml, the mapping in it, or ``--data-path``: read once
+data_path.py           ``--data-path``, as Megatron reads it
+metadatasets.py        Energon's metadatasets as sources
 shard_options.py       ``kind: webdataset``, ``image_folder`` and ``energon``
 
 Sources

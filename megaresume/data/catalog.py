@@ -13,10 +13,6 @@
                 training program has, for trace and verify
 
 Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
-
-Whether documents that are held out are, or were, trained on is found by the files that they lie in, and by their
-contents. Files tell of any two opened sources whether they share a document. Contents tell of a copy at another place,
-and of a source that the run had and that is gone: all that is left of it is its fingerprint.
 """
 
 from __future__ import annotations
@@ -24,16 +20,14 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from megaresume.data.held_out import Extent, own_extent, whole_of
 from megaresume.data.indexed_documents import IndexedDocuments
-from megaresume.data.inputs import resolved
-from megaresume.data.python_source import ItemNumbers, PythonSource, as_source
-from megaresume.data.record_index import ShardIndex
-from megaresume.data.row_source import RowSource
+from megaresume.data.inputs import expanded
+from megaresume.data.python_source import ItemNumbers, as_source
 from megaresume.data.shard_options import open_energon, open_image_folder, open_webdataset
 from megaresume.data.shard_source import ShardSource
 from megaresume.data.source import Source
@@ -43,7 +37,6 @@ from megaresume.files import allow_files
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, near
 from megaresume.stream.schema import check_keys
-from megaresume.stream.state import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -198,11 +191,6 @@ def located(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     return {key: absolute(value) if key in PATHS else value for key, value in options.items()}
 
 
-def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path with ``$VARIABLES`` and ``~`` filled in; what is not known stays as it is, to be seen in the error."""
-    return Path(os.path.expanduser(os.path.expandvars(path)))
-
-
 def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
     check_keys(options, ("factory", "kwargs"), f"source '{name}'", OF_EVERY_KIND)
     factory, kwargs = options.get("factory"), options.get("kwargs") or {}
@@ -242,7 +230,7 @@ def _read_as_needed(sources: Mapping[str, Source]) -> None:
     What else is read around each look-up fills the memory with a small index sooner; of a large one, it is dropped
     before it is used.
     """
-    roots = {id(root): root for source in sources.values() if isinstance(root := _whole(source)[0], IndexedDocuments)}
+    roots = {id(root): root for source in sources.values() if isinstance(root := whole_of(source)[0], IndexedDocuments)}
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if sum(root.index_bytes for root in roots.values()) > memory // 2:
         for root in roots.values():
@@ -319,149 +307,3 @@ _KINDS: dict[str, Opener] = {
     "energon": open_energon,
     "items": _open_items,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Extent:
-    """Documents [start, stop) of a corpus."""
-
-    #: the corpus itself: files by device and number, so that links are seen through; URLs; an object.
-    corpus: frozenset[object]
-    #: the name for people.
-    name: str
-    start: int
-    stop: int
-    #: the object that numbers its documents, if files can be numbered in several ways: their order, and what a document
-    #: is.
-    numbered: object = None
-
-    def shares(self, other: Extent) -> bool:
-        """Whether a document may be in both. Of files that they have in part in common: yes."""
-        if not self.corpus & other.corpus:
-            return False
-        as_one = (self.corpus, self.numbered) == (other.corpus, other.numbered)
-        return not as_one or (self.start < other.stop and other.start < self.stop)
-
-    def __str__(self) -> str:
-        return f"documents {self.start:,} to {self.stop - 1:,} of {self.name}"
-
-
-def extent_of(source: object) -> Extent:
-    """Where the documents of an opened source lie."""
-    source, start, stop = _whole(source)
-    if isinstance(source, RowSource):
-        files = _files(source.raw_files.paths)
-        numbered = files, source.numbered
-        return Extent(corpus=frozenset(files), name=str(source.prefix), start=start, stop=stop, numbered=numbered)
-    if isinstance(source, IndexedDocuments):
-        return Extent(corpus=frozenset([_file(source.tokens_path)]), name=str(source.prefix), start=start, stop=stop)
-    index = getattr(source, "index", None)
-    if isinstance(index, ShardIndex):
-        files = _files([resolved(shard.path, index.path) for shard in index.files])
-        return Extent(corpus=frozenset(files), name=str(index.path), start=start, stop=stop, numbered=files)
-    thing = source.thing if isinstance(source, PythonSource) else source
-    return Extent(corpus=frozenset([("object", id(thing))]), name=f"a {type(thing).__name__}", start=start, stop=stop)
-
-
-def own_extent(source: object) -> Extent:
-    """Where the documents of an opened source lie, by its corpus or index alone: its raw files are not looked at."""
-    root, start, stop = _whole(source)
-    index = getattr(root, "index", None)
-    path = root.tokens_path if isinstance(root, IndexedDocuments) else getattr(index, "path", None)
-    if path is None:
-        return extent_of(source)
-    return Extent(corpus=frozenset([_file(Path(path))]), name=str(path), start=start, stop=stop)
-
-
-def _whole(source: object) -> tuple[object, int, int]:
-    """The source that a view is of, and the documents of it."""
-    start, stop = 0, len(source) if isinstance(source, Sized) else 0
-    while isinstance(source, RangeSource):
-        start, stop = start + source.start, stop + source.start
-        source = source.source
-    return source, start, stop
-
-
-def _files(paths: Iterable[str]) -> tuple[object, ...]:
-    return tuple(path if "://" in path else _file(Path(path)) for path in paths)
-
-
-def _file(path: Path) -> object:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return str(path.absolute())
-    return found.st_dev, found.st_ino
-
-
-def check_no_overlap(training: Mapping[str, object], held_out: Mapping[str, object], name: str) -> None:
-    """Refuse a validation set that holds documents which are trained on.
-
-    Args:
-        training: all sources of the training, by name; also those of weight 0.
-        held_out: the sources of the set, by name.
-        name: of the set.
-
-    Raises:
-        ConfigError: naming both ranges.
-    """
-    trained = {source: extent_of(opened) for source, opened in training.items()}
-    for source, opened in held_out.items():
-        extent = extent_of(opened)
-        for other, of_training in trained.items():
-            if extent.shares(of_training):
-                raise ConfigError(
-                    f"validation set '{name}' holds documents that are trained on",
-                    found=f"its source '{source}': {extent}; source '{other}' of the training: {of_training}",
-                    expected="held-out documents in no source of the training",
-                    cause="both use the same corpus, and one lacks the split that separates them",
-                    action=f"give both the same split (split: 969,30,1), or add overlap: allow to the set '{name}'",
-                )
-
-
-def check_not_seen(trained: Mapping[str, Fingerprint], held_out: Mapping[str, object], name: str) -> None:
-    """Refuse a validation set that holds documents of a corpus which the run has trained on, wherever that lay.
-
-    Args:
-        trained: what every source is that was ever trained on, by name.
-        held_out: the sources of the set, by name.
-        name: of the set.
-
-    Raises:
-        ConfigError: naming both sources.
-    """
-    for source, opened in held_out.items():
-        known: dict[tuple[int, int], Fingerprint] = {}
-        for other, print_ in trained.items():
-            if (documents := _shared(opened, print_, known)) is not None:
-                raise ConfigError(
-                    f"validation set '{name}' holds documents that were trained on",
-                    found=f"its source '{source}': {documents:,} documents of {extent_of(opened).name} are those of "
-                    f"source '{other}' of the training, by their contents",
-                    expected="held-out documents in no source that the run ever had",
-                    cause=f"'{other}' was removed from the training, renamed or copied: the model has seen it",
-                    action=f"measure another corpus, or add overlap: allow to the set '{name}'",
-                )
-
-
-def _shared(opened: object, print_: Fingerprint, known: dict[tuple[int, int], Fingerprint]) -> int | None:
-    """How many documents a source has in common with a range of its corpus that has this fingerprint; None: with none.
-
-    ``known``: the fingerprints of ranges of the corpus that were asked for already.
-    """
-    root, start, stop = _whole(opened)
-    whole, count = cast(Source, root), print_.documents
-    if print_.contents is None or not print_.tokens or count > len(whole):
-        return None
-    index: Any = getattr(whole, "index", None)
-    parts = index.header["fingerprints"] if isinstance(index, ShardIndex) else ()
-    for first in {0, *(part["range"][0] for part in parts if part["range"][1] - part["range"][0] == count)}:
-        shared: int = min(first + count, stop) - max(first, start)
-        if shared <= 0 or (isinstance(whole, IndexedDocuments) and whole.tokens_before(count) != print_.tokens):
-            continue  # told without a scan
-        if (first, count) not in known:
-            known[first, count] = range_of(whole, first, first + count).fingerprint()
-        # Not the lengths: another encoder gives the same records other ones. Those of text follow from the contents.
-        if known[first, count].contents == print_.contents:
-            return shared
-    return None

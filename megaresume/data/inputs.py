@@ -364,6 +364,11 @@ def is_energon(path: str | os.PathLike[str]) -> bool:
     return not is_url(os.fspath(path)) and Path(path, META).is_dir()
 
 
+def expanded(path: str | os.PathLike[str]) -> str:
+    """A path or URL with ``$VARIABLES`` and ``~`` filled in; unknown ones stay as they are, to be seen in the error."""
+    return os.path.expanduser(os.path.expandvars(os.fspath(path)))
+
+
 def join(base: str | os.PathLike[str], path: str) -> str:
     """A path or URL relative to a directory or URL; one that is absolute stays."""
     base = os.fspath(base)
@@ -385,7 +390,7 @@ def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.Pat
     """
     shards: list[str] = []
     for pattern in patterns:
-        text = os.path.expanduser(os.path.expandvars(os.fspath(pattern)))
+        text = expanded(pattern)
         for path in braces(text):
             shards += _expanded(join(base, path))
     check_distinct(shards)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from megaresume.data.energon import OUR_PARTS, read_energon
-from megaresume.data.inputs import expand_shards, join
+from megaresume.data.inputs import expand_shards, expanded, join
 from megaresume.data.record_index import SUFFIX, ShardIndex, index_path
 from megaresume.data.shard_source import ShardSource, TooLong
 from megaresume.stream.data_yaml import SOURCE_KEYS
@@ -92,7 +92,7 @@ def open_image_folder(options: Mapping[str, Any], name: str, base_dir: Path) -> 
     _check_kind(index, name, "image_folder")
     folder = said.image_folder
     if folder is not None:
-        folder = join(base_dir, os.path.expanduser(os.path.expandvars(os.fspath(folder))))
+        folder = join(base_dir, expanded(folder))
     return _source(index, said, name, base_dir, shards=_moved(said.path, index, name, base_dir), folder=folder)
 
 
@@ -112,7 +112,7 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
             expected="path: the directory with .nv-meta, or a metadataset.yaml",
             action=f"add path to source '{name}'",
         )
-    directory = join(base_dir, os.path.expanduser(os.path.expandvars(os.fspath(path))))
+    directory = join(base_dir, expanded(path))
     index = _index(said, name, base_dir)
     if "folder" in index.header:
         _check_kind(index, name, "energon")
@@ -210,7 +210,7 @@ def _index(said: ShardOptions, name: str, base_dir: Path) -> ShardIndex:
             cause="the lengths of image-text documents are only known after they were measured",
             action=f"run megaresume prepare SHARDS --output NAME ..., then add index: NAME{SUFFIX} to source '{name}'",
         )
-    return ShardIndex(base_dir / index_path(os.path.expanduser(os.path.expandvars(given))))
+    return ShardIndex(base_dir / index_path(expanded(given)))
 
 
 def _check_kind(index: ShardIndex, name: str, kind: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream, open_validation
-from megaresume.data.catalog import extent_of
+from megaresume.data.held_out import extent_of
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream

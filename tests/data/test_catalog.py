@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megaresume.data import catalog
-from megaresume.data.catalog import Extent, open_sources, register_kind
+from megaresume.data.catalog import open_sources, register_kind
 from megaresume.data.data_config import DataConfig
+from megaresume.data.held_out import Extent
 from megaresume.data.indexed_documents import IndexedDocuments
 from megaresume.data.python_source import PythonSource
 from megaresume.data.split import IndexedSource

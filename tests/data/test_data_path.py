@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megaresume.data.data_config import source_names, sources_from_data_path
+from megaresume.data.data_path import source_names, sources_from_data_path
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.corpora import simple_corpus

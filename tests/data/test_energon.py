@@ -10,8 +10,9 @@ import yaml
 
 from megaresume.batches.open import open_stream
 from megaresume.data.catalog import open_sources
-from megaresume.data.data_config import DataConfig, expand_metadatasets
+from megaresume.data.data_config import DataConfig
 from megaresume.data.energon import Fields
+from megaresume.data.metadatasets import expand_metadatasets
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_files import RecordError
 from megaresume.encoding.images.document import Record

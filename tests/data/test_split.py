@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megaresume.data.catalog import extent_of
+from megaresume.data.held_out import extent_of
 from megaresume.data.python_source import PythonSource
 from megaresume.data.source import TokenSource
 from megaresume.data.split import IndexedSource, range_of, split_part, split_ranges

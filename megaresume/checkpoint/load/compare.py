@@ -1,8 +1,10 @@
-"""The files that are loaded, compared with those that were saved, where they will be read. All machines do it together:
+"""The files that are loaded, compared with those that were saved.
 
-every directory    of the tag, by machine and by what is mounted there; its lowest rank works for it
-the same files?    by size and time of change, as rank 0 sees them: a shared filesystem
-together           who sees the same files shares them; a directory of its own (a local copy) is compared as a whole
+They are compared where they will be read; all machines do it together:
+
+    every directory    of the tag, by machine and by what is mounted there; its lowest rank works for it
+    the same files?    by size and time of change, as rank 0 sees them: a shared filesystem
+    together           who sees the same files shares them; a directory of its own (a local copy) is compared as a whole
 """
 
 from __future__ import annotations

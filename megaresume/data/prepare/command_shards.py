@@ -67,8 +67,8 @@ def wants_shards(args: argparse.Namespace) -> bool:
     Raises:
         UsageError: shards beside text, or a flag that does not hold for the inputs.
     """
-    from megaresume.data.data_config import is_metadataset
     from megaresume.data.inputs import is_index, is_shards, is_text
+    from megaresume.data.metadatasets import is_metadataset
     from megaresume.data.remote import is_url
 
     kinds = [
@@ -106,8 +106,8 @@ def run_shards(args: argparse.Namespace) -> int:
     Raises:
         MegaresumeError: see `megaresume.data.prepare.shards.prepare_shards`.
     """
-    from megaresume.data.data_config import index_files, is_metadataset
     from megaresume.data.inputs import is_index
+    from megaresume.data.metadatasets import index_files, is_metadataset
     from megaresume.data.prepare.shards import prepare_shards
 
     if any(is_index(path) for path in args.inputs):

@@ -26,7 +26,8 @@ from megaresume.batches.open import check_held_out, open_part, open_stream, open
 from megaresume.checkpoint.host import Data, change_lines
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.envelope import DataState, stream_of
-from megaresume.data.data_config import DataConfig, sources_from_data_path
+from megaresume.data.data_config import DataConfig
+from megaresume.data.data_path import sources_from_data_path
 from megaresume.data.split import PARTS, Part, split_ranges
 from megaresume.hosts.megatron.load_rules import check_stages, without_state
 from megaresume.stream.batches import Balance, BatchSchedule

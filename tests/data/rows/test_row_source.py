@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.data.catalog import check_no_overlap, open_sources
+from megaresume.data.catalog import open_sources
 from megaresume.data.documents import TextOptions
+from megaresume.data.held_out import check_no_overlap
 from megaresume.data.layout import bin_path, idx_path
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
