@@ -18,7 +18,8 @@ Samples of a stream as tensors:
 Items of any map-style dataset, collated, `DataLoader`:
 
     data_loader.py  in place of torch's DataLoader: epochs, states; agreement.py: whether all ranks have the same one
-    item_options.py what it is given, as sources and the data config of a stream; lengths of items
+    item_options.py what it is given, as sources and the data config of a stream
+    item_lengths.py how many tokens each item has; map_style.py: datasets without items by number, refused
     items.py        items as documents of a stream, and read by their places in a batch; item_hash.py: what they hold
     item_batches.py micro-batches of them, read and collated, and the random numbers that are drawn there
     item_places.py  their places in each batch, up to the end of an epoch

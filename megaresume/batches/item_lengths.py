@@ -1,0 +1,168 @@
+"""How many tokens each item of a dataset has: a column, a list, or counted by a function.
+
+They are kept, if a directory is given:
+
+    <directory>/<name>.<16 hex digits>.lengths.npy    int64[items], and after the array its checksum, 16 bytes
+
+The digits are a hash of the number of items, of what 32 of them hold, and of the function's name, so that another
+dataset has another file and is counted; of a column or a list, a hash of the lengths. A file that is damaged is written
+again. Only what is read later shows an item that changed and is none of the 32: the reader refuses an item that is not
+as long as it was counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+import xxhash
+
+from megaresume.batches.items import (
+    Int64Array,
+    Measure,
+    generators_kept,
+    items_hash,
+    reading_item,
+    token_count,
+    uncounted,
+)
+from megaresume.data.sidecar import written_atomically
+from megaresume.stream.errors import UsageError
+from megaresume.stream.progress import progress
+
+log = logging.getLogger(__name__)
+
+#: items that a worker reads at a time to count their tokens.
+CHUNK = 256
+
+
+def lengths_of(
+    dataset: Any, name: str, lengths: Any, *, directory: Path | None, num_workers: int
+) -> tuple[Int64Array, Path | None]:
+    """Measure the tokens of each item of a dataset: int64[items], and the file that keeps them, or None.
+
+    Args:
+        dataset: map-style.
+        name: for errors and the file.
+        lengths: name of a column, ``dataset[lengths]``; a list or array; a function of an item; None: `token_count`.
+        directory: where they are kept; None: nowhere.
+        num_workers: processes that read the items to be counted; 0: this one.
+
+    Raises:
+        UsageError: no such column, or not one whole number for each item.
+        CorpusError: an item of which the tokens cannot be counted.
+    """
+    path: Path | None = None
+    if isinstance(lengths, str):
+        lengths = _column(dataset, name, lengths)
+    elif lengths is None or callable(lengths):
+        lengths, path = _counted(dataset, name, lengths or token_count, directory, num_workers)
+    found = np.asarray(lengths)
+    if found.shape != (len(dataset),) or found.dtype.kind not in "iu" or found.min() < 0:
+        raise UsageError(
+            f"these are not the lengths of dataset '{name}'",
+            found=f"{found.dtype}{list(found.shape)}" + (f", the least {found.min()}" if found.size else ""),
+            expected=f"{len(dataset)} whole numbers, one for each item, at least 0",
+            action="correct lengths=",
+        )
+    found = np.ascontiguousarray(found, np.int64)
+    if directory is not None and path is None:
+        path = _kept_path(directory, name, found.tobytes())
+        path = path if _read_kept(path, len(found)) is not None else _keep(path, name, found)
+    return found, path
+
+
+def _column(dataset: Any, name: str, column: str) -> Any:
+    try:
+        return list(dataset[column])
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise UsageError(
+            f"dataset '{name}' has no column of lengths",
+            found=f"dataset[{column!r}]: {type(error).__name__}: {error}",
+            expected="one number for each item",
+            action="lengths=<name of a column, a list, or a function of an item>",
+        ) from error
+
+
+def _counted(
+    dataset: Any, name: str, measure: Measure, directory: Path | None, num_workers: int
+) -> tuple[Int64Array, Path | None]:
+    path = None if directory is None else _kept_path(directory, name, _kept_key(dataset, name, measure))
+    if path is not None and (known := _read_kept(path, len(dataset))) is not None:
+        return known, path
+    counted = _count(dataset, name, measure, num_workers)
+    if path is None:
+        log.info("megaresume: lengths of '%s' were counted; with lengths_dir= they would be kept", name)
+        return counted, None
+    return counted, _keep(path, name, counted)
+
+
+def _keep(path: Path, name: str, lengths: Int64Array) -> Path | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_atomically(path) as file:
+            np.save(file, lengths)
+            file.write(xxhash.xxh3_128_digest(lengths.data))
+    except OSError as error:
+        log.warning("megaresume: lengths of '%s' could not be kept: %s", name, error)
+        return None
+    return path
+
+
+def _kept_path(directory: Path, name: str, key: bytes) -> Path:
+    return directory / f"{name}.{xxhash.xxh3_64_hexdigest(key)}.lengths.npy"
+
+
+def _kept_key(dataset: Any, name: str, measure: Measure) -> bytes:
+    function = f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
+    return f"{len(dataset)} {items_hash(dataset, name, len(dataset))} {function}".encode()
+
+
+def _read_kept(path: Path, items: int) -> Int64Array | None:
+    try:
+        with open(path, "rb") as file:
+            known = np.load(file, allow_pickle=False)
+            checksum = file.read()
+    except (OSError, ValueError, EOFError):
+        return None
+    # A length that is damaged would be believed: an item of 0 tokens is never trained, and never read to be compared.
+    is_whole = known.shape == (items,) and known.dtype == np.int64
+    return known if is_whole and checksum == xxhash.xxh3_128_digest(known.data) else None
+
+
+def _count(dataset: Any, name: str, measure: Measure, num_workers: int) -> Int64Array:
+    reader = torch.utils.data.DataLoader(
+        _Measured(dataset, name, measure),
+        batch_size=CHUNK,
+        num_workers=num_workers,
+        collate_fn=list,
+        generator=torch.Generator(),
+    )
+    counts: list[int] = []
+    with generators_kept(), progress(f"lengths of {name}", len(dataset), "items") as bar:
+        for some in reader:
+            counts += some
+            bar.update(len(some))
+    return np.array(counts, np.int64)
+
+
+class _Measured(torch.utils.data.Dataset[int]):
+    """The lengths of a dataset's items."""
+
+    def __init__(self, dataset: Any, name: str, measure: Measure) -> None:
+        self._dataset, self._name, self._measure = dataset, name, measure
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> int:
+        with reading_item(self._name, i):
+            item = self._dataset[i]
+        try:
+            return int(self._measure(item))
+        except (TypeError, KeyError) as error:
+            raise uncounted(self._name, i, item, error) from error
