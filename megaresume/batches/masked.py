@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 #: the path of a `megaresume.checkpoint.replay.Replay`, as JSON. Unset: this is no replay.
-VARIABLE = "MEGARESUME_REPLAY"
+REPLAY_VARIABLE = "MEGARESUME_REPLAY"
 
 
 def masked_documents(names: Sequence[str]) -> dict[int, npt.NDArray[np.int64]]:
@@ -25,8 +25,8 @@ def masked_documents(names: Sequence[str]) -> dict[int, npt.NDArray[np.int64]]:
     Args:
         names: of the sources, in the order of the stream's config.
     """
-    import numpy as np  # deferred: what only asks for `VARIABLE` starts without it
+    import numpy as np  # deferred: what only asks for `REPLAY_VARIABLE` starts without it
 
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(REPLAY_VARIABLE)
     said = json.loads(Path(path).read_text())["masked"] if path else {}
     return {i: np.unique(np.array(said[name], np.int64)) for i, name in enumerate(names) if said.get(name)}

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megaresume.batches.masked import VARIABLE
+from megaresume.batches.masked import REPLAY_VARIABLE
 from megaresume.stream.errors import UsageError
 
 #: of the program's own sinks none is written to; what `megaresume replay` compares is.
@@ -48,7 +48,7 @@ class Replay:
         Raises:
             UsageError: the variable names something else.
         """
-        path = os.environ.get(VARIABLE)
+        path = os.environ.get(REPLAY_VARIABLE)
         return cls.read(Path(path)) if path else None
 
     @classmethod
@@ -66,7 +66,7 @@ class Replay:
                 found=f"{type(error).__name__}: {error}",
                 expected="what megaresume replay has written, seen by every process",
                 cause="the directory of the replay was removed, or is not seen by this node",
-                action=f"--out DIR on storage that all nodes see; or unset {VARIABLE}, if this is no replay",
+                action=f"--out DIR on storage that all nodes see; or unset {REPLAY_VARIABLE}, if this is no replay",
             ) from error
 
     def to_text(self) -> str:

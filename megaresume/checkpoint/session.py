@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megaresume.batches.masked import VARIABLE
+from megaresume.batches.masked import REPLAY_VARIABLE
 from megaresume.checkpoint.chooser import Chooser, Pick
 from megaresume.checkpoint.file_errors import read_undamaged, reading
 from megaresume.checkpoint.host import (
@@ -46,14 +46,7 @@ from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import release, take
 from megaresume.checkpoint.metrics.clocks import Clocks
 from megaresume.checkpoint.random_state import RandomState
-from megaresume.checkpoint.ranks import (
-    gather,
-    is_rank_0,
-    known_to_all,
-    on_all_ranks,
-    on_rank_0,
-    same_on_all_ranks,
-)
+from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.records.envelope import DataState, Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
@@ -68,11 +61,7 @@ from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.save.retries import Retries
 from megaresume.checkpoint.saver import Save, Saver, announce
 from megaresume.checkpoint.starter import Starter
-from megaresume.checkpoint.starts import (
-    MAX_STARTS,
-    check_progress,
-    record_end,
-)
+from megaresume.checkpoint.starts import MAX_STARTS, check_progress, record_end
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
 from megaresume.checkpoint.system import Topology, process_age
 from megaresume.stream.errors import UsageError
@@ -203,9 +192,9 @@ class Session:
         check_clocks(needed=self.stopper is not None and self.stopper.conditions.before_end is not None)
         same_on_all_ranks(
             "no replay" if self.replay is None else self.replay.to_text(),
-            f"${VARIABLE}",
+            f"${REPLAY_VARIABLE}",
             cause="the launcher gives the environment of megaresume replay to some of the processes only",
-            action=f"let it hand {VARIABLE} on, as mpirun -x {VARIABLE} does",
+            action=f"let it hand {REPLAY_VARIABLE} on, as mpirun -x {REPLAY_VARIABLE} does",
         )
         if self.replay is not None and is_rank_0():
             print(self.replay.line(), flush=True)
@@ -472,9 +461,7 @@ class Session:
     def _meter_of(self, metrics: Any) -> Meter | None:
         if not metrics:
             return None
-        from megaresume.checkpoint.metrics.session_figures import (
-            make_meter,  # deferred: only for figures
-        )
+        from megaresume.checkpoint.metrics.session_figures import make_meter  # deferred: only for figures
 
         return make_meter(metrics, self.clocks, self.host)
 

@@ -1,7 +1,7 @@
 """``megaresume replay RUN --step N -- COMMAND``: a step again, by the run's own program, and what is different.
 
 choose    the newest complete checkpoint before step N, on the path to the present
-launch    COMMAND, the user's own, with `megaresume.batches.masked.VARIABLE` in its environment: its processes
+launch    COMMAND, the user's own, with `megaresume.batches.masked.REPLAY_VARIABLE` in its environment: its processes
           load that checkpoint, train to step N, save nothing, and end. They write into a directory beside the run
 compare   each step with what the run recorded: `megaresume.runs.replayed_steps`
 """
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.batches.masked import VARIABLE
+from megaresume.batches.masked import REPLAY_VARIABLE
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.metrics.record import meter_dir, read_pulse
 from megaresume.checkpoint.records.branches import abandoned_checkpoints
@@ -231,12 +231,12 @@ def check_environment(words: Sequence[str]) -> None:
         UsageError: it is one.
     """
     is_mpi = any(os.path.basename(word) in ("mpirun", "orterun") for word in words)
-    if is_mpi and "-genvall" not in words and not any(VARIABLE in word for word in words):
+    if is_mpi and "-genvall" not in words and not any(REPLAY_VARIABLE in word for word in words):
         raise UsageError(
             "mpirun does not hand the environment on to other nodes",
             found=" ".join(words[:6]),
-            expected=f"-x {VARIABLE}: processes without it would train the run itself on",
-            action=f"megaresume replay RUN --step N -- mpirun -x {VARIABLE} ...; with MPICH -genvall",
+            expected=f"-x {REPLAY_VARIABLE}: processes without it would train the run itself on",
+            action=f"megaresume replay RUN --step N -- mpirun -x {REPLAY_VARIABLE} ...; with MPICH -genvall",
         )
 
 
@@ -311,13 +311,13 @@ def _environment(replay: Replay, words: Sequence[str]) -> dict[str, str]:
     """The environment of the command: with the variable, also for the processes that deepspeed starts on other
     nodes."""
     out = Path(replay.out)
-    found = {**os.environ, VARIABLE: os.fspath(out / ASKED)}
+    found = {**os.environ, REPLAY_VARIABLE: os.fspath(out / ASKED)}
     if any(os.path.basename(word) == "deepspeed" for word in words):
         name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")  # what it hands on: deepspeed/launcher/runner.py
         files = [directory / name for directory in (Path.home(), Path.cwd())]
         lines = [line for file in dict.fromkeys(files) if file.is_file() for line in file.read_text().splitlines()]
         found["DS_ENV_FILE"] = os.fspath(out / "environment")
-        (out / "environment").write_text("\n".join([*lines, f"{VARIABLE}={out / ASKED}"]) + "\n")
+        (out / "environment").write_text("\n".join([*lines, f"{REPLAY_VARIABLE}={out / ASKED}"]) + "\n")
     return found
 
 
@@ -346,9 +346,9 @@ def _launch(run: Run, replay: Replay, words: Sequence[str], *, quiet: bool) -> i
         "the command did not replay anything",
         found=f"it ended with status {done.returncode}, and wrote nothing to {replay.out}"
         + (f"; {began} starts of the run itself meanwhile" if began else ""),
-        expected=f"training with megaresume, by processes that inherit ${VARIABLE}",
+        expected=f"training with megaresume, by processes that inherit ${REPLAY_VARIABLE}",
         cause="it failed before it trained; or it only submits a job; or its launcher does not hand the environment on",
-        action=f"see its output, and let its launcher hand {VARIABLE} on. After a job that was submitted: "
+        action=f"see its output, and let its launcher hand {REPLAY_VARIABLE} on. After a job that was submitted: "
         f"megaresume replay {run.root} --step {replay.last} --out {replay.out}",
     )
 
