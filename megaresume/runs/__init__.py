@@ -15,7 +15,7 @@
     top.py          what does it do now? what comes next?
     replay.py       is a step the same, trained again? replayed_steps.py: as it was, and is; layout.py: other ranks
     prompts.py      what became of every prompt of reinforcement learning? for trace, verify, report, top
-    report.py       what became of it, on one page; report_figures.py: of its live figures
+    report.py       what became of it, on one page, by report_facts.py; report_figures.py: of its live figures
     doctor.py       what is wrong: with the directory, a launch (logs.py), the machine (machine.py)
     stream.py       what does a data config give? (before there is a run)
 

@@ -12,7 +12,7 @@ from megaresume.checkpoint.starts import record_membership, record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from megaresume.render import svg
-from megaresume.runs import report as facts_module
+from megaresume.runs import report_facts as facts_module
 
 
 def report(capsys, *words):

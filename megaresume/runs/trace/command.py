@@ -20,16 +20,9 @@ from megaresume.encoding.text.tokenizers import Tokenizer, load_tokenizer
 from megaresume.render import write_bytes
 from megaresume.runs import prompts
 from megaresume.runs.directory import Run
+from megaresume.runs.trace.by_loss import losses_as_text, rank_by_loss, with_texts
 from megaresume.runs.trace.documents import Decoder, ImagesWritten, marked_ids, write_images
-from megaresume.runs.trace.find import (
-    Occurrence,
-    Sought,
-    find,
-    losses_as_text,
-    parse_documents,
-    rank_by_loss,
-    with_texts,
-)
+from megaresume.runs.trace.find import Occurrence, Sought, find, parse_documents
 from megaresume.runs.trace.formats import (
     CSV_COLUMNS,
     Format,

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from megaresume.encoding.images.encoder import ImageTextEncoder
-    from megaresume.runs.answer import Answer
 
 
 T = TypeVar("T")

@@ -1,0 +1,334 @@
+"""What became of a run, from the records beside its checkpoints: `RunFacts`, for its report.
+
+No corpus is read, and nothing is planned again: points are states that were saved, some hundred of them, spread over
+the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from megaresume.checkpoint.records.ledger import LedgerEntry
+from megaresume.checkpoint.records.position import reached, reached_of
+from megaresume.checkpoint.system import Topology
+from megaresume.runs.answer import Answer, optional
+from megaresume.runs.directory import Run
+from megaresume.runs.history import History, Membership, memberships
+from megaresume.runs.losses import Loss, LossLog
+from megaresume.runs.report_figures import RunFigures, read_figures
+from megaresume.stream.changes import outlook
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.state import StreamState
+
+#: States that are read, spread evenly; the newest is always among them.
+MOST_POINTS = 300
+#: Losses that are drawn; of a longer log every n-th.
+MOST_LOSSES = 4000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPoint:
+    """Where the run stood when a state was saved."""
+
+    step: int
+    samples: int
+    tokens: int
+    #: the number of tokens of each source.
+    sources: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInterval:
+    """What was drawn between two points."""
+
+    #: the steps of the two points.
+    steps: tuple[int, int]
+    #: the share of the tokens, by source.
+    share: dict[str, float]
+    #: the tokens of documents by the places for them; None: no sample.
+    fill: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStage:
+    """A stage of the stream."""
+
+    name: str
+    first_sample: int
+    seq_length: int
+    packing: str
+    #: the unit that the weights count.
+    unit: str
+    #: the weights of the sources, of 1.
+    weights: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSource:
+    """A source, against its weight and its end."""
+
+    name: str
+    #: the weight, of 1.
+    weight: float
+    documents: int
+    tokens: int
+    epoch: int
+    epochs: float
+    #: pieces of this epoch that are still to come, and for how many samples they last; None: it is not drawn.
+    remaining: int
+    samples_left: int | None
+    #: documents that were passed over, and that are left out.
+    passed_over: int
+    left_out_documents: int
+    exhausted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStart:
+    """A start of the run, and the steps that it had to do again."""
+
+    time: str
+    step: int
+    samples: int
+    #: the tag of the checkpoint; None: from the beginning.
+    tag: str | None
+    topology: Topology
+    lost: int
+    #: whether a log says so; otherwise it is what was saved and then given up.
+    lost_is_exact: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The span as JSON."""
+        return {
+            "time": self.time,
+            "step": self.step,
+            "samples": self.samples,
+            "from": self.tag,
+            "layout": str(self.topology),
+            "topology": self.topology.to_dict(),
+            "lost": self.lost,
+            "lost_is_exact": self.lost_is_exact,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSkips:
+    """What somebody asked to leave out."""
+
+    samples: int
+    ranges: list[tuple[int, int]]
+    #: each request to leave something out, in words.
+    asked: list[str]
+    documents: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts(Answer):
+    """What the records beside the checkpoints of a run tell."""
+
+    dir: str
+    run: str | None
+    step: int
+    samples: int
+    tokens: int
+    documents: int
+    #: the time when the newest state was saved.
+    saved: str
+    fill: float | None
+    stages: list[RunStage]
+    #: (first sample, samples a step).
+    batches: list[tuple[int, int]]
+    sources: list[RunSource]
+    points: list[RunPoint]
+    intervals: list[RunInterval]
+    starts: list[RunStart]
+    #: the replicas that trained together; none if replicas do not leave and join while the run goes on.
+    memberships: list[Membership]
+    #: the number of checkpoints that were saved.
+    checkpoints: int
+    left_out: RunSkips
+    #: the faults as the state has them.
+    faults: dict[str, Any]
+    overrides: list[str]
+    #: (step, loss); None: there is no log.
+    losses: list[tuple[int, float]] | None
+    #: the validation losses, by validation set.
+    validations: dict[str, list[tuple[int, float]]]
+    notes: list[str]
+    #: steps done since ``step``, and not saved, as far as they were noted; None: none are known.
+    unsaved: int | None = optional()
+    #: the figures of a run that was measured, or whose position was noted.
+    figures: RunFigures | None = optional()
+
+
+def collect(run: Run, log: LossLog | None = None) -> RunFacts:
+    """The facts of a run.
+
+    Args:
+        run: the run.
+        log: its losses, if there is a log of them.
+
+    Raises:
+        CheckpointError, StateError: see `Run.history`.
+    """
+    history, ledger = run.history, run.ledger
+    state = history.state
+    points = _points(history)
+    return RunFacts(
+        dir=str(run.root),
+        run=ledger.run,
+        step=history.newest.iteration,
+        samples=state.samples,
+        tokens=state.tokens,
+        documents=state.documents,
+        saved=history.newest.saved_at,
+        fill=_fill(state, 0, state.samples, state.tokens),
+        stages=[_stage(record.first, record.name, record.config) for record in state.stages],
+        batches=list(state.batches),
+        sources=_sources(state),
+        points=points,
+        intervals=[_interval(state, a, b) for a, b in pairwise(points)],
+        starts=_starts(ledger.entries, log),
+        memberships=memberships(ledger.entries),
+        checkpoints=sum(entry.kind == "checkpoint" for entry in ledger.entries),
+        left_out=_left_out(state),
+        faults=state.faults.to_plain(),
+        overrides=list(state.overrides),
+        losses=None if log is None else _thinned(log.steps),
+        validations={} if log is None else {name: _thinned(by) for name, by in log.validations.items()},
+        notes=[*history.notes, *(str(p) for p in ledger.problems if p.kind == "damaged")],
+        unsaved=_unsaved(run, history.newest.iteration),
+        figures=read_figures(run),
+    )
+
+
+def _unsaved(run: Run, saved: int) -> int | None:
+    newest = reached(run.root)
+    return None if newest is None or newest["iteration"] <= saved else int(newest["iteration"]) - saved
+
+
+def _points(history: History) -> list[RunPoint]:
+    """The points at which the run stood, from its beginning to its newest state."""
+    records = list(history.saved)
+    stride = -(-len(records) // MOST_POINTS) or 1
+    chosen = records[::-1][::stride][::-1]  # counted from the newest
+    points = [RunPoint(step=0, samples=0, tokens=0, sources={})]
+    for record in chosen:
+        state = history.state if record.samples == history.state.samples else history.read(record)
+        if state is None or state.samples <= points[-1].samples:
+            continue
+        drawn = {name: source.tokens for name, source in state.sources.items()}
+        points.append(RunPoint(step=record.iteration, samples=state.samples, tokens=state.tokens, sources=drawn))
+    return points
+
+
+def _interval(state: StreamState, before: RunPoint, after: RunPoint) -> RunInterval:
+    """The interval between two points: what was drawn and how full the samples were."""
+    drawn = {name: tokens - before.sources.get(name, 0) for name, tokens in after.sources.items()}
+    total = sum(drawn.values())
+    return RunInterval(
+        steps=(before.step, after.step),
+        share={name: tokens / total if total else 0.0 for name, tokens in drawn.items()},
+        fill=_fill(state, before.samples, after.samples, after.tokens - before.tokens),
+    )
+
+
+def _fill(state: StreamState, first: int, stop: int, tokens: int) -> float | None:
+    """The tokens of documents by places in samples ``first .. stop``; None: no sample."""
+    ends = [*(record.first for record in state.stages[1:]), max(stop, state.stages[-1].first)]
+    places = sum(
+        max(min(end, stop) - max(record.first, first), 0) * int(record.config["seq_length"])
+        for record, end in zip(state.stages, ends, strict=True)
+    )
+    return tokens / places if places else None
+
+
+def _stage(first: int, name: str, config: Any) -> RunStage:
+    weights = {source: entry["weight"] for source, entry in config["sources"].items()}
+    total = sum(weights.values())
+    return RunStage(
+        name=name,
+        first_sample=first,
+        seq_length=config["seq_length"],
+        packing=StreamConfig.recorded(config).packed_by,
+        unit=config["blend"]["unit"],
+        weights={source: weight / total for source, weight in weights.items()},
+    )
+
+
+def _sources(state: StreamState) -> list[RunSource]:
+    rows = []
+    for source in outlook(state, StreamConfig.from_dict(state.stages[-1].config)):
+        cursor = state.sources[source.name]
+        rows.append(
+            RunSource(
+                name=source.name,
+                weight=source.share,
+                documents=source.documents,
+                tokens=source.tokens,
+                epoch=source.epoch,
+                epochs=cursor.epochs,
+                remaining=source.remaining,
+                samples_left=source.samples_left,
+                passed_over=cursor.skipped,
+                left_out_documents=cursor.left_out_documents,
+                exhausted=cursor.exhausted,
+            )
+        )
+    return rows
+
+
+def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[RunStart]:
+    """Every start of the run, and what it lost: steps that had been done and were not saved."""
+    #: what each restart at a step lost, the last one first, by step.
+    restarts: dict[int, list[int]] = {}
+    for step, lost in reversed(log.restarts if log is not None else ()):
+        restarts.setdefault(step, []).append(lost)
+    starts: list[RunStart] = []
+    saved = 0
+    for entry in entries:
+        if entry.kind == "checkpoint":
+            saved = entry.iteration
+        if entry.kind != "start":
+            continue
+        known = restarts.get(entry.iteration)
+        exact = known.pop() if known and starts else None
+        before = reached_of(entry.details) if starts else None
+        if before is not None:
+            saved = max(saved, before[0])
+            if exact is None and before[3] == 1:
+                exact = max(before[0] - entry.iteration, 0)
+        starts.append(
+            RunStart(
+                time=entry.time,
+                step=entry.iteration,
+                samples=entry.samples,
+                tag=entry.tag,
+                topology=entry.topology,
+                # Without a log, only what was saved and then given up is known.
+                lost=exact if exact is not None else max(saved - entry.iteration, 0),
+                lost_is_exact=exact is not None or not starts,
+            )
+        )
+        saved = entry.iteration
+    return starts
+
+
+def _left_out(state: StreamState) -> RunSkips:
+    skips = state.skips
+    return RunSkips(
+        samples=sum(stop - first for first, stop in skips.ranges),
+        ranges=list(skips.ranges),
+        asked=[str(record) for record in skips.log],
+        documents=[str(skip.documents) for skip in skips.documents if skip.until is None],
+    )
+
+
+def _thinned(losses: Mapping[int, Loss]) -> list[tuple[int, float]]:
+    """Some of the losses as (step, loss), ascending."""
+    steps = sorted(losses)
+    stride = -(-len(steps) // MOST_LOSSES)
+    return [(step, losses[step].value) for step in steps[::stride]]
