@@ -28,6 +28,7 @@ from megaresume.data.held_out import Extent, own_extent, whole_of
 from megaresume.data.indexed_documents import IndexedDocuments
 from megaresume.data.inputs import expanded
 from megaresume.data.python_source import ItemNumbers, as_source
+from megaresume.data.record_index import SUFFIX
 from megaresume.data.shard_options import open_energon, open_image_folder, open_webdataset
 from megaresume.data.shard_source import ShardSource
 from megaresume.data.source import Source
@@ -126,6 +127,14 @@ def _open(
             kind,
             sorted(_KINDS),
             action="correct the kind, or register it: megaresume.data.catalog.register_kind",
+        )
+    if (path := str(options.get("path", ""))).endswith(SUFFIX):
+        raise ConfigError(
+            f"source '{name}' names an index as its data",
+            found=f"path: {path}",
+            expected=f"the data as path, and its {SUFFIX} as index",
+            action=f"write index: {path} in place of path"
+            + (", and kind: webdataset beside it" if kind == "megatron" else ""),
         )
     thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)
     source = as_source(thing, name)

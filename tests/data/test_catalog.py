@@ -137,6 +137,8 @@ def test_registered_kind(tmp_path):
         ({"path": "corpora/web_text_document", "split": "x"}, ConfigError, "bad split"),
         ({}, ConfigError, "source 'web' has no path"),
         ({"path": 3}, ConfigError, "source 'web' has no path"),
+        ({"path": "a.shards.idx"}, ConfigError, "write index: a.shards.idx in place of path, and kind: webdataset"),
+        ({"path": "a.shards.idx", "kind": "energon"}, ConfigError, "write index: a.shards.idx in place of path$"),
     ],
 )
 def test_bad_source(data_yaml, options, error, text):
