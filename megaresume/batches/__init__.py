@@ -12,7 +12,7 @@ Samples of a stream as tensors:
     ahead.py        records of shards, and tokens that are not in memory, read or asked for before they are needed
     assemble.py     planned samples -> a batch; preference pairs kept apart
     masked.py       documents of which no loss is taken
-    batch.py        what a batch is: arrays, the compiled loops that write them, tensors, masks; its images
+    batch.py        what a batch is: arrays, the compiled loops that write them, tensors, masks; images.py: its images
     models.py       batches as the arguments of other people's models
 
 Items of any map-style dataset, collated, `DataLoader`:

@@ -22,8 +22,6 @@ from megaresume.batches.batch import (
     PAIRS,
     Batch,
     BatchArrays,
-    BatchImages,
-    DocumentReader,
     Field,
     Int64Array,
     SegmentLayout,
@@ -32,10 +30,9 @@ from megaresume.batches.batch import (
     finish_rows,
     lay_out,
     mask_segments,
-    pixels_of,
-    room_of,
     separated,
 )
+from megaresume.batches.images import BatchImages, DocumentReader, pixels_of, room_of
 from megaresume.batches.masked import masked_documents
 from megaresume.data.layout import Spans, has_pairs, has_spans, spans_of
 from megaresume.data.source import Source, TokenSource, is_document_source

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from megaresume.batches.batch import left_memory, shown
+from megaresume.batches.images import left_memory, shown
 from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.data.shard_source import ShardSource
 from megaresume.encoding.images.pixels import Room

@@ -91,7 +91,8 @@ class Contents:
         Raises:
             CorpusError: a document is damaged, or not as long as the index says.
         """
-        from megaresume.batches.batch import BatchArrays, BatchImages
+        from megaresume.batches.batch import BatchArrays
+        from megaresume.batches.images import BatchImages
 
         hashes = []
         for part in parts:
