@@ -22,17 +22,9 @@ from megaresume.runs.answer import Answer, live, optional, told
 from megaresume.runs.directory import Run
 from megaresume.runs.losses import LossComparison, compare_losses, read_losses
 from megaresume.runs.rank_steps import RankSteps, read_rank_steps
+from megaresume.runs.trace.points import Checked, between, check_all, check_between, corpus_problems, read_points
 from megaresume.runs.trace.ranks import Contents, RankCheck, check_ranks
-from megaresume.runs.trace.replan import (
-    Past,
-    Replayed,
-    between,
-    corpus_problems,
-    open_corpora,
-    read_points,
-    replay_all,
-    replay_between,
-)
+from megaresume.runs.trace.replan import Past, open_corpora
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.errors import UsageError
 from megaresume.stream.progress import progress
@@ -94,7 +86,7 @@ class Proof(Answer):
     lost: tuple[str, ...]
     #: lines of the ledger.
     problems: tuple[LedgerProblem, ...] = live()
-    replayed: list[Replayed] = live()
+    checked: list[Checked] = live()
     #: branches of the run, in words.
     given_up: list[str]
     #: the verdict on what the ranks wrote down.
@@ -112,7 +104,7 @@ class Proof(Answer):
         """Whether everything recorded agrees with one stream."""
         # A line that a kill cut short was never a record; one that was damaged later may have said something else.
         damaged = any(problem.kind == "damaged" for problem in self.problems)
-        whole = bool(self.replayed) and all(point.holds for point in self.replayed)
+        whole = bool(self.checked) and all(point.holds for point in self.checked)
         return whole and not (self.corpora or self.lost or damaged) and (self.log is None or self.log["holds"])
 
     @told
@@ -125,16 +117,16 @@ class Proof(Answer):
         """Every recorded point."""
         return [
             {"origin": p.recorded.origin, "samples": p.recorded.sample, "digest": p.recorded.digest, "holds": p.holds}
-            for p in self.replayed
+            for p in self.checked
         ]
 
     @told
     def first_difference(self) -> dict[str, Any] | None:
         """The first difference: between the last point before it that agrees, and the first that does not."""
-        difference = next((point for point in self.replayed if not point.holds), None)
+        difference = next((point for point in self.checked if not point.holds), None)
         if difference is None:
             return None
-        agreeing = [point.recorded.sample for point in self.replayed if point.holds]
+        agreeing = [point.recorded.sample for point in self.checked if point.holds]
         before = max((sample for sample in agreeing if sample <= difference.recorded.sample), default=0)
         return {
             "origin": difference.recorded.origin,
@@ -153,7 +145,7 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
     ranged = args.first is not None or args.last is not None
     problems = corpus_problems(sources, state, recompute=not ranged)
     records = None if args.log_samples is None else read_rank_steps(args.log_samples)
-    checked: list[Replayed] = []
+    checked: list[Checked] = []
     given_up: list[str] = []
     trace: Trace | None = None
     if ranged or ((records is not None or args.content) and not problems):
@@ -162,16 +154,16 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
         first, stop = between(run.history, args.first, args.last)
     if ranged and trace is not None:
         with progress("planning the stream again", stop - first, "samples") as bar:
-            checked = list(replay_between(points.recorded, trace.replan, first, stop, bar.update))
+            checked = list(check_between(points.recorded, trace.replan, first, stop, bar.update))
     else:
         with progress("planning the stream again", state.samples, "samples") as bar:
-            checked, given_up = replay_all(points.recorded, state, sources, bar.update)
+            checked, given_up = check_all(points.recorded, state, sources, bar.update)
     proof = Proof(
         dir=args.dir,
         corpora=problems,
         lost=points.lost,
         problems=points.unreadable,
-        replayed=checked,
+        checked=checked,
         given_up=given_up,
     )
     if trace is not None and not problems:

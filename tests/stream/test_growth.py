@@ -18,7 +18,7 @@ from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.data.layout import bin_path
 from megaresume.data.split import IndexedSource
-from megaresume.runs.trace.replan import Recorded, replay
+from megaresume.runs.trace.points import Recorded, check_points
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
@@ -179,7 +179,7 @@ def test_a_run_that_grew_is_proved_from_its_beginning(tmp_path: Path, shuffle: A
         for s in states
     ]
     past = Stream(StreamConfig.from_dict(state.config), [_corpus(tmp_path, 60)], past=state)
-    checked = list(replay(past, points))
+    checked = list(check_points(past, points))
     assert [c.fields for c in checked] == [()] * 6 and all(c.holds for c in checked)
 
 

@@ -1,7 +1,7 @@
 """The stream of a run planned again from its records and corpora: what it trained on, what comes next, and proof.
 
-replan.py          the stream of the past and of the future, from the nearest state; its corpora, wherever they are now;
-                   every recorded point of the run compared with it
+replan.py          the stream of the past and of the future, from the nearest state; its corpora, wherever they are now
+points.py          every recorded point of the run compared with it
 trace.py           `Trace`: samples as arrays (`Piece`), piece by piece, and which rank and micro-batch they were
                    dealt to
 find.py            when a document was or will be seen

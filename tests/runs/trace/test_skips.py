@@ -93,7 +93,7 @@ def test_a_state_of_a_branch_without_the_skip_is_not_used(skipping: ToyRun) -> N
 
 
 def test_verify(skipping: ToyRun) -> None:
-    from megaresume.runs.trace.replan import Recorded, replay
+    from megaresume.runs.trace.points import Recorded, check_points
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.fields import comparable
     from megaresume.stream.left_out import NO_SKIPS
@@ -110,13 +110,13 @@ def test_verify(skipping: ToyRun) -> None:
         for k, s in skipping.states.items()
         if k != 7 and k != 12
     ]
-    assert all(checked.holds for checked in replay(stream, points))
+    assert all(checked.holds for checked in check_points(stream, points))
     wrong = Stream(
         StreamConfig.from_dict(last.config),
         [skipping.sources[n] for n in last.sources],
         past=last.replace(skips=NO_SKIPS),
     )
-    assert not all(checked.holds for checked in replay(wrong, points))
+    assert not all(checked.holds for checked in check_points(wrong, points))
 
 
 def _fields(state: StreamState) -> dict[str, Any]:
