@@ -21,7 +21,7 @@ from megaresume.render import write_bytes
 from megaresume.runs import prompts
 from megaresume.runs.directory import Run
 from megaresume.runs.trace.by_loss import losses_as_text, rank_by_loss, with_texts
-from megaresume.runs.trace.documents import Decoder, ImagesWritten, marked_ids, write_images
+from megaresume.runs.trace.documents import Decoder, marked_ids
 from megaresume.runs.trace.find import Occurrence, Sought, find, parse_documents
 from megaresume.runs.trace.formats import (
     CSV_COLUMNS,
@@ -32,6 +32,7 @@ from megaresume.runs.trace.formats import (
     require_pyarrow,
     write_parquet,
 )
+from megaresume.runs.trace.images import ImagesWritten, write_images
 from megaresume.runs.trace.replan import open_corpora
 from megaresume.runs.trace.trace import RECORD_COLUMNS, Trace, TracePiece, image_words, record_words
 from megaresume.stream.errors import UsageError, visible

@@ -17,7 +17,7 @@ import pytest
 from megaresume.batches.assemble import make_batch
 from megaresume.batches.loader import StreamDataset
 from megaresume.program import main
-from megaresume.runs.trace import documents as images_module
+from megaresume.runs.trace import images as images_module
 from megaresume.stream.errors import CorpusError
 from tests.docs.pages import section
 from tests.runs.trace.vlm import BATCH, BROKEN, PROCESSOR, VlmRun, vlm_run
