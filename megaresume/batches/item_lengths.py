@@ -6,8 +6,8 @@ They are kept, if a directory is given:
 
 The digits are a hash of the number of items, of what 32 of them hold, and of the function's name, so that another
 dataset has another file and is counted; of a column or a list, a hash of the lengths. A file that is damaged is written
-again. Only what is read later shows an item that changed and is none of the 32: the reader refuses an item that is not
-as long as it was counted.
+again. Only what is read later shows an item that changed and is not one of the 32: the reader refuses an item that is
+not as long as it was counted.
 """
 
 from __future__ import annotations

@@ -142,13 +142,6 @@ def look(root: Path) -> Now:
     if proof is not None and not marks:
         last = Mark(event="", time=written, step=proof.step, samples=0)
         notes.clear()  # that it has no checkpoint of megaresume's own
-    holder = run.holder()
-    is_alive = pulse is not None and pulse.event == "now" and time.time() - pulse.time < _ALIVE
-    is_alive = is_alive or time.time() - written < _ALIVE_PROMPTS
-    life = "runs" if is_alive or (holder is not None and holder.status == "held") else "gone"
-    events = run.ledger.events
-    life = "stored" if is_mirror(root) else life
-    life = "ended" if events and events[-1].kind == "finished" else life
     checkpoints = [entry for entry in entries if entry.kind == "checkpoint"]
     durable = [entry for entry in entries if entry.kind == "durable"]
     details = checkpoints[-1].details if checkpoints else {}
@@ -157,7 +150,7 @@ def look(root: Path) -> Now:
     return Now(
         dir=str(run.root),
         run=run.ledger.run,
-        life=life,
+        life=_life(run, pulse, written),
         measured=pulse is not None,
         step=last.step,
         samples=last.samples,
@@ -185,6 +178,25 @@ def look(root: Path) -> Now:
         notes=notes,
         prompts=proof,
     )
+
+
+def _life(run: Run, pulse: Mark | None, written: float) -> str:
+    """See `Now.life`.
+
+    Args:
+        run: the run.
+        pulse: the last sign of life, if the run is measured.
+        written: when the ledger of its prompts was written last; 0: it has none.
+    """
+    events, now = run.ledger.events, time.time()
+    if events and events[-1].kind == "finished":
+        return "ended"
+    if is_mirror(run.root):
+        return "stored"
+    if pulse is not None and pulse.event == "now" and now - pulse.time < _ALIVE:
+        return "runs"
+    holder = run.holder()
+    return "runs" if now - written < _ALIVE_PROMPTS or (holder is not None and holder.status == "held") else "gone"
 
 
 def _prompts(root: Path, notes: list[str]) -> tuple[prompts.PromptProof | None, float]:

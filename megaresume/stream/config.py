@@ -136,7 +136,7 @@ class StreamConfig:
         """Read and check the mapping of a data.yaml.
 
         Args:
-            data: the mapping; unknown keys are errors, keys of a source that are none of ours become its ``options``.
+            data: the mapping; unknown keys are errors, keys of a source that are not ours become its ``options``.
             seq_length: from a flag (``--seq-length``); must agree with the mapping's where both are given.
 
         Raises:

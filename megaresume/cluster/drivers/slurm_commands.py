@@ -297,7 +297,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 
 def _number(text: str) -> int:
-    """The first number of ``2-4``; 1 of what is not said, as of a job that was cancelled."""
+    """The first number of ``2-4``; 1 if there is none, as for a job that was cancelled."""
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 1
 

@@ -218,7 +218,8 @@ def fit_document(document: EncodedDocument, tokens: int, filler: int) -> Encoded
     Args:
         document: of any length.
         tokens: wanted.
-        filler: token id where nothing is: after the end, and in place of an image of which only a part would fit.
+        filler: token id of places without content: after the end, and in place of an image of which only a part would
+            fit.
 
     Returns:
         the same document when it has the length; otherwise its first tokens, with the images that lie whole in them.

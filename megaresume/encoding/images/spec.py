@@ -131,7 +131,7 @@ def resolved(options: object, base_dir: str | Path = ".") -> object:
         base_dir: of the path of ``model``.
 
     Raises:
-        ConfigError: an unknown preset, a file that is missing or damaged, a processor that is none of ours.
+        ConfigError: an unknown preset, a file that is missing or damaged, a processor that is not one of ours.
     """
     if not isinstance(options, Mapping) or not {"model", "preset"} & set(options):
         return options
