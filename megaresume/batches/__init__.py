@@ -4,7 +4,8 @@ The core of both loaders, `RankLoader`, knows which samples a rank is given next
 
     open.py         a data.yaml -> Stream; and the validation sets in it, which stay put
     rank_loader.py  `RankLoader`: steps, this rank's share, who reads
-    workers.py      who reads ahead: worker processes, whose batches come in one piece of shared memory; a thread
+    workers.py      who reads ahead: worker processes, or a thread
+    parcels.py      a batch from a worker process, in one piece of shared memory
 
 Samples of a stream as tensors:
 

@@ -24,7 +24,7 @@ import torch
 import torch.utils.data
 
 from megaresume.batches.batch import BatchArrays, SegmentLayout
-from megaresume.batches.workers import shared_memory
+from megaresume.batches.parcels import shared_memory
 from megaresume.data.source import DocumentSource
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.kernel import LENGTH, SOURCE

@@ -1,25 +1,14 @@
-"""Readers of batches ahead: worker processes, which hand them over in one piece of shared memory; or a thread.
-
-torch passes every tensor of a batch in a file of its own, through a socket, and both processes map it again: for text
-that takes several times as long as reading it.
-
-    worker            collate -> Outbox     copy all tensors into the room that was used longest ago
-    training process  Inbox -> batch        copy them out of it, and mark it as free
-
-A room is memory of a worker that is sent until the training process knows it. The mark that it is free is not all that
-keeps the two apart, which would need a memory barrier: a room rests until the worker has been asked for as many
-batches as it may be ahead, each through a pipe, and all of that after the training process has copied what was in the
-room, or has thrown it away unseen. A batch of `LARGE` bytes gets a room of its own and is not copied out.
+"""Read batches ahead: in worker processes, which hand them over in `megaresume.batches.parcels`, or in a thread.
 
 Worker processes outlive the signals that ask the run to stop. Slurm sends a job's signals to all of its processes.
 torch's worker dies of a SIGTERM that is not its parent's, and the parent of it in the middle of the very save that the
 signal asked for.
 
 `check_main_guard`: whether the script may start worker processes that are spawned. A process that is not forked runs
-the script from its beginning again, up to what stands under ``if __name__ == "__main__":``. Where the loop over the
-batches does not stand there, each worker begins a training of its own: it fails where that wants workers, with forty
-lines in which ours is not seen, or waits in ``init_process_group`` for ranks that are not coming, and the training for
-the worker, without a word.
+the script from its beginning again, up to what stands under ``if __name__ == "__main__":``. If the loop over the
+batches does not stand there, each worker begins a training of its own. That fails when it starts workers, with forty
+lines of traceback that hide our error; or it waits in ``init_process_group`` for ranks that never come, and the real
+training waits for the worker, without any message.
 """
 
 from __future__ import annotations
@@ -29,7 +18,6 @@ import atexit
 import copy
 import functools
 import logging
-import math
 import multiprocessing
 import os
 import queue
@@ -37,15 +25,15 @@ import signal
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.data
 
+from megaresume.batches.parcels import Inbox, Outbox
 from megaresume.data.store_counts import Share, store_counts
 from megaresume.stream.errors import UsageError
 
@@ -57,13 +45,6 @@ _A_WORKER_DIED = "DataLoader worker (pid"
 #: seconds that the end of a program waits for a batch that is being read, fewer than a scheduler leaves between its
 #: signals (Slurm's KillWait: 30); and those after which it says so.
 _PATIENCE_AT_EXIT, _SAID_AT_EXIT = 20.0, 1.0
-
-#: bytes that every tensor's place is a multiple of: a line of the cache.
-ALIGN = 64
-#: bytes from which a batch is not copied out of its room.
-LARGE = 8 << 20
-#: bytes at the beginning of a room: whether a batch waits in it, and whether the training process knows it.
-_FULL, _KNOWN = 0, 1
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 _listening = False
@@ -90,163 +71,6 @@ def _wait(parent: int) -> None:
         found = signal.sigwaitinfo(_SIGNALS)
         if found.si_signo == signal.SIGTERM and found.si_pid == parent:
             os._exit(0)  # as torch's own handler does
-
-
-class TensorPlace(NamedTuple):
-    """The place of a tensor in a room."""
-
-    #: where the tensor begins, in bytes.
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """Where the tensor ends, in bytes."""
-        return self.offset + self.dtype.itemsize * math.prod(self.shape)
-
-
-class Parcel(NamedTuple):
-    """A batch on its way."""
-
-    #: process and number of a room that is used again; None: ``room`` belongs to this batch.
-    key: tuple[int, int] | None
-    #: uint8[n], in shared memory; None if the training process knows it.
-    room: torch.Tensor | None
-    #: bytes of the room that are used.
-    end: int
-    #: the batch, with places instead of tensors.
-    contents: Any
-
-
-class Outbox:
-    """A ``collate_fn`` for worker processes, which packs what another one gives.
-
-    Tensors are packed that lie on the CPU, in dicts, lists and tuples; everything else is sent as torch sends it.
-
-    Args:
-        collate_fn: gives a batch.
-        ahead: batches that a worker may be ahead (``prefetch_factor``); None: never use a room again.
-    """
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, ahead: int | None) -> None:
-        self._collate_fn = collate_fn
-        self._ahead = ahead
-        #: (number, room), the one that was used longest ago first.
-        self._rooms: deque[tuple[int, torch.Tensor]] = deque()
-
-    def __call__(self, items: Any) -> Parcel:
-        """Collate items, and pack the batch."""
-        packed = _Packed()
-        contents = packed.add(self._collate_fn(items))
-        if self._ahead is None or packed.end >= LARGE:
-            key, room = None, shared_memory(packed.end)
-        else:
-            number, room = self._room(packed.end, self._ahead)
-            key = os.getpid(), number
-        for place, tensor in packed.tensors.values():
-            _view(room, place).copy_(tensor)
-        room[_FULL] = 1
-        return Parcel(key, None if room[_KNOWN] else room, packed.end, contents)
-
-    def _room(self, size: int, ahead: int) -> tuple[int, torch.Tensor]:
-        rests = len(self._rooms) > ahead
-        if rests and not (self._rooms[0][1][_FULL] and self._rooms[0][1][_KNOWN]):
-            number, room = self._rooms.popleft()
-        else:
-            number, room = len(self._rooms), torch.empty(0)
-        if len(room) < size:
-            room = shared_memory(size + size // 4)
-        self._rooms.append((number, room))
-        return number, room
-
-
-class Inbox:
-    """The training process's side.
-
-    Args:
-        pin_memory: put batches into page-locked memory, if there is a GPU.
-    """
-
-    def __init__(self, *, pin_memory: bool = False) -> None:
-        #: whether batches are copied to page-locked memory.
-        self.pin_memory = pin_memory and getattr(torch, "accelerator", torch.cuda).is_available()
-        self._rooms: dict[tuple[int, int], torch.Tensor] = {}
-
-    def begin(self) -> None:
-        """Note that workers are started anew: the batches that they have on their way will be thrown away."""
-        for room in self._rooms.values():
-            room[_FULL] = 0
-
-    def unpack(self, parcel: Parcel) -> Any:
-        """The batch that was packed. Its tensors share one piece of memory."""
-        room = parcel.room
-        if parcel.key is not None and room is not None:
-            self._rooms[parcel.key] = room
-            room[_KNOWN] = 1
-        elif parcel.key is not None:
-            room = self._rooms[parcel.key]
-        assert room is not None
-        if parcel.key is None and not self.pin_memory:
-            return _unpacked(parcel.contents, room)
-        copy = torch.empty(parcel.end, dtype=torch.uint8, pin_memory=self.pin_memory).copy_(room[: parcel.end])
-        room[_FULL] = 0
-        return _unpacked(parcel.contents, copy)
-
-
-class _Packed:
-    """The tensors of a batch, one after another."""
-
-    def __init__(self) -> None:
-        self.end = ALIGN
-        #: the tensors by identity, so that one that is in a batch twice is so after it.
-        self.tensors: dict[int, tuple[TensorPlace, torch.Tensor]] = {}
-
-    def add(self, part: Any) -> Any:
-        """A part of a batch, with places instead of tensors."""
-        if type(part) is dict:
-            return {key: self.add(value) for key, value in part.items()}
-        if type(part) in (list, tuple):
-            return type(part)(self.add(value) for value in part)
-        if not _can_be_packed(part):
-            return part
-        if id(part) not in self.tensors:
-            place = TensorPlace(-(-self.end // ALIGN) * ALIGN, part.dtype, tuple(part.shape))
-            self.tensors[id(part)] = place, part
-            self.end = place.end
-        return self.tensors[id(part)][0]
-
-
-def _can_be_packed(part: Any) -> bool:
-    return (
-        type(part) is torch.Tensor
-        and part.layout is torch.strided
-        and part.is_cpu
-        and not part.requires_grad
-        and not part.is_quantized
-        # Otherwise it lies where the training process can read it.
-        and not (part.nbytes >= LARGE and part.is_shared())  # type: ignore[no-untyped-call]
-    )
-
-
-def _unpacked(part: Any, room: torch.Tensor) -> Any:
-    if type(part) is TensorPlace:
-        return _view(room, part)
-    if type(part) is dict:
-        return {key: _unpacked(value, room) for key, value in part.items()}
-    if type(part) in (list, tuple):
-        return type(part)(_unpacked(value, room) for value in part)
-    return part
-
-
-def _view(room: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    return room[place.offset : place.end].view(place.dtype).view(place.shape)
-
-
-def shared_memory(num_bytes: int) -> torch.Tensor:
-    """A block of shared memory, uint8[n], allocated as torch's own collation does."""
-    storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def whole(batch: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import megaresume
-from megaresume.batches.workers import LARGE, Inbox, Outbox
+from megaresume.batches.parcels import LARGE, Inbox, Outbox
 
 TENSORS = {
     "plain": torch.arange(12).view(3, 4),
