@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.host import Host, ReadsSome
 from megaresume.checkpoint.load.choose import choose, choose_of_two, confirm_choice
-from megaresume.checkpoint.load.compare import compared, find_damage
+from megaresume.checkpoint.load.damage import compared, find_damage
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0, on_rank_0_for_long
 from megaresume.checkpoint.records.step_file import StepFile

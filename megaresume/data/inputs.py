@@ -42,7 +42,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".parquet", ".arrow")
 
 
-class Store(Protocol):
+class RemoteReader(Protocol):
     """The reader of object stores: `megaresume.data.shard_files.ShardFiles`."""
 
     def identity(self, path: str) -> str:
@@ -70,7 +70,7 @@ class InputFile:
     #: on an object store: the URL, what changes there if it is written again, and what reads it.
     url: str | None = None
     identity: str = ""
-    store: Store | None = field(default=None, compare=False, repr=False)
+    store: RemoteReader | None = field(default=None, compare=False, repr=False)
     #: the key of the text or the messages in its rows, if it has an unusual name.
     key: str | None = field(default=None, compare=False)
     #: device and number of a local file.
@@ -106,7 +106,7 @@ def find_inputs(
     *,
     glob: str = "**/*",
     format: Format | None = None,
-    store: Store | None = None,
+    store: RemoteReader | None = None,
     repeats: bool = False,
 ) -> Inputs:
     """Files in the order given; the files of a directory that match, sorted by their path in it.
@@ -199,7 +199,7 @@ def _check_once(inputs: Sequence[InputFile]) -> None:
         )
 
 
-def _remote(url: str, format: Format, store: Store) -> InputFile:
+def _remote(url: str, format: Format, store: RemoteReader) -> InputFile:
     """A file of an object store.
 
     Raises:

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import xxhash
 
-from megaresume.data.inputs import COMPRESSIONS, TABLES, Format, InputFile, Store, find_inputs
+from megaresume.data.inputs import COMPRESSIONS, TABLES, Format, InputFile, RemoteReader, find_inputs
 from megaresume.data.row_lines import ArrayLines, ArrowLines, CsvLines, ParquetLines, csv_errors, parquet_errors
 from megaresume.data.sidecar import cache_directory, written_atomically
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError, require
@@ -148,7 +148,7 @@ class InputStream:
             raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
 
 
-def unpacked(path: str, files: Store, *, format: Format = "jsonl", size: int = 0) -> str:
+def unpacked(path: str, files: RemoteReader, *, format: Format = "jsonl", size: int = 0) -> str:
     """The decompressed content of a file, in the cache directory; made by the first process that asks.
 
     Args:

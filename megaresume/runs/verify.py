@@ -22,7 +22,7 @@ from megaresume.runs.answer import Answer, live, optional, told
 from megaresume.runs.directory import Run
 from megaresume.runs.losses import LossComparison, compare_losses, read_losses
 from megaresume.runs.rank_steps import RankSteps, read_rank_steps
-from megaresume.runs.trace.points import Checked, between, check_all, check_between, corpus_problems, read_points
+from megaresume.runs.trace.points import CheckedPoint, between, check_all, check_between, corpus_problems, read_points
 from megaresume.runs.trace.ranks import Contents, RankCheck, check_ranks
 from megaresume.runs.trace.replan import Past, open_corpora
 from megaresume.runs.trace.trace import Trace
@@ -86,7 +86,7 @@ class Proof(Answer):
     lost: tuple[str, ...]
     #: lines of the ledger.
     problems: tuple[LedgerProblem, ...] = live()
-    checked: list[Checked] = live()
+    checked: list[CheckedPoint] = live()
     #: branches of the run, in words.
     given_up: list[str]
     #: the verdict on what the ranks wrote down.
@@ -145,7 +145,7 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
     ranged = args.first is not None or args.last is not None
     problems = corpus_problems(sources, state, recompute=not ranged)
     records = None if args.log_samples is None else read_rank_steps(args.log_samples)
-    checked: list[Checked] = []
+    checked: list[CheckedPoint] = []
     given_up: list[str] = []
     trace: Trace | None = None
     if ranged or ((records is not None or args.content) and not problems):

@@ -18,7 +18,7 @@ from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.data.layout import bin_path
 from megaresume.data.split import IndexedSource
-from megaresume.runs.trace.points import Recorded, check_points
+from megaresume.runs.trace.points import RecordedPoint, check_points
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
@@ -170,7 +170,7 @@ def test_a_run_that_grew_is_proved_from_its_beginning(tmp_path: Path, shuffle: A
         state = states[-1]
     assert state is not None
     points = [
-        Recorded(
+        RecordedPoint(
             origin=str(s.samples),
             sample=s.samples,
             digest=s.digest,

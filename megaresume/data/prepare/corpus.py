@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megaresume.data.documents import EncoderSpec, TextOptions, TextUnit, library_versions, unit_of
-from megaresume.data.inputs import COMPRESSIONS, Format, InputFile, Store, find_inputs
+from megaresume.data.inputs import COMPRESSIONS, Format, InputFile, RemoteReader, find_inputs
 from megaresume.data.layout import DTYPES, bin_path, idx_path, prefix_of, spans_path
 from megaresume.data.prepare.blocks import block_bytes, check_part, cut
 from megaresume.data.prepare.chat import ChatOptions, with_conversations
@@ -74,7 +74,7 @@ class PrepareOptions:
     #: a file that is named twice is read twice, instead of being refused.
     repeat_inputs: bool = False
     #: reads inputs that are URLs.
-    store: Store | None = None
+    store: RemoteReader | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ STRIDE = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedPoint:
     """A point in the past of a run, as a checkpoint, a ledger line or a log records it."""
 
     #: the place where it was recorded, for people.
@@ -50,10 +50,10 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedPoint:
     """A recorded point, and what planning gave for it."""
 
-    recorded: Recorded
+    recorded: RecordedPoint
     #: the digest; None if the stream could not be planned up to here.
     digest: str | None
     #: fields of the position that differ.
@@ -68,8 +68,8 @@ class Checked:
 
 
 def check_points(
-    stream: Stream, recorded: Iterable[Recorded], *, progress: Callable[[int], object] = lambda samples: None
-) -> Iterator[Checked]:
+    stream: Stream, recorded: Iterable[RecordedPoint], *, progress: Callable[[int], object] = lambda samples: None
+) -> Iterator[CheckedPoint]:
     """Check recorded points in the order of their samples.
 
     Ends after a point that could not be planned: nothing after it can be either.
@@ -90,17 +90,17 @@ def check_points(
                 done = stop
             position = comparable(stream.fields_at(point.sample))
         except MegaresumeError as error:
-            yield Checked(recorded=point, digest=None, error=error)
+            yield CheckedPoint(recorded=point, digest=None, error=error)
             return
-        yield Checked(recorded=point, digest=position["digest"], fields=_differ(position, point, declared))
+        yield CheckedPoint(recorded=point, digest=position["digest"], fields=_differ(position, point, declared))
 
 
 def check_all(
-    recorded: Iterable[Recorded],
+    recorded: Iterable[RecordedPoint],
     state: StreamState,
     sources: Mapping[str, LengthSource],
     progress: Callable[[int], object],
-) -> tuple[list[Checked], list[str]]:
+) -> tuple[list[CheckedPoint], list[str]]:
     """Check every recorded point in a stream planned from sample 0. Branches that were given up are reported in words.
 
     What was given up and is the same proves as much as the rest; what is not is no longer part of the run.
@@ -123,8 +123,8 @@ def check_all(
 
 
 def check_between(
-    recorded: Iterable[Recorded], replan: Replan, first: int, stop: int, progress: Callable[[int], object]
-) -> Iterator[Checked]:
+    recorded: Iterable[RecordedPoint], replan: Replan, first: int, stop: int, progress: Callable[[int], object]
+) -> Iterator[CheckedPoint]:
     """Check the recorded points from sample ``first`` to ``stop``, planned from the nearest state before them.
 
     Args:
@@ -147,9 +147,9 @@ def check_between(
                 at = min(plan.stop, point.sample)
                 digest = f"{int(plan.digests[at - plan.first - 1]):016x}"
         except MegaresumeError as error:
-            yield Checked(recorded=point, digest=None, error=error)
+            yield CheckedPoint(recorded=point, digest=None, error=error)
             return
-        yield Checked(recorded=point, digest=digest)
+        yield CheckedPoint(recorded=point, digest=digest)
 
 
 def _begun(source: SourceCursor) -> SourceCursor:
@@ -158,7 +158,7 @@ def _begun(source: SourceCursor) -> SourceCursor:
     return source._replace(eras=eras)
 
 
-def _differ(position: dict[str, Any], point: Recorded, declared: Container[int]) -> tuple[str, ...]:
+def _differ(position: dict[str, Any], point: RecordedPoint, declared: Container[int]) -> tuple[str, ...]:
     """Names of the fields of a recorded position that are not those found."""
     if point.position is None:
         return ()
@@ -187,7 +187,7 @@ class Points:
     #: every data state that is there.
     states: tuple[StepFile, ...]
     #: the recorded points: those of states, then those of the lines of the ledger.
-    recorded: tuple[Recorded, ...]
+    recorded: tuple[RecordedPoint, ...]
     #: lines of the ledger that say nothing.
     unreadable: tuple[LedgerProblem, ...]
     #: what ranks added to checkpoints whose weights are there, and is missing or damaged; in words.
@@ -213,7 +213,7 @@ def read_points(run: Run) -> Points:
     saved = {(e.iteration, e.tag): b for e, b in zip(entries, branches, strict=True) if e.kind == "checkpoint"}
     states = tuple(run.state(path) for path in run.states)
     recorded = [
-        Recorded(
+        RecordedPoint(
             origin=f"state of step {step.iteration}",
             sample=step.state.samples,
             digest=step.state.digest,
@@ -223,7 +223,7 @@ def read_points(run: Run) -> Points:
         for step in states
     ]
     recorded += [
-        Recorded(
+        RecordedPoint(
             origin=f"ledger: {entry.kind} at step {entry.iteration}",
             sample=entry.samples,
             digest=entry.digest,

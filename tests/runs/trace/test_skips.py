@@ -93,7 +93,7 @@ def test_a_state_of_a_branch_without_the_skip_is_not_used(skipping: ToyRun) -> N
 
 
 def test_verify(skipping: ToyRun) -> None:
-    from megaresume.runs.trace.points import Recorded, check_points
+    from megaresume.runs.trace.points import RecordedPoint, check_points
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.fields import comparable
     from megaresume.stream.left_out import NO_SKIPS
@@ -106,7 +106,7 @@ def test_verify(skipping: ToyRun) -> None:
         past=last,
     )
     points = [
-        Recorded(origin=str(k), sample=s.samples, digest=s.digest, position=comparable(_fields(s)))
+        RecordedPoint(origin=str(k), sample=s.samples, digest=s.digest, position=comparable(_fields(s)))
         for k, s in skipping.states.items()
         if k != 7 and k != 12
     ]
