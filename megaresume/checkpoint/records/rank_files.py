@@ -3,9 +3,11 @@
     step_0000010.random/rank_00000.json    random state of rank 0 (`megaresume.checkpoint.random_state`)
     step_0000010.loader/rank_00000.pkl     state of data-parallel rank 0's loader, where the run has a loader of its own
 
-They are written before the commit, and the manifest names them with size and checksum: they are part of the
-checkpoint. The loaders' are pickles, because their libraries' states are; trusted like the weights, and opened by a
-resume alone.
+They are written before the commit (`megaresume.checkpoint.saver`), and the manifest names them with size and checksum:
+they are part of the checkpoint. Their kinds are in a table of `megaresume.checkpoint.records.names`.
+
+Those of loaders are pickles, because their libraries' states are; trusted like the weights, and opened by a resume
+alone.
 """
 
 from __future__ import annotations
