@@ -17,6 +17,7 @@ from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.data.prepare.chat import ChatOptions
+    from megaresume.data.prepare.corpus import PrepareSummary
 
 
 DESCRIPTION = """\
@@ -164,7 +165,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         json.dump(asdict(summary), sys.stdout, indent=1)
         print()
-        return 0
+    else:
+        _show(summary, args)
+    return 0
+
+
+def _show(summary: PrepareSummary, args: argparse.Namespace) -> None:
+    """Print the summary as text."""
     rate = summary.text_bytes / max(summary.seconds, 1e-9) / 1e6
     counts = (
         (summary.empty, "empty"),
@@ -194,7 +201,6 @@ def run(args: argparse.Namespace) -> int:
     for path in summary.linked_twice:
         print(f"  left out: {path} is a link to what is already read")
     print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
-    return 0
 
 
 def _piped(args: argparse.Namespace) -> Path:
