@@ -386,6 +386,7 @@ class TransformersHost(TrainerHost):
 
     def _set_initial_training_values(self, values: Any, *args: Any, **kwargs: Any) -> Any:
         """The epochs and steps of the run, counted from the sample where it continues."""
+        on_all_ranks(self._check_settings)  # again: the `train` of a class, as of TRL's A2PO, may filter the dataset
         _, *between, _ = values(*args, **kwargs)
         epochs, steps = self.length()
         return (epochs, *between, steps)

@@ -20,7 +20,7 @@ from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
-from tests.hosts.hugging_face.program import Numbers, make
+from tests.hosts.hugging_face.program import Numbers, Recorder, make
 from tests.hosts.torch.record import items, launch_forked, lines, trained
 
 pytestmark = pytest.mark.process
@@ -61,6 +61,19 @@ def test_a_dataset_changed_afterwards(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run")
     megaresume.attach(trainer)
     trainer.train_dataset = Numbers(50)
+    with pytest.raises(UsageError, match=r"train_dataset was changed after megaresume\.attach"):
+        trainer.train()
+
+
+def test_a_dataset_changed_by_the_class_as_it_trains(tmp_path: Path) -> None:
+    class Filters(Recorder):
+        def train(self, *args: Any, **more: Any) -> Any:
+            self.train_dataset = Numbers(50)
+            return super().train(*args, **more)
+
+    trainer = make(tmp_path / "run")
+    trainer.__class__ = Filters
+    megaresume.attach(trainer)
     with pytest.raises(UsageError, match=r"train_dataset was changed after megaresume\.attach"):
         trainer.train()
 
