@@ -240,6 +240,11 @@ def _dpo(trainer: Any) -> Mapping[str, Any]:
     return {"precompute_ref_log_probs": trainer.precompute_ref_log_probs}
 
 
+def _dpo_save(trainer: Any) -> Mapping[str, Any]:
+    synced = getattr(trainer.args, "sync_ref_model", False)
+    return {"sync_ref_model": synced and "the reference model changes, and no checkpoint holds it"}
+
+
 def _swift_loader(trainer: Any) -> Mapping[str, Any]:
     args = trainer.args
     return {
@@ -284,6 +289,7 @@ KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
     ("llamafactory.train.dpo.trainer.CustomDPOTrainer", "_get_train_sampler"): _llama_factory,
     ("trl.trainer.dpo_trainer.DPOTrainer", "get_train_dataloader"): _dpo,
+    ("trl.trainer.dpo_trainer.DPOTrainer", "_save_checkpoint"): _dpo_save,
     ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,

@@ -32,6 +32,7 @@ def trainer_of(output: Path, module: str, name: str, method: str, **members: Any
 
 LLAMA_FACTORY = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer", "_get_train_sampler")
 DPO = ("trl.trainer.dpo_trainer", "DPOTrainer", "get_train_dataloader")
+DPO_SAVE = ("trl.trainer.dpo_trainer", "DPOTrainer", "_save_checkpoint")
 SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
 SWIFT_SAVE = ("swift.trainers.mixin", "SwiftMixin", "_save_checkpoint")
 AXOLOTL = ("axolotl.core.trainers.base", "AxolotlTrainer", "_get_train_sampler")
@@ -105,6 +106,17 @@ def test_dpo(tmp_path: Path, computed: bool) -> None:
     trainer = trainer_of(tmp_path / "run", *DPO, precompute_ref_log_probs=computed)
     if computed:
         with pytest.raises(UsageError, match="precompute_ref_log_probs cannot be used"):
+            megaresume.attach(trainer)
+    else:
+        assert len(megaresume.attach(trainer)) == 50
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_dpo_saves(tmp_path: Path, synced: bool) -> None:
+    trainer = trainer_of(tmp_path / "run", *DPO_SAVE)
+    trainer.args.sync_ref_model = synced
+    if synced:
+        with pytest.raises(UsageError, match="sync_ref_model cannot be used"):
             megaresume.attach(trainer)
     else:
         assert len(megaresume.attach(trainer)) == 50
