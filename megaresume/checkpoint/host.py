@@ -1,6 +1,6 @@
 """`Host` and `Data`: what a `Session` is told by the framework that trains, and by the data that is trained.
 
-`Reading`, `Loaded`, `Resume`: what a load reads, what is made of it, and the line that says so, the same under every
+`Restored`, `Loaded`, `Resume`: what a load reads, what is made of it, and the line that says so, the same under every
 host.
 """
 
@@ -162,7 +162,7 @@ class Data(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class Restored:
     """What a host has read of a checkpoint."""
 
     #: what is stored with the weights; None if megaresume stored nothing.
@@ -190,7 +190,7 @@ class Loaded:
     envelope: Envelope
     #: how the run was laid out when it saved.
     topology: Topology | None
-    #: see `Reading`.
+    #: see `Restored`.
     samples: int | None = None
     counter: str = ""
 
@@ -254,7 +254,7 @@ def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
     return [f"megaresume: {line}" for line in (*stream.accepted, *text_table(rows).splitlines())]
 
 
-def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choice: Choice) -> None:
+def check_same(envelope: Envelope, read: Restored, beside: StepFile | None, choice: Choice) -> None:
     """Raise a StateError unless the state that is stored with the weights is of their step, and the one beside them."""
     if envelope.iteration != read.iteration or read.samples not in (None, envelope.samples):
         trained = "" if read.samples is None else f" and {read.samples} samples"

@@ -8,7 +8,7 @@ The generators that training may draw from implicitly are those of the process:
     cuda, xpu, ...   torch's generator of the device that the engine uses
     deepspeed:NAME   those of DeepSpeed's activation checkpointing, where a program has made some
     megatron:NAME    those of Megatron's tensor-parallel layers, likewise
-    micro_offset     the count that a DeepSpeed pipeline seeds its layers by, if it does (`Count`)
+    micro_offset     the count that a DeepSpeed pipeline seeds its layers by, if it does (`SeedCount`)
 
 Generators that a program makes for itself (``torch.Generator()``, ``numpy.random.default_rng()``) cannot be found.
 
@@ -306,7 +306,7 @@ _LAYOUT = ("world_size", "dp", "tp", "pp", "cp")
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class SeedCount:
     """An attribute of a model that counts its forwards, and that the model seeds the generators by in each."""
 
     owner: Any
@@ -339,7 +339,7 @@ class RandomState:
     _all_begun: ClassVar[int] = 0
 
     def __init__(
-        self, iteration: Callable[[], int], device: Any, replica: Callable[[], str], *, count: Count | None = None
+        self, iteration: Callable[[], int], device: Any, replica: Callable[[], str], *, count: SeedCount | None = None
     ) -> None:
         self._iteration, self._device, self._replica, self._count = iteration, device, replica, count
         #: the last step that began: optimizer steps before it, and the state then.

@@ -34,7 +34,7 @@ from megaresume.checkpoint.host import (
     HasLoggers,
     Host,
     Loaded,
-    Reading,
+    Restored,
     Resume,
     check_place,
     check_same,
@@ -206,7 +206,7 @@ class Session:
     def load(
         self,
         load_dir: str | os.PathLike[str],
-        read: Callable[[Choice, StepFile | None], Reading],
+        read: Callable[[Choice, StepFile | None], Restored],
         *,
         pick: Pick | None = None,
         weights_only: bool = False,
@@ -222,14 +222,14 @@ class Session:
             adopts: ``read`` builds a state if a checkpoint has none; otherwise such a checkpoint is refused unread.
 
         Returns:
-            what the host's `Reading` hands back; None if there is no checkpoint at all.
+            what the host's `Restored` hands back; None if there is no checkpoint at all.
 
         Raises, on every rank:
             CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
             StateError: no data state, or one that does not fit.
         """
 
-        def read_one(damaged: Mapping[Path, str]) -> tuple[Choice, StepFile | None, Reading] | None:
+        def read_one(damaged: Mapping[Path, str]) -> tuple[Choice, StepFile | None, Restored] | None:
             choice, beside = self.choose(load_dir, pick, damaged)
             if choice is None:
                 return None
@@ -277,7 +277,7 @@ class Session:
             tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged
         )
 
-    def accept(self, choice: Choice, beside: StepFile | None, read: Reading) -> None:
+    def accept(self, choice: Choice, beside: StepFile | None, read: Restored) -> None:
         """Take what was read as what the run resumes from.
 
         Raises, on every rank:

@@ -33,7 +33,7 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading, Resume
+from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import all_come, meeting_group, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import hugging_face_tag, parse_record_name, records_dir
@@ -255,7 +255,7 @@ class AcceleratorHost(TrainerHost):
         with replaced(self.trainer.project_configuration, automatic_checkpoint_naming=False):
             return write_all(save, write_files)
 
-    def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Reading:
+    def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Restored:
         """Read a checkpoint by Accelerate's own method ``read(directory)``.
 
         Args:
@@ -393,7 +393,7 @@ class AcceleratedLoop(StepLoop):
         on_all_ranks(self._check_prepared)
         asked = None if input_dir is None else Path(os.path.abspath(os.path.expanduser(input_dir)))
 
-        def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+        def read_files(choice: Choice, beside: StepFile | None) -> Restored:
             before = None if beside is None else beside.topology
             return self.host.read(choice, before, lambda path: read(path, *args, **kwargs))
 

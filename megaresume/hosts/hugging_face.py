@@ -37,7 +37,7 @@ from typing import Any, Unpack
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
-from megaresume.checkpoint.host import Reading
+from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import on_all_ranks
@@ -452,7 +452,7 @@ class TransformersHost(TrainerHost):
 
         write_all(save, write_files)
 
-    def read(self, choice: Choice, before: Topology | None) -> Reading:
+    def read(self, choice: Choice, before: Topology | None) -> Restored:
         """Read what is stored with the weights, which the Trainer reads later. On every rank; raises on its own.
 
         Args:
@@ -480,7 +480,7 @@ class TransformersHost(TrainerHost):
             check_loadable(
                 self.trainer.accelerator, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew
             )
-        return Reading(envelope=envelope, iteration=step, samples=None)
+        return Restored(envelope=envelope, iteration=step, samples=None)
 
     # How long a run and an epoch are
 

@@ -42,7 +42,7 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint import random_state
-from megaresume.checkpoint.host import Reading
+from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import deepspeed_tag
@@ -240,7 +240,7 @@ class LightningHost(TrainerHost):
         if self._asked:
             pick = None if self._asked == "last" else exactly(self.session, root, self._asked)
 
-            def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+            def read_files(choice: Choice, beside: StepFile | None) -> Restored:
                 before = None if beside is None else beside.topology
                 return self.read(choice, before, lambda file: read(file, *args, **kwargs))
 
@@ -461,7 +461,7 @@ class LightningHost(TrainerHost):
             write_all(save, write_file)
         return file
 
-    def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Reading:
+    def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Restored:
         """Read a checkpoint by Lightning's own method ``read(file)``, which keeps it until the model is there.
 
         Args:
@@ -477,7 +477,7 @@ class LightningHost(TrainerHost):
 
         on_all_ranks(check_and_read)
         held = self.trainer._checkpoint_connector._loaded_checkpoint.get(KEY)
-        return Reading(envelope=None, iteration=0, samples=0) if held is None else self.resumed(held)
+        return Restored(envelope=None, iteration=0, samples=0) if held is None else self.resumed(held)
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""

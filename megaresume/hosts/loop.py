@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading, Resume
+from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group
 from megaresume.checkpoint.records.names import deepspeed_tag
@@ -99,7 +99,7 @@ class LoopHost(TrainerHost):
         if future is not None:
             self.background.begin(future, save)
 
-    def read(self, choice: Choice) -> Reading:
+    def read(self, choice: Choice) -> Restored:
         """Read the files of this rank: for `Session.load`."""
         with replaced(self, is_at_files=True):
             return self.resumed(files.read(self.objects, choice.tag_dir, self._group))

@@ -25,7 +25,7 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading
+from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
@@ -296,7 +296,7 @@ class BridgeHost(TrainerHost):
         """Write the files of this rank by Bridge's own method, ``write(schedule)``: for `Session.save`."""
         write_all(save, lambda: write(Carrying(schedule, save.envelope.to_text())))
 
-    def read(self, choice: Choice, state: Any, schedule: Any, read: Callable[[Any], Any]) -> Reading:
+    def read(self, choice: Choice, state: Any, schedule: Any, read: Callable[[Any], Any]) -> Restored:
         """Read the files of this rank by Bridge's own method, ``read(schedule)``: for `Session.load`.
 
         Args:

@@ -23,7 +23,7 @@ from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading
+from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.names import is_usual_tag, megatron_tag, tag_iteration
 from megaresume.checkpoint.records.step_file import StepFile
@@ -64,7 +64,7 @@ class Manager:
         elif own.ckpt_step is not None:
             asked = root / megatron_tag(own.ckpt_step)
 
-        def read(choice: Choice, _beside: StepFile | None) -> Reading:
+        def read(choice: Choice, _beside: StepFile | None) -> Restored:
             return run.read(
                 choice,
                 ctx.state,

@@ -41,7 +41,7 @@ import xxhash
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.host import Reading, Resume
+from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, rank, world_size
 from megaresume.checkpoint.records.envelope import Envelope
@@ -323,7 +323,7 @@ class TorchftHost(TrainerHost):
 
         write_all(save, write)
 
-    def read(self, choice: Choice) -> Reading:
+    def read(self, choice: Choice) -> Restored:
         """Read the file of this process: for `Session.load`."""
         manager = self.trainer
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.host import Reading
+from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0
@@ -227,7 +227,7 @@ class TitanHost(TrainerHost):
             CheckpointError, StateError: see `Session.load`.
         """
 
-        def read(choice: Choice, _beside: object) -> Reading:
+        def read(choice: Choice, _beside: object) -> Restored:
             assert choice.iteration is not None
             with replaced(self.manager, folder=str(choice.load_dir)), files.dcp_errors():
                 load(choice.iteration)

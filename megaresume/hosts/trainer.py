@@ -25,7 +25,7 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
-from megaresume.checkpoint.host import Host, Reading
+from megaresume.checkpoint.host import Host, Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import on_all_ranks, world_size
@@ -249,11 +249,11 @@ class TrainerHost(Host):
         """The members of a checkpoint besides the weights, by plain names: data state, optimizer steps, samples."""
         return {"data": save.envelope.to_text(), "step": self.steps.step, "samples": self.steps.samples}
 
-    def resumed(self, carried: Mapping[str, Any]) -> Reading:
+    def resumed(self, carried: Mapping[str, Any]) -> Restored:
         """From what `carried` gave, which was read with the weights."""
         return self.resumed_at(carried["step"], carried["samples"], Envelope.read(carried["data"]))
 
-    def resumed_at(self, step: int, samples: int | None, envelope: Envelope | None, result: Any = None) -> Reading:
+    def resumed_at(self, step: int, samples: int | None, envelope: Envelope | None, result: Any = None) -> Restored:
         """The weights of so many steps and samples were read, and what lay with them.
 
         Args:
@@ -263,11 +263,11 @@ class TrainerHost(Host):
         """
         recorded = 0 if envelope is None else envelope.samples
         self.steps.loaded(step, recorded if samples is None else samples)
-        return Reading(envelope=envelope, iteration=step, samples=samples, result=result)
+        return Restored(envelope=envelope, iteration=step, samples=samples, result=result)
 
     def load_by(
         self,
-        read: Callable[[Choice, StepFile | None], Reading],
+        read: Callable[[Choice, StepFile | None], Restored],
         tag_dir: Path | None = None,
         *,
         root: Path | None = None,

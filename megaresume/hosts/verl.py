@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.host import Reading
+from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks, world_size
 from megaresume.checkpoint.records.envelope import Envelope
@@ -215,7 +215,7 @@ class VerlHost(TrainerHost):
         trainer.steps_per_epoch = len(self.batches)
         return result
 
-    def _read(self, choice: Choice, load: Any) -> Reading:
+    def _read(self, choice: Choice, load: Any) -> Restored:
         on_all_ranks(lambda: _check_ranks(choice.tag_dir))
         with replaced(self.trainer.ckpt_handler, resume_mode="resume_path", resume_from_path=str(choice.tag_dir)):
             result = load()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.host import Reading, check_same
+from megaresume.checkpoint.host import Restored, check_same
 from megaresume.checkpoint.load.choose import choose
 from megaresume.stream.errors import StateError
 
@@ -17,7 +17,7 @@ def test_weights_of_another_step(root: Path, more: dict[str, int]) -> None:
     choice = choose(root)
     assert choice is not None and choice.record is not None
     record = choice.record
-    right = Reading(envelope=record.envelope, iteration=record.iteration, samples=record.state.samples)
+    right = Restored(envelope=record.envelope, iteration=record.iteration, samples=record.state.samples)
     check_same(record.envelope, right, record, choice)
     wrong = dataclasses.replace(right, **{name: getattr(right, name) + n for name, n in more.items()})
     with pytest.raises(StateError, match="the weights and the data state are from different steps"):
@@ -28,6 +28,6 @@ def test_another_state_beside_them(root: Path) -> None:
     choice, older = choose(root), choose(root, tag="global_step20")
     assert choice is not None and choice.record is not None and older is not None
     record = choice.record
-    read = Reading(envelope=record.envelope, iteration=record.iteration, samples=record.state.samples)
+    read = Restored(envelope=record.envelope, iteration=record.iteration, samples=record.state.samples)
     with pytest.raises(StateError, match="is not the one beside it"):
         check_same(record.envelope, read, older.record, choice)

@@ -163,7 +163,7 @@ def state_at(step: int, replica: int = 0, *, module: Any = None) -> RandomState:
         replica: of which it is.
         module: one that seeds its layers by a count.
     """
-    count = None if module is None else random_state.Count(module, "micro_offset")
+    count = None if module is None else random_state.SeedCount(module, "micro_offset")
     return RandomState(lambda: step, CPU, lambda: f"replica {replica}", count=count)
 
 

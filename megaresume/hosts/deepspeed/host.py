@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
-from megaresume.checkpoint.host import Data, Reading
+from megaresume.checkpoint.host import Data, Restored
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.random_state import Count, RandomState
+from megaresume.checkpoint.random_state import RandomState, SeedCount
 from megaresume.checkpoint.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import FORMAT, Envelope
 from megaresume.checkpoint.records.names import deepspeed_tag
@@ -164,7 +164,7 @@ class EngineHost:
         """The generators of this rank. Tensor-parallel ranks are replicas of each other."""
         replica = f"data-parallel rank {facts.data_rank(self.engine)}, stage {int(getattr(self.engine, 'stage_id', 0))}"
         module = self.engine.module
-        count = Count(module, "micro_offset") if facts.is_pipeline(self.engine) and module.seed_layers else None
+        count = SeedCount(module, "micro_offset") if facts.is_pipeline(self.engine) and module.seed_layers else None
         return RandomState(self.iteration, self.engine.device, lambda: replica, count=count)
 
     def expected_files(self, save_dir: Path, tag: str) -> list[str]:
@@ -248,7 +248,7 @@ class EngineHost:
 
         is_read = False
 
-        def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+        def read_files(choice: Choice, beside: StepFile | None) -> Restored:
             nonlocal is_read
             facts.forget_gradients(self.engine)
             choice, path, client_state = self.read(read, choice, beside, optimizer=not module_only)
@@ -257,7 +257,7 @@ class EngineHost:
             envelope = None if within is None or module_only else on_all_ranks(lambda: Envelope.read(within))
             if envelope is None and self._adopt is not None and not module_only:
                 envelope = self._adopted(choice, samples)
-            return Reading(
+            return Restored(
                 envelope=envelope,
                 iteration=self.iteration(),
                 samples=samples,

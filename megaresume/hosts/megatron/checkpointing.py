@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.file_errors import is_damage, read_on_all_ranks, read_undamaged
-from megaresume.checkpoint.host import Reading
+from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import check_owned
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
@@ -276,14 +276,14 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
     root, tag = Path(os.path.abspath(args.load)), host.tag(trained[0])
     choice = host.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], record=None, manifest=None)
     topology = topology_of(seen, envelope.samples)
-    reading = Reading(
+    restored = Restored(
         envelope=envelope,
         iteration=trained[0],
         samples=trained[1],
         counter="consumed_train_samples",
         topology=topology,
     )
-    host.session.accept(choice, host.beside, reading)
+    host.session.accept(choice, host.beside, restored)
 
 
 def _begin_anew(host: MegatronHost) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.host import Reading, change_lines
+from megaresume.checkpoint.host import Restored, change_lines
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.records.envelope import Envelope, stream_of
 from megaresume.checkpoint.records.names import deepspeed_tag
@@ -78,12 +78,12 @@ class Loop:
             (save.save_dir / save.tag).mkdir(exist_ok=True)
             torch.save(held | {"data": save.envelope.to_text()}, save.save_dir / save.tag / "weights.pt")
 
-    def read(self, choice: Any, beside: object) -> Reading:
+    def read(self, choice: Any, beside: object) -> Restored:
         held = torch.load(choice.tag_dir / "weights.pt", weights_only=True)
         self.model.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
         self.step = held["step"]
-        return Reading(envelope=Envelope.read(held["data"]), iteration=self.step, samples=self.samples())
+        return Restored(envelope=Envelope.read(held["data"]), iteration=self.step, samples=self.samples())
 
     def train(self, batch: dict[str, torch.Tensor]) -> float:
         """One step; the loss of this rank."""
