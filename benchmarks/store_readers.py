@@ -323,12 +323,12 @@ WAYS: dict[str, tuple[Callable[[ReadPlan, Path], None] | None, Callable[[ReadPla
     "webdataset": (write_tars, webdataset),
     "torch Dataset": (None, torch_dataset),
 }
-_OURS = "megaresume.batches.loader megaresume.batches.open megaresume.data.kernels numpy.ma tokenizers"
+_OURS = "megaresume.batches.loader megaresume.batches.open megaresume.data.kernels numpy.ma tokenizers s3fs obstore"
 #: what each imports: not counted.
 IMPORTS = {
-    "ours": f"{_OURS} s3fs obstore",
-    "ours, no disk": f"{_OURS} s3fs obstore",
-    "ours, no disk, in blocks": f"{_OURS} s3fs obstore",
+    "ours": _OURS,
+    "ours, no disk": _OURS,
+    "ours, no disk, in blocks": _OURS,
     "litData": "litdata obstore",
     "MosaicML streaming": "streaming boto3",
     "Energon": "megatron.energon boto3",

@@ -104,10 +104,10 @@ class BatchSchedule:
             if not segments or segments[-1][1] != size:
                 segments.append((sample if segments else 0, size))
             # Within one sample of a bound, what floating point says is taken step by step.
-            ahead = next((bound for bound in bounds if bound >= sample - 1), None)
-            if ahead is None:
+            ahead = bisect_left(bounds, sample - 1)
+            if ahead == len(bounds):
                 return cls(tuple(segments))
-            sample += size * max(int((ahead - 1 - sample) // size), 1)
+            sample += size * max(int((bounds[ahead] - 1 - sample) // size), 1)
 
     def size_at(self, sample: int) -> int:
         """Global batch size of the step that begins at ``sample``."""
