@@ -98,11 +98,12 @@ def number_range(flag: str, text: str, lowest: int) -> tuple[int, int]:
         numbers = int(first) if first else lowest, int(stop) if colon else int(first) + 1
     except ValueError:
         numbers = (0, -1)
-    if not lowest <= numbers[0] < numbers[1]:
+    if not lowest <= numbers[0] < numbers[1] < 1 << 62:  # a position is an int64
         raise UsageError(
             f"bad range of {flag[2:]}",
             found=repr(text),
-            expected=f"A:B with {lowest} <= A < B: from A to B-1" + (" (steps are counted from 1)" if lowest else ""),
+            expected=f"A:B with {lowest} <= A < B < 2^62: from A to B-1"
+            + (" (steps are counted from 1)" if lowest else ""),
             action=f"for example {flag} {lowest}:{lowest + 8}",
         )
     return numbers
