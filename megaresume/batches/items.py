@@ -73,12 +73,12 @@ class ItemSource:
         self,
         dataset: Any,
         name: str,
-        lengths: Int64Array | None = None,
+        lengths: Int64Array | None,
         *,
-        whole: bool = False,
-        kept: Path | None = None,
-        sizes: Int64Array | None = None,
-        keyed: bool = False,
+        whole: bool,
+        kept: Path | None,
+        sizes: Int64Array | None,
+        keyed: bool,
     ) -> None:
         self.dataset, self.name, self.tokens, self.whole, self.kept = dataset, name, lengths, whole, kept
         self._sizes, self._keyed = sizes, keyed
@@ -285,9 +285,9 @@ class ItemReader(torch.utils.data.Dataset[Any]):
     def __init__(
         self,
         datasets: Mapping[str, Any],
-        measures: Mapping[str, Measure] | None = None,
+        measures: Mapping[str, Measure] | None,
         *,
-        keyed: bool = False,
+        keyed: bool,
     ) -> None:
         self._names, self._datasets = list(datasets), list(datasets.values())
         self._measures = None if measures is None else list(measures.values())

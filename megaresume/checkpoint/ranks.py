@@ -171,6 +171,9 @@ def on_rank_0(function: Callable[[], T]) -> T:
     return value  # type: ignore[return-value,unused-ignore]
 
 
+#: seconds that ranks wait for the others, less than collectives do: at a meeting, while nobody has failed; otherwise.
+PATIENCE_AT_MEETINGS, PATIENCE = 1500.0, 300.0
+
 #: meetings so far: every rank counts the same ones.
 _meetings = itertools.count()
 
@@ -197,12 +200,10 @@ class Meeting:
 
     Args:
         doing: what they do, for the error: "load_checkpoint()".
-        patience_seconds: for ranks that do not come: as long as all is well, and once one has failed. Less than
-            collectives wait.
     """
 
-    def __init__(self, doing: str, *, patience_seconds: tuple[float, float] = (1500.0, 300.0)) -> None:
-        self._key, self._doing, self._patience = f"megaresume/meet/{next(_meetings)}", doing, patience_seconds
+    def __init__(self, doing: str) -> None:
+        self._key, self._doing = f"megaresume/meet/{next(_meetings)}", doing
         self._failures: list[Failure] = []
         self._group = meeting_group()
 
@@ -269,7 +270,7 @@ class Meeting:
                 return [bool(place) for place in places]
             if store.check([f"{self._key}/lost"]):
                 raise _lost(self._doing, store.get(f"{self._key}/lost").decode())
-            if time.monotonic() - since > self._patience[bool(self._failures)]:
+            if time.monotonic() - since > (PATIENCE if self._failures else PATIENCE_AT_MEETINGS):
                 break
         _keep(work, (places, self._group))  # whose end would wait for the others
         return None
@@ -311,16 +312,12 @@ def pauses(longest: float, first: float = 0.005) -> Iterator[None]:
         first = min(1.5 * first, longest)
 
 
-#: seconds that the other ranks are waited for: less than collectives wait.
-PATIENCE = 300.0
-
-
 def meeting_group() -> Any:
     """A process group on the CPU where ranks only meet: they notice there when one of them is gone. Collective."""
     return None if world_size() == 1 else _dist().new_group(backend="gloo")
 
 
-def all_come(doing: str, group: Any, *, poll_seconds: float = 0.1) -> None:
+def all_come(doing: str, group: Any) -> None:
     """Before the first collective of what a program calls: wait for all ranks, without one of the training's groups.
 
     Args:
@@ -338,7 +335,7 @@ def all_come(doing: str, group: Any, *, poll_seconds: float = 0.1) -> None:
     store.set(f"{key}/{rank()}", "")
     work = _dist().barrier(group=group, async_op=True)
     deadline = time.monotonic() + PATIENCE
-    for _ in pauses(poll_seconds, 0.001):
+    for _ in pauses(0.1, 0.001):
         if work.is_completed():
             break
         if time.monotonic() > deadline:
@@ -468,8 +465,9 @@ def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None
     raise known_to_all(error)
 
 
-def _around_difference(one: str, other: str, shown: int = 80) -> tuple[str, str]:
+def _around_difference(one: str, other: str) -> tuple[str, str]:
     """Both texts, or what stands around their first difference if they are long."""
+    shown = 80  # characters from it on, and half as many before it
     if max(len(one), len(other)) <= 2 * shown:
         return one, other
     at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -96,7 +96,7 @@ def tidy(root: Path, choice: Choice | None = None) -> None:
 
 
 def record_end(
-    save_dir: str | os.PathLike[str], *, iteration: int, state: DataState, topology: Topology | None = None
+    save_dir: str | os.PathLike[str], *, iteration: int, state: DataState, topology: Topology
 ) -> LedgerEntry:
     """Record that nothing is left to train. On rank 0, after the last save.
 

@@ -366,11 +366,10 @@ class LocalLauncher:
     Args:
         script: of one node, as ``launch/torchrun.sh`` is.
         most: ranks of the largest job.
-        grace: seconds, see `GRACE`.
     """
 
-    def __init__(self, script: Path, *, most: int, grace: float = GRACE) -> None:
-        self._script, self._grace, self._devices = script, grace, Devices(most)
+    def __init__(self, script: Path, *, most: int) -> None:
+        self._script, self._devices = script, Devices(most)
         self.description = self._devices.description
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
@@ -385,7 +384,7 @@ class LocalLauncher:
 
     def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
         """See `Launcher`."""
-        return LocalScript(self._script, launch, self._devices, grace=self._grace)
+        return LocalScript(self._script, launch, self._devices)
 
 
 class LocalScript(Processes):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.cluster.launcher import Kind, Launch, Launcher, RunningLaunch
-from megaresume.cluster.records import RunRecords, read_any, read_records
+from megaresume.cluster.records import RunRecords, read_any
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 
@@ -32,15 +32,12 @@ class Watch:
         records: file or directory.
         steps: of the whole run.
         what: in front of the bar.
-        read: what is there -> its records.
     """
 
-    def __init__(
-        self, records: Path, steps: int, what: str, *, read: Callable[[Path], RunRecords | None] = read_records
-    ) -> None:
+    def __init__(self, records: Path, steps: int, what: str) -> None:
         from tqdm import tqdm
 
-        self._path, self._read = records, read
+        self._path = records
         self._size = -1
         self._times: list[float] = []
         #: the last step done, and where the last start began.
@@ -74,7 +71,7 @@ class Watch:
         if size != self._size:
             self._size = size
             self.changed = time.monotonic()
-            self.records = self._read(self._path) if size else None
+            self.records = read_any(self._path) if size else None
             done = 0 if self.records is None else max([self.start, *self.records.steps])
             if done > self.step:
                 self._times.append(time.monotonic())
@@ -489,7 +486,7 @@ class Scenario:
         return job
 
     def _watch(self, name: str) -> Watch:
-        return Watch(self.records(name), self.steps, f"  {name}", read=read_any)
+        return Watch(self.records(name), self.steps, f"  {name}")
 
     def _until(self, job: RunningLaunch, watch: Watch, condition: Callable[[], bool], who: str) -> bool:
         """Wait for it; False: the job ended before."""
@@ -541,7 +538,7 @@ class Scenario:
 _IGNORED = "the launch script ignores its arguments, and so --megaresume-log-samples; or the program does not know it"
 
 
-def _tail(job: RunningLaunch, characters: int = 2000) -> str:
+def _tail(job: RunningLaunch) -> str:
     """The end of its output, without what a launcher adds when a rank has failed."""
     text = job.text()
     ends = [
@@ -549,4 +546,4 @@ def _tail(job: RunningLaunch, characters: int = 2000) -> str:
     ]
     if ends:
         text = text[: text.rfind("\n", 0, min(ends)) + 1]
-    return text[-characters:].strip() or "(none)"
+    return text[-2000:].strip() or "(none)"

@@ -143,7 +143,7 @@ class DirectoryReport:
 
 
 def directory_checks(
-    run: Run, layout: Layout | None, *, dp: int | None = None, zero_stage: int | None = None, last: int = 5
+    run: Run, layout: Layout | None, *, dp: int | None, zero_stage: int | None, last: int
 ) -> DirectoryReport:
     """Check a directory of checkpoints.
 

@@ -187,7 +187,7 @@ def _printed(text: str) -> Loss:
     return Loss(value=float(text), text=text)
 
 
-def compare_losses(first: LossLog, second: LossLog, *, tolerance: float = 0.0) -> LossComparison:
+def compare_losses(first: LossLog, second: LossLog, *, tolerance: float) -> LossComparison:
     """Compare two runs step by step. Where one log is printed, the other is rounded as it prints."""
     both = sorted(first.steps.keys() & second.steps.keys())
     pairs = [(step, *_comparable(first.steps[step], second.steps[step])) for step in both]

@@ -343,7 +343,7 @@ _MOST_HOSTS = 20
 _Seen = tuple[str, str, str | None]
 
 
-def check_shared(directory: str | os.PathLike[str], *, action: str | None = None) -> None:
+def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> None:
     """Make sure that a directory which rank 0 writes to is the same on every rank. Collective.
 
     Args:

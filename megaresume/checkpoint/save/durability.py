@@ -413,7 +413,7 @@ class Durability:
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait_for(self, root: Path, tag: str, timeout: float = PATIENCE) -> None:
+    def wait_for(self, root: Path, tag: str) -> None:
         """Wait until nothing is left to do for a tag, which is about to be saved again, or the disk refuses."""
         place = root.resolve()
         with self._changed:
@@ -421,7 +421,7 @@ class Durability:
             for work in same:  # what is not committed by now never will be
                 work.passed = time.monotonic() - PATIENCE_FOR_COMMIT
             self._changed.notify_all()
-            self._changed.wait_for(lambda: all(work.failed or work not in self._queue for work in same), timeout)
+            self._changed.wait_for(lambda: all(work.failed or work not in self._queue for work in same), PATIENCE)
 
     def close(self, timeout: float | None = None, *, is_saving: bool = True) -> None:
         """Wait a limited time for the remaining work; log what is left. On any rank.

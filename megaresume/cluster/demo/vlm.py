@@ -239,13 +239,13 @@ def _curve(run: dict[int, dict[str, Any]], twin: dict[int, dict[str, Any]]) -> s
     return svg(draw, height=3)
 
 
-def _pictures(out: Path, record: dict[str, Any], number: int = 12) -> str:
-    """Pictures with their answers, as a row of cards."""
+def _pictures(out: Path, record: dict[str, Any]) -> str:
+    """The first pictures with their answers, as a row of cards."""
     from megaresume.batches.open import open_stream
 
     source = open_stream(out / "held_out.yaml").sources[0]
     cards = []
-    for answer in record["answers"][:number]:
+    for answer in record["answers"][:12]:
         members = source.record(answer["document"]).members  # type: ignore[attr-defined]
         images = "".join(
             f'<img alt="" style="height:4rem;image-rendering:pixelated;margin-right:.3rem" '

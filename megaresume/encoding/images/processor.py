@@ -201,10 +201,10 @@ def _factory(name: str) -> Any:
 
 
 #: width, height in pixels: square, wide, tall, small, odd.
-SIZES = ((64, 64), (301, 97), (75, 220), (29, 31), (448, 336))
+_SIZES = ((64, 64), (301, 97), (75, 220), (29, 31), (448, 336))
 
 
-def check_processor(processor: Processor, sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
+def check_processor(processor: Processor) -> None:
     """Try it on images of several sizes.
 
     Raises:
@@ -214,7 +214,7 @@ def check_processor(processor: Processor, sizes: tuple[tuple[int, int], ...] = S
     generators = _Globals()
     states = generators.states()
     try:
-        for width, height in sizes:
+        for width, height in _SIZES:
             _check_size(processor, copy, _picture(width, height), generators)
     finally:
         generators.restore(states)

@@ -408,11 +408,11 @@ KINDS: dict[str, type[Any]] = {
 }
 
 
-def processor_from_options(options: object, where: str = "processor") -> Processor:
+def processor_from_options(options: object) -> Processor:
     """The processor that the options describe: ``{kind: native, max_pixels: 1003520}``.
 
     Raises:
         ConfigError: an unknown kind or option, or a bad value.
     """
-    processor: Processor = read_kind(options, KINDS, where)
+    processor: Processor = read_kind(options, KINDS, "processor")
     return processor

@@ -372,11 +372,11 @@ def _matched(record: Record, data: dict[str, Any]) -> list[tuple[list[Any], str 
 KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Caption, Chat, Interleaved)}
 
 
-def template_from_options(options: object, where: str = "template") -> Template:
+def template_from_options(options: object) -> Template:
     """The template that the options describe: ``{kind: caption, prompt: "\\n"}``, or only ``caption``.
 
     Raises:
         ConfigError: an unknown kind or option, or a bad value.
     """
-    template: Template = read_kind(options, KINDS, where, default="caption")
+    template: Template = read_kind(options, KINDS, "template", default="caption")
     return template

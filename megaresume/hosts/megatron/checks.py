@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ def after_load(current: MegatronHost, iteration: int, checkpoint_args: Any) -> N
 def _check_batch_size(args: Any, saved: Any) -> None:
     before, now = getattr(saved, "global_batch_size", None), getattr(args, "global_batch_size", None)
     steps = getattr(args, "step_batch_size_schedule", None) or getattr(saved, "step_batch_size_schedule", None)
-    if steps or not before or not now or before == now or _is_given(args, "global_batch_size"):
+    if steps or not before or not now or before == now or _is_batch_size_given(args):
         return
     dp, mbs = (
         f"{getattr(saved, name, '?')} -> {getattr(args, name, '?')}"
@@ -236,16 +236,14 @@ def _check_batch_size(args: Any, saved: Any) -> None:
     )
 
 
-def _is_given(args: Any, name: str, argv: Sequence[str] | None = None) -> bool:
-    """Whether a value comes from the command line or the YAML config, and not from Megatron's own default."""
+def _is_batch_size_given(args: Any) -> bool:
+    """Whether the command line or the YAML config gives the global batch size, and not Megatron's own default."""
     config = getattr(args, "yaml_cfg", None)
     if config:
         text = Path(config).read_text(encoding="utf-8", errors="replace")
-        found = re.search(rf"^\s*['\"]?{name}['\"]?\s*:\s*([^\s#]+)", text, re.MULTILINE)
+        found = re.search(r"^\s*['\"]?global_batch_size['\"]?\s*:\s*([^\s#]+)", text, re.MULTILINE)
         return found is not None and found[1] not in ("null", "~", "None")
-    flag = "--" + name.replace("_", "-")
-    words = sys.argv[1:] if argv is None else argv
-    return any(word.partition("=")[0].replace("_", "-") == flag for word in words)
+    return any(word.partition("=")[0].replace("_", "-") == "--global-batch-size" for word in sys.argv[1:])
 
 
 def _check_cyclic(args: Any, saved: Any) -> None:
