@@ -137,7 +137,7 @@ def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, g
         )
     shards: list[Any] = [source for source in sources if hasattr(source, "places")]
     if shards:
-        from megaresume.data.remote import DiskCache
+        from megaresume.data.disk_cache import DiskCache
 
         cache = DiskCache(Path(directory), int(gib * (1 << 30)))
         for source in shards:

@@ -35,7 +35,8 @@ energon.py             ``.nv-meta`` of an Energon data set, and its field map
 Bytes from disks and object stores
 shard_files.py         range reads of local files and object stores
 read_ahead.py          what comes next is read before it is needed
-remote.py              requests to object stores, and what they gave on a local disk, for the next epoch
+remote.py              requests to object stores, tried again with back-off
+disk_cache.py          what they gave, on a local disk, for the next epoch
 s3_ranges.py           ranges of S3 by obstore, in less processor time than s3fs takes
 store_counts.py        how often a request was tried again, or the disk had the record: of a process and its workers
 

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megaresume.data.remote import CHECKSUM, DiskCache, RemoteStore, is_url
+from megaresume.data.disk_cache import CHECKSUM, DiskCache
+from megaresume.data.remote import RemoteStore, is_url
 from megaresume.files import open_file
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 

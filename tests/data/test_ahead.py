@@ -17,9 +17,9 @@ import pytest
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.data import read_ahead, remote, s3_ranges, shard_files
+from megaresume.data.disk_cache import DiskCache
 from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.read_ahead import Ahead, joined
-from megaresume.data.remote import DiskCache
 from megaresume.data.shard_files import Place, ShardFiles
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.batches import Balance, BatchSchedule
@@ -260,7 +260,7 @@ def test_bytes_are_those_of_the_file_however_places_lie(tmp_path, monkeypatch):
         return real(self, place, start, stop)
 
     monkeypatch.setattr(ShardFiles, "read_span", read_span)
-    cache = remote.DiskCache(tmp_path, 1 << 30)
+    cache = DiskCache(tmp_path, 1 << 30)
     for count in (1, 4, 4):
         for path in sorted(tmp_path.rglob("*"))[::2]:  # the cache has a part of what it had
             path.unlink() if path.is_file() else None
@@ -336,7 +336,7 @@ def test_threads_of_a_reader_that_nobody_closed_end(monkeypatch):
 def test_what_the_cache_has_between_two_places_is_not_asked_for(slow, tmp_path, monkeypatch):
     monkeypatch.setattr(read_ahead, "GAP", shard_files.REGION - 4000)
     reader, asked, let = slow
-    files = ShardFiles(cache=remote.DiskCache(tmp_path, 1 << 30))
+    files = ShardFiles(cache=DiskCache(tmp_path, 1 << 30))
     let.release()
     middle = Place(files, "memory://slow.tar", len(SLOW), shard_files.REGION + 30_000, 1000)
     monkeypatch.setattr(ShardFiles, "identity", lambda self, path: f"{len(SLOW)}:stamp")

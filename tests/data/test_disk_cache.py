@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.data import read_ahead, remote, shard_files
+from megaresume.data import disk_cache, read_ahead, shard_files
+from megaresume.data.disk_cache import BLOCK, DiskCache
 from megaresume.data.prepare.shards import prepare_shards
-from megaresume.data.remote import BLOCK, DiskCache
 from megaresume.data.shard_files import SMALL, Place, ShardFiles
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
@@ -269,7 +269,7 @@ def test_a_write_that_stops_short_is_not_served(cache, monkeypatch):
 
 
 def test_what_one_call_may_not_write_is_not_kept(cache, monkeypatch):
-    monkeypatch.setattr(remote, "LARGEST", 4 * BLOCK)
+    monkeypatch.setattr(disk_cache, "LARGEST", 4 * BLOCK)
     used = DiskCache(cache, 1 << 20)
     used.put("large", b"x" * 4 * BLOCK)
     assert used.has_room and not kept(cache)
