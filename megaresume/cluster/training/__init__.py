@@ -6,8 +6,8 @@ python -m megaresume.cluster.training ...                     (one process)
 
 launch.py       the flags, Megatron's own names, and which combinations are refused; process group, device, parallel
                 groups; the end of a process
-model.py        GPTModel; attention that never crosses a document; the loss; AdamW, its rate, the DeepSpeed config;
-                vision transformer and projector, images before the GPTModel
+model.py        GPTModel; attention that never crosses a document; the loss; AdamW, its rate, the DeepSpeed config
+vision.py       vision transformer and projector: images before the GPTModel
 loop.py         the loop; validation on the same samples every time, held-out accuracy
 logging.py      lines for people, JSON lines for programs; seconds spent on the data, hashes of what the model gets
 __main__.py     from flags to a trained model

@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaresume.checkpoint.ending import run_program
-from megaresume.checkpoint.ranks import on_rank_0
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.settings import DataOptions
 from megaresume.cluster.training.launch import (
     Arguments,
@@ -24,8 +24,13 @@ from megaresume.cluster.training.launch import (
     stop_at_once,
 )
 from megaresume.hosts.attach import attach
-from megaresume.stream.batches import end_of_run, is_over
+from megaresume.stream.batches import BatchSchedule, end_of_run, is_over
 from megaresume.stream.errors import MegaresumeError, UsageError, missing_package
+
+if TYPE_CHECKING:
+    from megaresume.cluster.training.logging import SampleLog, Stopwatch
+    from megaresume.cluster.training.loop import Trainer, Validation
+    from megaresume.stream.stream import Stream
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,44 +79,82 @@ def _die(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def _run(args: Arguments) -> int:
+    """Train, and return the exit status."""
     device = launch(args)
-    # Deferred: torch, DeepSpeed and megatron-core take seconds to import, and bad flags should not.
-    import deepspeed
+    # Deferred, here and below: torch, DeepSpeed and megatron-core take seconds to import, and bad flags should not.
     import torch.distributed as dist
 
-    from megaresume.batches.open import open_stream, open_validation
-    from megaresume.checkpoint.ranks import on_all_ranks
-    from megaresume.checkpoint.stopping import Stopped
-    from megaresume.cluster.training.logging import SampleLog, Stopwatch
-    from megaresume.cluster.training.loop import Trainer, Validation
-    from megaresume.cluster.training.model import (
-        LearningRate,
-        ModelParallelUnit,
-        build_model,
-        build_optimizer,
-        deepspeed_config,
-        image_encoder,
-        with_vision,
-    )
-    from megaresume.hosts.deepspeed.elastic import prepare_load
+    from megaresume.batches.open import open_stream
+    from megaresume.cluster.training.logging import Stopwatch
+    from megaresume.cluster.training.loop import Trainer
+    from megaresume.cluster.training.model import LearningRate
+    from megaresume.cluster.training.vision import image_encoder
 
     dp, schedule = check_layout(args, dist.get_world_size())
-    if args.load is not None:
-        # Before anything is on the GPU: it may take long, or be refused.
-        prepare_load(
-            args.load,
-            zero_stage=args.zero_stage,
-            partitions=dp,
-            tag=None if args.ckpt_step is None else f"global_step{args.ckpt_step}",
-            elastic=args.launch.elastic,
-        )
+    _prepare_load(args, dp)
     on_data = Stopwatch()
     with on_data:
         data_options = on_all_ranks(lambda: _data(args))
         stream = on_all_ranks(lambda: open_stream(**data_options, on_change=args.data_options.on_change))
-    seq_length = stream.config.seq_length
     vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
     encoder = on_all_ranks(lambda: image_encoder(args, stream.sources))
+    engine = _engine(
+        args, schedule, device, seq_length=stream.config.seq_length, vocab_size=vocab_size, encoder=encoder
+    )
+    with on_data:
+        data = _attach(args, engine, stream, schedule)
+    on_data.watch(data, "restore")
+    _load(args, engine)
+    on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
+    # After the load: a run that continues measures what it measured when it began.
+    validation = _validation(
+        args,
+        data_options,
+        stream,
+        encoder,
+        global_batch_size=schedule.segments[-1][1],
+        vocab_size=vocab_size,
+        device=device,
+    )
+    over = is_over(int(engine.global_steps), data.samples_trained, **args.length)
+    trains = not (over or args.skip_train)
+    data.session.begin(trains=trains)
+    trainer = Trainer(
+        args,
+        engine,
+        data,
+        device=device,
+        rate=LearningRate.from_arguments(args, schedule),
+        validation=validation,
+        log=_started_log(args, engine, data, on_data),
+        vocab_size=vocab_size,
+    )
+    status = _train(args, trainer, trains=trains)
+    if trainer.is_over and not args.skip_train:
+        data.session.finish()
+    data.close()
+    shut_down()
+    return status
+
+
+def _prepare_load(args: Arguments, dp: int) -> None:
+    """Before anything is on the GPU: it may take long, or be refused."""
+    from megaresume.hosts.deepspeed.elastic import prepare_load
+
+    if args.load is not None:
+        prepare_load(args.load, zero_stage=args.zero_stage, partitions=dp, tag=_tag(args), elastic=args.launch.elastic)
+
+
+def _engine(
+    args: Arguments, schedule: BatchSchedule, device: Any, *, seq_length: int, vocab_size: int, encoder: Any
+) -> Any:
+    """DeepSpeed's engine, with model and optimizer."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from megaresume.cluster.training.model import ModelParallelUnit, build_model, build_optimizer, deepspeed_config
+    from megaresume.cluster.training.vision import with_vision
+
     model = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
     if encoder is not None:
         model = with_vision(args, model, encoder, device)
@@ -120,76 +163,73 @@ def _run(args: Arguments) -> int:
     size = sum(parameter.numel() for parameter in model.parameters())
     config = deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
-    with on_data:
-        data = attach(
-            engine,
-            stream,
-            checkpoints=replace(args.checkpoints, save_dir=args.save),
-            metrics=args.launch.metrics,
-            elastic=args.launch.elastic,
-            loader_options=replace(args.loader_options, num_workers=args.num_workers),
-            data_options=DataOptions(skip=on_all_ranks(lambda: _skip(args))),
-            schedule=schedule,
-        )
-    on_data.watch(data, "restore")
-    _load(args, engine)
-    on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
-    sets = {}
-    if args.eval_iters:
-        # After the load: a run that continues measures what it measured when it began.
-        sets = on_all_ranks(lambda: open_validation(training=stream, **data_options))
-    held_out = None
-    if args.megaresume_held_out is not None:
-        held_out = on_all_ranks(lambda: _open_held_out(args, seq_length, encoder))
-    validation = Validation(
-        args,
-        sets=sets,
-        held_out=held_out,
-        global_batch_size=schedule.segments[-1][1],
-        vocab_size=vocab_size,
-        device=device,
+    return engine
+
+
+def _attach(args: Arguments, engine: Any, stream: Stream, schedule: BatchSchedule) -> Any:
+    """The data of the training, which saves and loads with the engine."""
+    return attach(
+        engine,
+        stream,
+        checkpoints=replace(args.checkpoints, save_dir=args.save),
+        metrics=args.launch.metrics,
+        elastic=args.launch.elastic,
+        loader_options=replace(args.loader_options, num_workers=args.num_workers),
+        data_options=DataOptions(skip=on_all_ranks(lambda: _skip(args))),
+        schedule=schedule,
     )
-    over = is_over(int(engine.global_steps), data.samples_trained, **args.length)
-    trains = not (over or args.skip_train)
-    data.session.begin(trains=trains)
+
+
+def _validation(
+    args: Arguments, data_options: Mapping[str, Any], training: Stream, encoder: Any, **sizes: Any
+) -> Validation:
+    """The held-out data, and how it is measured."""
+    from megaresume.batches.open import open_validation
+    from megaresume.cluster.training.loop import Validation
+
+    sets, held_out = {}, None
+    if args.eval_iters:
+        sets = on_all_ranks(lambda: open_validation(training=training, **data_options))
+    if args.megaresume_held_out is not None:
+        held_out = on_all_ranks(lambda: _open_held_out(args, training.config.seq_length, encoder))
+    return Validation(args, sets=sets, held_out=held_out, **sizes)
+
+
+def _started_log(args: Arguments, engine: Any, data: Any, on_data: Stopwatch) -> SampleLog:
+    """The log of --megaresume-log-samples, with the line of this start."""
+    from megaresume.cluster.training.logging import SampleLog
+
     log = on_all_ranks(
         lambda: SampleLog(
             args.megaresume_log_samples,
             attempt=data.attempt or 1,
             topology=data.host.topology(),
-            writes=dist.get_rank() == 0,
+            writes=is_rank_0(),
         )
     )
     with on_data:
-        digest = stream.digest_at(data.samples_trained)
+        digest = data.stream.digest_at(data.samples_trained)
     log.start(
         step=engine.global_steps, samples=data.samples_trained, digest=digest, data_seconds=round(on_data.seconds, 6)
     )
-    trainer = Trainer(
-        args,
-        engine,
-        data,
-        device=device,
-        rate=LearningRate.from_arguments(args, schedule),
-        validation=validation,
-        log=log,
-        vocab_size=vocab_size,
-    )
-    status = 0
+    return log
+
+
+def _train(args: Arguments, trainer: Trainer, *, trains: bool) -> int:
+    """Train, or what there is to do instead; the exit status."""
+    from megaresume.checkpoint.stopping import Stopped
+
     if trains:
         try:
             trainer.train()
         except Stopped as stopped:
-            status = int(stopped.code or 0)
+            return int(stopped.code or 0)
     elif args.skip_train:
         trainer.validate()
     else:
-        announce(f"megaresume: the run is over: {engine.global_steps} steps, {data.samples_trained} samples trained")
-    if trainer.is_over and not args.skip_train:
-        data.session.finish()
-    data.close()
-    shut_down()
-    return status
+        steps, samples = trainer.engine.global_steps, trainer.data.samples_trained
+        announce(f"megaresume: the run is over: {steps} steps, {samples} samples trained")
+    return 0
 
 
 def _skip(args: Arguments) -> Any:
@@ -224,7 +264,7 @@ def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
         UsageError: its images are not encoded as those that the model is trained on.
     """
     from megaresume.batches.open import open_stream
-    from megaresume.cluster.training.model import encoders_of
+    from megaresume.cluster.training.vision import encoders_of
 
     assert args.megaresume_held_out is not None
     stream = open_stream(args.megaresume_held_out, seq_length=seq_length, seed=args.seed)
@@ -260,15 +300,18 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
     return max(known)
 
 
+def _tag(args: Arguments) -> str | None:
+    """The checkpoint that --ckpt-step asks for."""
+    return None if args.ckpt_step is None else f"global_step{args.ckpt_step}"
+
+
 def _load(args: Arguments, engine: Any) -> None:
     """Resume from --load, or make sure that a fresh start overwrites nothing."""
-    from megaresume.checkpoint.ranks import on_rank_0
     from megaresume.checkpoint.starts import check_fresh_start
 
     path = None
     if args.load is not None:
-        tag = None if args.ckpt_step is None else f"global_step{args.ckpt_step}"
-        path, _ = engine.load_checkpoint(args.load, tag=tag)
+        path, _ = engine.load_checkpoint(args.load, tag=_tag(args))
     save = args.save
     if path is None and save is not None:
         on_rank_0(lambda: check_fresh_start(save, cause="--load was forgotten", load=f"--load {save}"))

@@ -27,7 +27,8 @@ from megaresume.batches.batch import Batch
 from megaresume.batches.loader import StreamLoader
 from megaresume.cluster.training.launch import Arguments, announce, stop_conditions
 from megaresume.cluster.training.logging import SampleLog, StepRecord, Stopwatch, Trained
-from megaresume.cluster.training.model import Images, LearningRate, LossMeter, document_mask, loss_to_minimise
+from megaresume.cluster.training.model import LearningRate, LossMeter, document_mask, loss_to_minimise
+from megaresume.cluster.training.vision import Images
 from megaresume.hosts.deepspeed.training_data import TrainingData
 from megaresume.stream.batches import BatchSchedule, is_over
 from megaresume.stream.errors import CorpusError, StreamExhausted

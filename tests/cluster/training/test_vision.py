@@ -11,11 +11,10 @@ from PIL import Image
 
 from megaresume.cluster.training.launch import Arguments, parse_arguments
 from megaresume.cluster.training.logging import content_hashes
-from megaresume.cluster.training.model import (
+from megaresume.cluster.training.model import build_model, document_mask
+from megaresume.cluster.training.vision import (
     Images,
     VisionLanguageModel,
-    build_model,
-    document_mask,
     image_encoder,
     vision_shape,
     with_vision,
