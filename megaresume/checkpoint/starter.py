@@ -23,7 +23,8 @@ from megaresume.checkpoint.records.envelope import DataState
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import Saved, ledger_path
 from megaresume.checkpoint.roots import Roots
-from megaresume.checkpoint.save.durability import Durability, not_durable
+from megaresume.checkpoint.save.durability import Durability
+from megaresume.checkpoint.save.forcing import not_durable
 from megaresume.checkpoint.starts import NOTHING_TO_TRAIN, check_fresh_start, record_start, tidy
 
 if TYPE_CHECKING:

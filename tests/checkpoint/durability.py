@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megaresume.checkpoint.records.manifest import Manifest
-from megaresume.checkpoint.save.durability import (
+from megaresume.checkpoint.save.forcing import (
     GoneError,
     NotForcedError,
     distrust,

@@ -19,7 +19,7 @@ from typing import Any
 
 from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.save.commit import begin_save, commit_save
-from megaresume.checkpoint.save.durability import not_durable
+from megaresume.checkpoint.save.forcing import not_durable
 from megaresume.checkpoint.save.retention import make_room, put_back
 from megaresume.checkpoint.starts import record_start
 from tests.checkpoint.conftest import MODEL, OPTIM, make_state

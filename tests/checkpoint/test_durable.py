@@ -14,10 +14,10 @@ from megaresume.checkpoint.records import manifest as manifests
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.manifest import Manifest, read_manifest
 from megaresume.checkpoint.records.names import Saved
-from megaresume.checkpoint.save import durability
+from megaresume.checkpoint.save import durability, forcing
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.save.durability import (
-    Durability,
+from megaresume.checkpoint.save.durability import Durability
+from megaresume.checkpoint.save.forcing import (
     NodePart,
     finish,
     force,
@@ -137,7 +137,7 @@ def test_a_file_that_could_not_be_forced_is_written_again(
     """A checkpoint that is complete is not lost with a moment of the disk's. What was lost is not called durable."""
     name = complete.files[0].path
     disk = Disk(name, times)
-    for module in (durability, manifests):
+    for module in (forcing, manifests):
         monkeypatch.setattr(module, "fsync_file", disk.fsync)
     work = Durability(checksums=True)
     work.submit(root, complete.saved)
@@ -155,7 +155,7 @@ def test_what_could_not_be_forced_and_is_gone_from_memory_is_not_loaded(
     root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = root / "global_step40" / complete.files[0].path
-    monkeypatch.setattr(durability, "fsync_file", Disk(path.name).fsync)
+    monkeypatch.setattr(forcing, "fsync_file", Disk(path.name).fsync)
     with pytest.raises(CheckpointError, match="could not be forced"):
         make_durable(root, complete)
     monkeypatch.undo()
@@ -170,7 +170,7 @@ def test_what_could_not_be_forced_and_is_gone_from_memory_is_not_loaded(
 def test_without_checksums_a_file_that_cannot_be_forced_makes_it_worthless(
     root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durability, "fsync_file", Disk(complete.files[0].path).fsync)
+    monkeypatch.setattr(forcing, "fsync_file", Disk(complete.files[0].path).fsync)
     with pytest.raises(CheckpointError, match="could not be forced"):
         make_durable(root, complete, checksums=False)
     assert taken(root) == 30 and not_durable(root) == ()

@@ -19,7 +19,7 @@ from megaresume.checkpoint.records.pointers import read_pointers
 from megaresume.checkpoint.records.rank_files import write_rank_file
 from megaresume.checkpoint.records.sealed import unseal
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.save.durability import not_durable
+from megaresume.checkpoint.save.forcing import not_durable
 from megaresume.checkpoint.save.retention import put_back
 from megaresume.checkpoint.starts import record_start
 from megaresume.stream.state import StreamState

@@ -59,7 +59,7 @@ def _end_threads() -> None:
 def _start(root: Path) -> None:
     from megaresume.checkpoint.load.choose import choose
     from megaresume.checkpoint.lock.lock import take
-    from megaresume.checkpoint.save.durability import not_durable
+    from megaresume.checkpoint.save.forcing import not_durable
     from megaresume.checkpoint.save.retention import put_back
     from megaresume.checkpoint.starts import record_start
     from tests.checkpoint.conftest import make_state
