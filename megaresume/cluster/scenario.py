@@ -12,8 +12,6 @@ this machine and kills everything at once, the smoke test launches a script on a
 from __future__ import annotations
 
 import datetime
-import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,120 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.cluster.launcher import Kind, Launch, Launcher, RunningLaunch
-from megaresume.cluster.records import RunRecords, read_any
-from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
-
-
-class Watch:
-    """Looks at the records again and again.
-
-    Args:
-        records: file or directory.
-        steps: of the whole run.
-        what: in front of the bar.
-    """
-
-    def __init__(self, records: Path, steps: int, what: str) -> None:
-        from tqdm import tqdm
-
-        self._path = records
-        self._size = -1
-        self._times: list[float] = []
-        #: the last step done, and where the last start began.
-        self.step = 0
-        #: the records as read last; None: nothing yet.
-        self.records: RunRecords | None = None
-        #: seconds of `time.monotonic` when there was something new.
-        self.changed = time.monotonic()
-        self._bar = tqdm(total=steps, desc=what, unit="step", disable=None, leave=False, file=sys.stderr)
-        self.reached(None)
-
-    @property
-    def starts(self) -> int:
-        """The number of starts so far."""
-        return 0 if self.records is None else len(self.records.starts)
-
-    @property
-    def start(self) -> int:
-        """The step that the last one began with; 0: there is none."""
-        return int(self.records.starts[-1]["step"]) if self.records is not None and self.records.starts else 0
-
-    @property
-    def step_seconds(self) -> float:
-        """The seconds of a step, the average of the last ones."""
-        last = self._times[-4:]
-        return (last[-1] - last[0]) / max(len(last) - 1, 1) if last else 0.0
-
-    def reached(self, step: int | None) -> bool:
-        """Look again; say whether this step is done (None: no)."""
-        size = _size(self._path)
-        if size != self._size:
-            self._size = size
-            self.changed = time.monotonic()
-            self.records = read_any(self._path) if size else None
-            done = 0 if self.records is None else max([self.start, *self.records.steps])
-            if done > self.step:
-                self._times.append(time.monotonic())
-            self.step = done
-            self._bar.update(done - self._bar.n)
-        return step is not None and self.step >= step
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self.reached(None)
-        self._bar.close()
-
-
-def _size(path: Path) -> int:
-    """Bytes, in all files."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.iterdir())
-    return path.stat().st_size if path.exists() else 0
-
-
-def own_directory(out: Path, *, mark: str, what: str, overwrite: bool) -> None:
-    """Make it, empty but for the mark.
-
-    Args:
-        out: the directory.
-        mark: name of the file that says whose it is.
-        what: what fills it, in a word.
-        overwrite: remove what an earlier one has left.
-
-    Raises:
-        UsageError: it is not empty, and not to be removed; it is not a directory, or cannot be made.
-    """
-    try:
-        _make(out, mark, what, overwrite)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make --out {out}",
-            found=f"{error.filename or out}: {error.strerror or error}",
-            expected="a directory, or a place to make one",
-            action="--out ANOTHER",
-        ) from error
-
-
-def _make(out: Path, mark: str, what: str, overwrite: bool) -> None:
-    if out.exists() and any(out.iterdir()):
-        if not (out / mark).exists():
-            raise UsageError(
-                "the directory holds something else",
-                found=f"{out}, not empty",
-                expected=f"an empty directory, or one of an earlier {what}",
-                action="--out ANOTHER",
-            )
-        if not overwrite:
-            raise UsageError(
-                f"an earlier {what} is there",
-                found=f"{out}",
-                expected="an empty directory",
-                action=f"--overwrite, or --out ANOTHER; its report: {out / 'report.html'}",
-            )
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / mark).touch()
-
+from megaresume.cluster.records import RunRecords
+from megaresume.cluster.watch import Watch
+from megaresume.stream.errors import MegaresumeError, SetupError
 
 #: seconds: how often the records are looked at; within which a job that is told to be over has to be.
 POLL, ENDING = 0.02, 300.0
