@@ -17,7 +17,7 @@ Hooked on the Trainer:
     log                              figures go where it logs, if that is asked for
     training_step, _get_grad_norm    the loss and the gradient norm of each step, for figures
     compute_loss                     the losses of labels, if ``metrics="losses"`` asks for them
-    _load_callback_state             the data state is not a state of a callback
+    _load_callback_state             the data state is not a state of a callback; callbacks continue where they were
 
 The data state is in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
 See docs/hugging-face.md. Importing this does not import transformers.
@@ -61,11 +61,13 @@ from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_
 from megaresume.hosts.hugging_face_data import (
     CountedBatches,
     callback_of,
+    check_callbacks,
     check_methods,
     check_processes,
     check_settings,
     let_epochs_end,
     loader_of,
+    restore_callbacks,
 )
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
@@ -184,6 +186,7 @@ class TransformersHost(TrainerHost):
         check_settings(trainer)
         check_backend(trainer.accelerator)
         check_methods(trainer)
+        check_callbacks(trainer)
 
     def check_processes(self) -> None:
         """See `TrainerHost`."""
@@ -357,6 +360,7 @@ class TransformersHost(TrainerHost):
         }
 
     def _check_settings(self) -> None:
+        check_callbacks(self.trainer)
         now = self._settings()
         for name, before in self._attached_with.items():
             if now[name] is not before and not (isinstance(before, int | str | None) and now[name] == before):
@@ -435,9 +439,11 @@ class TransformersHost(TrainerHost):
             return evaluate(*args, **kwargs)
 
     def _load_callback_state(self, load: Any) -> None:
-        """Without the data state, which the Trainer would miss a callback for."""
+        """Without the data state, which the Trainer would miss a callback for; and if the Trainer restores none."""
         self.trainer.state.stateful_callbacks.pop(KEY, None)
         load()
+        if not self.trainer.args.restore_callback_states_from_checkpoint:
+            restore_callbacks(self.trainer)
 
     def write(self, save: Save, write: Any) -> None:
         """Write a checkpoint by the Trainer's own method ``write()``, with the data state in its trainer_state.json."""

@@ -240,11 +240,6 @@ def _dpo(trainer: Any) -> Mapping[str, Any]:
     return {"precompute_ref_log_probs": trainer.precompute_ref_log_probs}
 
 
-def _dpo_save(trainer: Any) -> Mapping[str, Any]:
-    synced = getattr(trainer.args, "sync_ref_model", False)
-    return {"sync_ref_model": synced and "the reference model changes, and no checkpoint holds it"}
-
-
 def _swift_loader(trainer: Any) -> Mapping[str, Any]:
     args = trainer.args
     return {
@@ -289,7 +284,6 @@ KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
     ("llamafactory.train.dpo.trainer.CustomDPOTrainer", "_get_train_sampler"): _llama_factory,
     ("trl.trainer.dpo_trainer.DPOTrainer", "get_train_dataloader"): _dpo,
-    ("trl.trainer.dpo_trainer.DPOTrainer", "_save_checkpoint"): _dpo_save,
     ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
@@ -331,6 +325,43 @@ def check_methods(trainer: Any) -> None:
                         cause=f"{cls.__qualname__}.{method} then makes its own order, or its own checkpoint",
                         action="leave it out; to pack items, megaresume.attach(trainer, seq_length=...)",
                     )
+
+
+# Callbacks: what one keeps to itself is in no checkpoint, unless it is transformers' ExportableState.
+
+#: module and class -> (what to leave out, why).
+_LOSING = {
+    "trl.trainer.callbacks.SyncRefModelCallback": ("sync_ref_model", "the reference model changes"),
+    "trl.trainer.callbacks.BEMACallback": ("BEMACallback", "it averages the weights of all steps"),
+}
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Refuse callbacks that change a model of which no checkpoint knows.
+
+    Raises:
+        UsageError: naming the callback, or the setting that adds it.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        for cls in type(callback).__mro__:
+            if found := _LOSING.get(f"{cls.__module__}.{cls.__qualname__}"):
+                refuse({found[0]: (f"{found[1]}, and no checkpoint holds that", "leave it out")}, expected="not set")
+
+
+def restore_callbacks(trainer: Any) -> None:
+    """Let callbacks continue with what the checkpoint says of them, such as the patience of EarlyStoppingCallback.
+
+    Their arguments stay today's. ``restore_callback_states_from_checkpoint`` would restore these as well.
+    """
+    from transformers.trainer_callback import ExportableState
+
+    saved = trainer.state.stateful_callbacks  # by the name of a class: a state, or a list of those of several
+    states = {name: iter(of if isinstance(of, list) else [of]) for name, of in saved.items()}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            state: dict[str, Any] = next(states.get(type(callback).__name__, iter(())), {})
+            for name, value in state.get("attributes", {}).items():
+                setattr(callback, name, value)
 
 
 def _refused(cls: type, method: str, what: str) -> UsageError:

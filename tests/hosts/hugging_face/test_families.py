@@ -32,7 +32,6 @@ def trainer_of(output: Path, module: str, name: str, method: str, **members: Any
 
 LLAMA_FACTORY = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer", "_get_train_sampler")
 DPO = ("trl.trainer.dpo_trainer", "DPOTrainer", "get_train_dataloader")
-DPO_SAVE = ("trl.trainer.dpo_trainer", "DPOTrainer", "_save_checkpoint")
 SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
 SWIFT_SAVE = ("swift.trainers.mixin", "SwiftMixin", "_save_checkpoint")
 AXOLOTL = ("axolotl.core.trainers.base", "AxolotlTrainer", "_get_train_sampler")
@@ -111,15 +110,17 @@ def test_dpo(tmp_path: Path, computed: bool) -> None:
         assert len(megaresume.attach(trainer)) == 50
 
 
-@pytest.mark.parametrize("synced", [False, True])
-def test_dpo_saves(tmp_path: Path, synced: bool) -> None:
-    trainer = trainer_of(tmp_path / "run", *DPO_SAVE)
-    trainer.args.sync_ref_model = synced
-    if synced:
-        with pytest.raises(UsageError, match="sync_ref_model cannot be used"):
-            megaresume.attach(trainer)
-    else:
-        assert len(megaresume.attach(trainer)) == 50
+@pytest.mark.parametrize("name", ["SyncRefModelCallback", "BEMACallback"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_callback_of_trl_that_loses_its_state(tmp_path: Path, name: str, late: bool) -> None:
+    theirs = pytest.importorskip("trl.trainer.callbacks", reason="TRL is not installed")
+    own = type("Mine", (getattr(theirs, name),), {"__init__": lambda self: None})
+    trainer = make(tmp_path / "run")
+    if late:
+        megaresume.attach(trainer)
+    trainer.add_callback(own())
+    with pytest.raises(UsageError, match=f"{name.replace('SyncRefModelCallback', 'sync_ref_model')} cannot be used"):
+        trainer.train() if late else megaresume.attach(trainer)
 
 
 def test_the_same_method_of_another_class(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch
+from transformers import EarlyStoppingCallback
 
 import megaresume
 from megaresume.checkpoint.records.ledger import read_ledger
@@ -136,6 +137,32 @@ def test_the_losses_are_those_of_a_run_that_nobody_stopped(tmp_path: Path, capfd
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     said = capfd.readouterr().out
     assert "step 13 from checkpoint-13" in said and "random numbers were drawn" not in said
+
+
+@pytest.mark.parametrize("by_the_trainer", [False, True])
+def test_the_patience_of_early_stopping_goes_on(tmp_path: Path, by_the_trainer: bool) -> None:
+    def stopping(attempt: int, kill: Any) -> Recorder:
+        trainer = make(
+            tmp_path / "run",
+            attempt=attempt,
+            kill=kill,
+            save_steps=2,
+            eval_steps=2,
+            eval_strategy="steps",
+            metric_for_best_model="loss",
+            restore_callback_states_from_checkpoint=by_the_trainer,
+        )
+        # after the first evaluation none is better by so much
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=1e9))
+        megaresume.attach(trainer)
+        return trainer
+
+    with pytest.raises(KeyboardInterrupt):
+        stopping(1, ("interrupt", 7)).train()
+    trainer = stopping(2, ("", 0))
+    trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in lines(tmp_path / "run") if line["attempt"] == 2] == [7, 7, 8, 8]
+    assert trainer.state.global_step == 8
 
 
 def test_max_steps_and_a_checkpoint_by_its_path(tmp_path: Path, order: list[int]) -> None:
