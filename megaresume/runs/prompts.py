@@ -17,7 +17,7 @@ from megaresume.checkpoint.records.prompt_ledger import PROMPTS, PromptHistory
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs.answer import Answer, optional, told
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
-from megaresume.stream.in_flight import from_runs, unpacked
+from megaresume.stream.in_flight_text import from_runs, unpacked
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,7 @@
         fields.py           and from these to the state
         state.py            a cursor as plain JSON, and what it is carried in; state_text.py: as text
         changes.py          what changed since a state, and what a change of the blend means
-        in_flight.py        samples that are trained in another order: prompts, out and back
+        in_flight.py        samples that are trained in another order: prompts, out and back; in_flight_text.py: as text
     for everybody
         errors.py           errors, by who must act; text of others, shown to people and read as JSON
         progress.py         a bar on a terminal or in a notebook, plain lines in a log

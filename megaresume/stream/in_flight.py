@@ -44,17 +44,15 @@ Imports neither numpy nor numba.
 
 from __future__ import annotations
 
-import base64
 import heapq
-import json
 import operator
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from megaresume.stream.errors import StateError, UsageError, as_count, parse_json
+from megaresume.stream.errors import StateError, UsageError, as_count
+from megaresume.stream.in_flight_text import from_runs, packed, unpacked
 
 OnStale = Literal["requeue", "drop"]
 
@@ -62,8 +60,6 @@ OnStale = Literal["requeue", "drop"]
 PromptOrRollout = int | tuple[int, int]
 
 STALE = "stale"
-#: characters from which the prompts in flight are packed.
-PACKED_FROM = 4096
 
 
 class Flight:
@@ -465,16 +461,8 @@ class InFlight:
         """Plain JSON; the prompts in flight are packed if they are many."""
         opened = sorted(self.open)
         partial = [(k, f"{one.gone:x}", one.step) for k in opened if (one := self.open[k]).gone]
-        fields: dict[str, Any] = {"open": to_runs(opened), "partial": partial}
-        if len(json.dumps(fields, separators=(",", ":"))) > PACKED_FROM:
-            # By column, what is alike side by side; the rollouts that are gone as a bitmap of each group.
-            width = -(-self.rollouts // 8)
-            columns = [fields["open"], to_runs([k for k, _, _ in partial]), [step for _, _, step in partial]]
-            text = json.dumps(columns, separators=(",", ":")).encode()
-            bits = b"".join(self.open[k].gone.to_bytes(width, "little") for k, _, _ in partial)
-            fields = {"packed": _packed(text), "gone": _packed(bits)}
         head = {"rollouts": self.rollouts, "step": self.step, "weights_version": self.weights_version}
-        return head | {"frontier": self.frontier, "next": self.next} | fields
+        return head | {"frontier": self.frontier, "next": self.next} | packed(opened, partial, self.rollouts)
 
     def load(self, fields: Mapping[str, Any]) -> None:
         """Continue from what `to_dict` gave.
@@ -509,66 +497,6 @@ class InFlight:
         self.is_resumed = True
         self.counts.clear()
         self.forget_settled()
-
-
-def unpacked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Unpack the fields of `InFlight.to_dict`, with ``open`` and ``partial``.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    if "packed" not in fields:
-        return dict(fields)
-    opened, runs, steps = parse_json(_bytes_of(fields, "packed"))
-    ordinals, bits, width = from_runs(runs), _bytes_of(fields, "gone"), -(-as_count(fields["rollouts"]) // 8)
-    if len(bits) != width * len(ordinals):
-        raise ValueError(f"gone: {len(bits)} bytes, of {len(ordinals)} groups of {width}")
-    gone = [f"{int.from_bytes(bits[at : at + width], 'little'):x}" for at in range(0, len(bits), width or 1)]
-    return {**fields, "open": opened, "partial": list(zip(ordinals, gone, steps, strict=True))}
-
-
-def _packed(data: bytes) -> str:
-    # What does not repeat, as bits that are set at random, is smaller without zlib's search for repetitions.
-    found = []
-    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
-        packer = zlib.compressobj(9, strategy=strategy)
-        found.append(packer.compress(data) + packer.flush())
-    return base64.b85encode(min(found, key=len)).decode()
-
-
-def _bytes_of(fields: Mapping[str, Any], name: str) -> bytes:
-    try:
-        return zlib.decompress(base64.b85decode(fields[name]))
-    except zlib.error as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def to_runs(ordinals: Sequence[int]) -> list[int]:
-    """Ascending ordinals as the lengths of what lies between them and of themselves: [gap, run, gap, run, ...]."""
-    runs: list[int] = []
-    end = 0
-    for ordinal in ordinals:
-        if runs and ordinal == end:
-            runs[-1] += 1
-        else:
-            runs += (ordinal - end, 1)
-        end = ordinal + 1
-    return runs
-
-
-def from_runs(runs: Sequence[int]) -> list[int]:
-    """The ordinals of which runs were made.
-
-    Raises:
-        ValueError: these are no runs.
-    """
-    ordinals: list[int] = []
-    end = 0
-    for gap, run in zip(runs[::2], runs[1::2], strict=True):
-        first = end + as_count(gap)
-        end = first + as_count(run)
-        ordinals += range(first, end)
-    return ordinals
 
 
 def _listed(what: Iterable[Any]) -> list[Any]:
