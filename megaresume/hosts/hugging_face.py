@@ -65,9 +65,9 @@ from megaresume.hosts.hugging_face_data import (
     check_methods,
     check_processes,
     check_settings,
-    let_epochs_end,
     loader_of,
     restore_callbacks,
+    undo_settings,
 )
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
@@ -183,6 +183,7 @@ class TransformersHost(TrainerHost):
                 action="pip install --upgrade 'megaresume[hugging-face]'",
             )
         check_new(trainer, "Trainer")
+        undo_settings(trainer)
         check_settings(trainer)
         check_backend(trainer.accelerator)
         check_methods(trainer)
@@ -195,7 +196,6 @@ class TransformersHost(TrainerHost):
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""
         args = self.trainer.args
-        let_epochs_end(self.trainer)
         replay = Replay.asked()  # in which the Trainer writes beside the run, and logs there
         args.output_dir = os.path.abspath(args.output_dir) if replay is None else replay.out  # os.chdir may follow
         limit = "save_total_limit", args.save_total_limit

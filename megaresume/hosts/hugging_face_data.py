@@ -1,5 +1,6 @@
 """The data of a Hugging Face Trainer: the loader that its settings describe, how its items become a batch, and which
-Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's); `CountedBatches`,
+Trainers of others leave the order of the data alone (LLaMA-Factory's, ms-swift's, Axolotl's, TRL's, Sentence
+Transformers'); `CountedBatches`,
 which it reads from, and the callback that reports its steps.
 """
 
@@ -169,6 +170,8 @@ Collate = Callable[[list[Any]], Any]
 
 def collator(trainer: Any) -> Collate:
     """The Trainer's own, without the columns that its model does not take."""
+    if is_of_sentence_transformers(trainer):
+        return trainer.data_collator  # type: ignore[no-any-return]  # makes the model's inputs of all columns
     collate: Collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training")
     return collate
 
@@ -228,6 +231,8 @@ def _pads(found: str, action: str = _LEAVE_OUT) -> UsageError:
 # Trainers of others: a class with a sampler or a train loader of its own is refused, but for those that make one under
 # certain settings alone.
 
+SENTENCE_TRANSFORMERS = "sentence_transformers.base.trainer.BaseTrainer"
+
 #: given a Trainer, what it says of the settings under which the method makes another order: name -> what is set.
 Settings = Callable[[Any], Mapping[str, Any]]
 
@@ -278,6 +283,39 @@ def _axolotl(trainer: Any) -> Mapping[str, Any]:
     return {name: getattr(args, name, False) for name in ("sample_packing", "curriculum_sampling")}
 
 
+_SEVERAL, _OWN_PARAMETERS = "a train_dataset of several datasets", "a loss with parameters of its own"
+#: what to do about a setting, if it is not to leave it out.
+_WAYS_OUT = {
+    _SEVERAL: "datasets.concatenate_datasets, if they have the same columns and one loss",
+    _OWN_PARAMETERS: "take a loss whose parameters are all the model's: Sentence Transformers saves no others",
+}
+
+
+def is_of_sentence_transformers(trainer: Any) -> bool:
+    """Whether it is a trainer of Sentence Transformers, for embeddings or a cross-encoder."""
+    return any(_name_of(cls) == SENTENCE_TRANSFORMERS for cls in type(trainer).__mro__)
+
+
+def _sentence_transformers_loader(trainer: Any) -> Mapping[str, Any]:
+    named = f"{', '.join(data)}" if isinstance(data := trainer.train_dataset, Mapping) else None
+    return {
+        "batch_sampler": trainer.args.batch_sampler != "batch_sampler" and trainer.args.batch_sampler,
+        _SEVERAL: named,
+    }
+
+
+def _sentence_transformers_save(trainer: Any) -> Mapping[str, Any]:
+    saved = {id(parameter) for parameter in trainer.model.parameters()}
+    losses = trainer.loss.values() if isinstance(trainer.loss, Mapping) else [trainer.loss]
+    lost = [
+        f"{type(loss).__name__}.{name}"
+        for loss in losses
+        for name, parameter in loss.named_parameters()
+        if parameter.requires_grad and id(parameter) not in saved
+    ]
+    return {_OWN_PARAMETERS: ", ".join(lost)}
+
+
 #: (module and class, method) -> when it is not as Trainer's own.
 KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.pt.trainer.CustomTrainer", "_get_train_sampler"): _llama_factory,
@@ -287,17 +325,20 @@ KNOWN: dict[tuple[str, str], Settings] = {
     ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
+    (SENTENCE_TRANSFORMERS, "get_train_dataloader"): _sentence_transformers_loader,
+    (SENTENCE_TRANSFORMERS, "_save"): _sentence_transformers_save,
 }
 #: methods that no other class may have, and what they make.
 _GUARDED = {"get_train_dataloader": "loader", "_get_train_sampler": "sampler"}
 
 
-def let_epochs_end(trainer: Any) -> None:
-    """Leave the end of the run to ``num_train_epochs`` if a program has made ``max_steps`` of it, which it would do
-    again at a resume, by another batch size."""
+def undo_settings(trainer: Any) -> None:
+    """Undo what a program has set without being asked, and `check_settings` would refuse or a resume contradict."""
     config = getattr(trainer, "axolotl_cfg", None)
     if config is not None and not config.max_steps:
-        trainer.args.max_steps = -1
+        trainer.args.max_steps = -1  # of num_train_epochs, by the batch size of today
+    if is_of_sentence_transformers(trainer) and trainer.args.world_size > 1:
+        trainer.args.dataloader_drop_last = False  # it always sets it under DDP
 
 
 def check_methods(trainer: Any) -> None:
@@ -313,7 +354,7 @@ def check_methods(trainer: Any) -> None:
             raise _refused(type(trainer), method, what)
     for cls in type(trainer).__mro__[: type(trainer).__mro__.index(Trainer)]:
         for method in vars(cls):
-            known = KNOWN.get((f"{cls.__module__}.{cls.__qualname__}", method))
+            known = KNOWN.get((_name_of(cls), method))
             if known is None and method in _GUARDED:
                 raise _refused(cls, method, _GUARDED[method])
             for setting, found in (known(trainer) if known else {}).items():
@@ -323,7 +364,9 @@ def check_methods(trainer: Any) -> None:
                         found=f"{setting}: {found}",
                         expected="not set",
                         cause=f"{cls.__qualname__}.{method} then makes its own order, or its own checkpoint",
-                        action="leave it out; to pack items, megaresume.attach(trainer, seq_length=...)",
+                        action=_WAYS_OUT.get(
+                            setting, "leave it out; to pack items, megaresume.attach(trainer, seq_length=...)"
+                        ),
                     )
 
 
@@ -344,7 +387,7 @@ def check_callbacks(trainer: Any) -> None:
     """
     for callback in trainer.callback_handler.callbacks:
         for cls in type(callback).__mro__:
-            if found := _LOSING.get(f"{cls.__module__}.{cls.__qualname__}"):
+            if found := _LOSING.get(_name_of(cls)):
                 refuse({found[0]: (f"{found[1]}, and no checkpoint holds that", "leave it out")}, expected="not set")
 
 
@@ -362,6 +405,10 @@ def restore_callbacks(trainer: Any) -> None:
             state: dict[str, Any] = next(states.get(type(callback).__name__, iter(())), {})
             for name, value in state.get("attributes", {}).items():
                 setattr(callback, name, value)
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _refused(cls: type, method: str, what: str) -> UsageError:

@@ -3,8 +3,8 @@
     python -m tests.upstream.trainers [--only NAME ...]
 
 It runs the tests of the hosts, those of `make test-all` too, in the environment that it is started in. torchtitan,
-VeRL, LLaMA-Factory, ms-swift and Axolotl get environments of their own, which their tests make; Megatron-Bridge's is
-that of MEGARESUME_BRIDGE_PYTHON.
+VeRL, LLaMA-Factory, ms-swift, Axolotl and Sentence Transformers get environments of their own, which their tests make;
+Megatron-Bridge's is that of MEGARESUME_BRIDGE_PYTHON.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ HOSTS = {
         page="hugging-face.md#llama-factory-ms-swift-axolotl",
         packages=("axolotl", "transformers", "accelerate"),
         tests=("hugging_face/frameworks/test_axolotl.py",),
+    ),
+    "sentence_transformers": Host(
+        title="Sentence Transformers, by the launcher",
+        page="hugging-face.md#sentence-transformers",
+        packages=("sentence-transformers", "transformers", "accelerate"),
+        tests=("hugging_face/frameworks/test_sentence_transformers.py",),
     ),
     "accelerate": Host(
         title="A loop with Accelerate",

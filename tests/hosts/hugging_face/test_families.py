@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 import torch
 
 import megaresume
+from megaresume.hosts.hugging_face_data import collator, undo_settings
 from megaresume.stream.errors import UsageError
 from tests.hosts.hugging_face.program import Numbers, Recorder, make
 
@@ -35,6 +36,8 @@ DPO = ("trl.trainer.dpo_trainer", "DPOTrainer", "get_train_dataloader")
 SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
 SWIFT_SAVE = ("swift.trainers.mixin", "SwiftMixin", "_save_checkpoint")
 AXOLOTL = ("axolotl.core.trainers.base", "AxolotlTrainer", "_get_train_sampler")
+SENTENCE_TRANSFORMERS = ("sentence_transformers.base.trainer", "BaseTrainer", "get_train_dataloader")
+SENTENCE_TRANSFORMERS_SAVE = ("sentence_transformers.base.trainer", "BaseTrainer", "_save")
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -121,6 +124,47 @@ def test_a_callback_of_trl_that_loses_its_state(tmp_path: Path, name: str, late:
     trainer.add_callback(own())
     with pytest.raises(UsageError, match=f"{name.replace('SyncRefModelCallback', 'sync_ref_model')} cannot be used"):
         trainer.train() if late else megaresume.attach(trainer)
+
+
+@pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
+def test_sentence_transformers(tmp_path: Path, sampler: str) -> None:
+    trainer = trainer_of(tmp_path / "run", *SENTENCE_TRANSFORMERS)
+    trainer.args.batch_sampler = sampler
+    if sampler != "batch_sampler":
+        with pytest.raises(UsageError, match="batch_sampler cannot be used"):
+            megaresume.attach(trainer)
+    else:
+        trainer.args.remove_unused_columns = True
+        assert len(megaresume.attach(trainer)) == 50
+        assert collator(trainer) is trainer.data_collator  # it takes all columns, whatever the model's forward does
+
+
+def test_sentence_transformers_on_several_ranks(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", *SENTENCE_TRANSFORMERS)
+    trainer.args = SimpleNamespace(world_size=2, dataloader_drop_last=True)  # as its arguments say of themselves
+    undo_settings(trainer)
+    assert not trainer.args.dataloader_drop_last
+
+
+def test_sentence_transformers_of_several_datasets(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", *SENTENCE_TRANSFORMERS)
+    trainer.args.batch_sampler = "batch_sampler"
+    trainer.train_dataset = {"web": Numbers(), "code": Numbers()}
+    with pytest.raises(UsageError, match=r"several datasets(.|\n)*web, code(.|\n)*concatenate_datasets"):
+        megaresume.attach(trainer)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_sentence_transformers_saves(tmp_path: Path, own: bool) -> None:
+    trainer = trainer_of(tmp_path / "run", *SENTENCE_TRANSFORMERS_SAVE)
+    trainer.loss = torch.nn.ModuleDict(
+        {"model": trainer.model} | ({"classifier": torch.nn.Linear(2, 2)} if own else {})
+    )
+    if own:
+        with pytest.raises(UsageError, match=r"ModuleDict\.classifier\.weight"):
+            megaresume.attach(trainer)
+    else:
+        assert len(megaresume.attach(trainer)) == 50
 
 
 def test_the_same_method_of_another_class(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ REPORTED = {
     "llamafactory": ("llamafactory", "transformers", "accelerate"),
     "swift": ("ms-swift", "transformers", "accelerate"),
     "axolotl": ("axolotl", "transformers", "accelerate"),
+    "sentence_transformers": ("sentence-transformers", "transformers", "accelerate"),
 }
 
 

@@ -21,7 +21,7 @@ FIRST = 16
 
 def _record(trainer, inputs):
     step, rank = trainer.state.global_step + 1, trainer.args.process_index
-    rows = inputs["input_ids"].tolist()
+    rows = next(value for key, value in inputs.items() if key.endswith("input_ids")).tolist()
     items = [token - FIRST for row in rows for token in row if token >= FIRST]
     line = {"attempt": int(os.environ["ATTEMPT"]), "step": step, "rank": rank, "items": items}
     with open(f"{os.environ['RECORD']}.{rank}", "a") as file:
