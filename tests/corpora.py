@@ -51,7 +51,7 @@ def progressions(
 
 
 def write_spans(prefix: Path, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> Path:
-    """The .spans of documents of these lengths, as `megaresume.data.layout` says."""
+    """The .spans of documents of these lengths, as `megaresume.data.spans` says."""
     flat = [number for document in spans for span in document for number in span]
     bounds = np.cumsum([0, *(len(document) for document in spans)]).tolist()
     body = struct.pack(f"<{len(bounds)}q", *bounds) + struct.pack(f"<{len(flat)}i", *flat)

@@ -34,8 +34,8 @@ from megaresume.batches.batch import (
 )
 from megaresume.batches.images import BatchImages, DocumentReader, pixels_of, room_of
 from megaresume.batches.masked import masked_documents
-from megaresume.data.layout import Spans, has_pairs, has_spans, spans_of
 from megaresume.data.source import Source, TokenSource, is_document_source
+from megaresume.data.spans import Spans, has_pairs, has_spans, spans_of
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan

@@ -16,7 +16,8 @@ split.py               `open_corpus`; `RangeSource`: the train, valid or test pa
 Documents of text: a Megatron .bin/.idx corpus, or an .idx and raw files
 indexed_documents.py   `IndexedDocuments`: documents whose lengths stand in an .idx
 row_source.py          `RowSource`: rows of raw files by their places, each compared with the index
-layout.py              the bytes of .bin/.idx and .spans, for reader and writer; kernels.py reads their arrays
+layout.py              the bytes of .bin/.idx, for reader and writer; kernels.py reads their arrays
+spans.py               the bytes of .spans, for reader and writer: which tokens are trained
 sidecar.py             ``<prefix>.megaresume.json`` and .pieces: what need not be computed twice; did files change?
 
 Raw files of text

@@ -22,19 +22,10 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.data import sidecar
-from megaresume.data.layout import (
-    HEADER_BYTES,
-    IndexHeader,
-    SpanFile,
-    Spans,
-    check_is_prepared,
-    check_needs_none,
-    idx_path,
-    prefix_of,
-    spans_path,
-)
+from megaresume.data.layout import HEADER_BYTES, IndexHeader, idx_path, prefix_of
 from megaresume.data.sidecar import CorpusIdentity, FileIdentity, changed, map_file
 from megaresume.data.source import PLACES, BaseSource, contents_hash
+from megaresume.data.spans import SpanFile, Spans, check_is_prepared, check_needs_none, spans_path
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.progress import progress
 from megaresume.stream.source import LongDocuments

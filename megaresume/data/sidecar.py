@@ -49,7 +49,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from megaresume.data.layout import idx_path, spans_path
+from megaresume.data.layout import idx_path
+from megaresume.data.spans import spans_path
 from megaresume.files import open_file, read_file
 from megaresume.stream.errors import CorpusError, SetupError, parse_json
 from megaresume.stream.progress import progress

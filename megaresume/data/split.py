@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.data.indexed_documents import REBUILD, IndexedDocuments
-from megaresume.data.layout import Spans, bin_path, prefix_of, spans_of
+from megaresume.data.layout import bin_path, prefix_of
 from megaresume.data.record_index import places_path
 from megaresume.data.row_source import RowSource
 from megaresume.data.sidecar import changed, map_file, opened_file
@@ -35,6 +35,7 @@ from megaresume.data.source import (
     is_document_source,
     scan_fingerprint,
 )
+from megaresume.data.spans import Spans, spans_of
 from megaresume.encoding.images.document import EncodedDocument, Key
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.source import LongDocuments, find_long

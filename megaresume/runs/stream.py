@@ -13,7 +13,8 @@ import numpy as np
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.command_line import number_range
-from megaresume.data.layout import bin_path, has_spans, idx_path, prefix_of, spans_of
+from megaresume.data.layout import bin_path, idx_path, prefix_of
+from megaresume.data.spans import has_spans, spans_of
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.trace.trace import ShardRecords, record_words
 from megaresume.stream.errors import UsageError, parse_json

@@ -51,7 +51,7 @@ class Fingerprint:
     #: xxh3_64 of tokens at fixed places (`megaresume.data.source`), or of the hashes of all records of shards;
     #: None if not known, of a source that has lengths only.
     contents: str | None = None
-    #: xxh3_64 of the spans of trained tokens (`megaresume.data.layout`); None if every token is trained, or the source
+    #: xxh3_64 of the spans of trained tokens (`megaresume.data.spans`); None if every token is trained, or the source
     #: decides it with its documents. In a state it is left out if it is None.
     trained: str | None = None
 

@@ -18,8 +18,8 @@ from megaresume.batches.assemble import Assembler
 from megaresume.batches.batch import BatchArrays
 from megaresume.batches.loader import StreamDataset
 from megaresume.batches.open import open_stream
-from megaresume.data.layout import SpansWriter, spans_of, spans_path
 from megaresume.data.sidecar import read_tokenizer, sidecar_path, write_tokenizer
+from megaresume.data.spans import SpansWriter, spans_of, spans_path
 from megaresume.data.split import IndexedSource, range_of
 from megaresume.encoding.text.conversation_encoder import runs_of
 from megaresume.stream.errors import CorpusError, StateError, UsageError

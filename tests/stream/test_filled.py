@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.data.layout import Spans, bin_path
+from megaresume.data.layout import bin_path
+from megaresume.data.spans import Spans
 from megaresume.data.split import IndexedSource
 from megaresume.encoding.text.conversation_encoder import runs_of
 from megaresume.program import main

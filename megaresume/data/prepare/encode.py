@@ -4,7 +4,7 @@ A part is a finished block in the `WorkDirectory`, by a name that `Stretch.name`
 
     lengths                   int32[documents]
     tokens                    in the type of the corpus; or, of an index alone, the columns of a `RowIndex`
-    span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.layout`
+    span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.spans`
 
 It holds the position in the input where the next block starts, so that finished blocks need not be read again.
 
@@ -28,12 +28,13 @@ import numpy.typing as npt
 
 from megaresume.data.documents import DocumentEncoder, EncoderSpec, LeftOut, TextUnit, checksum, documents_of, places_of
 from megaresume.data.inputs import InputFile
-from megaresume.data.layout import MAX_SEQUENCE_TOKENS, IndexHeader, SpansWriter, bin_path, idx_path, spans_path
+from megaresume.data.layout import MAX_SEQUENCE_TOKENS, IdxWriter, bin_path, idx_path
 from megaresume.data.prepare.blocks import Block, BlockReader, Position, Stretch
 from megaresume.data.prepare.work import WorkDirectory, disk_error, run
 from megaresume.data.record_index import IndexWriter, RowIndex, places_path
 from megaresume.data.row_lines import NOT_ALONE
 from megaresume.data.sidecar import sidecar_path, write_tokenizer
+from megaresume.data.spans import SpansWriter, spans_path
 from megaresume.encoding.text.conversations import Conversation
 from megaresume.files import fsync_dir
 from megaresume.stream.errors import CorpusError, UsageError
@@ -208,10 +209,6 @@ class Encoder:
                 yield piece.file, at, extent
 
 
-#: boundaries written at once.
-CHUNK = 1 << 20
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """A finished block."""
@@ -320,41 +317,28 @@ def merge_parts(
     tokens_path = bin_path(prefix) if raw is None else places_path(prefix)
     paths = tokens_path, idx_path(prefix), spans_path(prefix)
     tokens_new, idx_new, spans_new = (path.with_name(f".{path.name}.new") for path in paths)
-    header = IndexHeader(dtype=np.dtype(dtype), sequences=documents, documents=documents)
-    # The three arrays of the index are written side by side, while each part is read once.
-    with open(tokens_new, "wb") as tokens_file, open(idx_new, "wb") as idx, ExitStack() as more:
-        idx.write(header.pack())
+    spans_hash: str | None = None
+    with open(tokens_new, "wb") as tokens_file, open(idx_new, "wb") as idx_file, ExitStack() as more:
         spans_file = None if spans is None else more.enter_context(open(spans_new, "w+b"))
+        idx = IdxWriter(idx_file, dtype=np.dtype(dtype), documents=documents)
         writer = None if spans_file is None else SpansWriter(spans_file, documents=documents, spans=spans or 0)
-        spans_hash: str | None = None
-        done = pointer = 0
         places = None if raw is None else IndexWriter(tokens_file, RowIndex, documents)
         for name in parts:
             arrays = files.read(name)[1]
-            lengths = arrays["lengths"]
+            idx.add(arrays["lengths"])
             if writer is not None:
                 writer.add(arrays["span_counts"], arrays["spans"])
             if places is None:
                 tokens_file.write(arrays["tokens"].data)
             else:
                 places.add(arrays)
-            ends = np.cumsum(lengths, dtype=np.int64) * header.dtype.itemsize
-            starts = pointer + ends - lengths.astype(np.int64) * header.dtype.itemsize
-            idx.seek(header.lengths_at + 4 * done)
-            idx.write(lengths.data)
-            idx.seek(header.pointers_at + 8 * done)
-            idx.write(starts.astype("<i8").data)
-            done += len(lengths)
-            pointer += int(ends[-1]) if len(ends) else 0
-            tick(len(lengths))
+            tick(len(arrays["lengths"]))
+        idx.finish()
         if places is not None and raw is not None:
             places.finish({**raw, "files": _counted(raw["files"], parts)})
-        idx.seek(header.boundaries_at)
-        for first in range(0, documents + 1, CHUNK):
-            idx.write(np.arange(first, min(first + CHUNK, documents + 1), dtype="<i8").data)
         if writer is not None:
-            spans_hash = writer.finish(pointer // header.dtype.itemsize)
-        for file in (tokens_file, idx, spans_file):
+            spans_hash = writer.finish(idx.tokens)
+        for file in (tokens_file, idx_file, spans_file):
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())

@@ -26,8 +26,8 @@ import xxhash
 from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.envelope import stream_of
 from megaresume.checkpoint.records.rank_log import RankLog, images_of
-from megaresume.data.layout import has_spans
 from megaresume.data.source import is_document_source
+from megaresume.data.spans import has_spans
 from megaresume.hosts.megatron.calls import check_load, is_built
 from megaresume.hosts.megatron.checks import check_flags
 from megaresume.hosts.megatron.host import MegatronHost, megatron_host

@@ -34,8 +34,8 @@ import torch.utils.data
 from megaresume.batches.batch import BatchArrays, SegmentLayout
 from megaresume.batches.loader import StreamDataset
 from megaresume.batches.workers import outlive_signals
-from megaresume.data.layout import spans_of
 from megaresume.data.source import Source
+from megaresume.data.spans import spans_of
 from megaresume.stream.batches import Balance
 from megaresume.stream.compiled import compiled
 from megaresume.stream.dealing import Int64Array, dealt_order

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.data.layout import spans_of
 from megaresume.data.source import DocumentSource, Source, is_document_source
+from megaresume.data.spans import spans_of
 from megaresume.encoding.images.document import EncodedDocument, Key, Record
 from megaresume.encoding.text.conversation_encoder import runs_of
 from megaresume.encoding.text.tokenizers import ByteTokenizer, Tokenizer

@@ -26,8 +26,8 @@ import xxhash
 
 from megaresume.checkpoint.records.ledger import LedgerEntry
 from megaresume.checkpoint.records.rank_log import hash_rows, hash_samples, ranges_of
-from megaresume.data.layout import spans_of
 from megaresume.data.source import Source
+from megaresume.data.spans import spans_of
 from megaresume.runs.history import StepMap
 from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.trace.documents import of_stage

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megaresume.data.documents import TextOptions
-from megaresume.data.layout import spans_of
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.spans import spans_of
 from megaresume.data.split import IndexedSource, open_corpus
 from megaresume.encoding.text.tokenizers import load_tokenizer
 from megaresume.encoding.text.turns import Selection

@@ -13,9 +13,9 @@ from megaresume.batches.batch import FIELDS
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.data.documents import TextOptions
-from megaresume.data.layout import SpanFile, SpansWriter, spans_of
 from megaresume.data.prepare.chat import ChatOptions
 from megaresume.data.prepare.corpus import PrepareOptions, prepare
+from megaresume.data.spans import SpanFile, SpansWriter, spans_of
 from megaresume.data.split import IndexedSource
 from megaresume.program import main
 from megaresume.stream.batches import BatchSchedule

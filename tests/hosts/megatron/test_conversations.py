@@ -24,7 +24,8 @@ import stream_kit as kit
 
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
-from megaresume.data.layout import bin_path, has_spans
+from megaresume.data.layout import bin_path
+from megaresume.data.spans import has_spans
 from megaresume.hosts.megatron.provider import form_of
 from megaresume.hosts.megatron.samples import IDENTITY_VARIABLE, SAMPLE_KEY, SampleDataset
 from megaresume.hosts.megatron.streams import StreamOrder, open_streams

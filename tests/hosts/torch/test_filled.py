@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.data.layout import spans_path
+from megaresume.data.spans import spans_path
 from megaresume.program import main
 from tests.hosts.torch.program import run
 from tests.hosts.torch.record import items, launch_forked, lines, trained

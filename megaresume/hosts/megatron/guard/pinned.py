@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.data.layout import spans_path
+from megaresume.data.spans import spans_path
 from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.hosts.megatron.guard.record import (
     SPLITS,

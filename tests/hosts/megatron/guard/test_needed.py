@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.data.layout import spans_path
+from megaresume.data.spans import spans_path
 from megaresume.hosts.megatron.guard.pinned import needed_sizes, refuse_spans
 from megaresume.hosts.megatron.guard.record import Request
 from megaresume.stream.errors import ConfigError
