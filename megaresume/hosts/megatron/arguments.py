@@ -239,12 +239,18 @@ def schedule_from_args(args: Any, project: Any = None, start: int = 0) -> BatchS
     Raises:
         UsageError: no size at all, or a schedule that Megatron would refuse too.
     """
-    steps = getattr(args, "step_batch_size_schedule", None)
-    rampup = getattr(args, "rampup_batch_size", None)
     running = _running(args)
-    if steps:
+    if steps := getattr(args, "step_batch_size_schedule", None):
         planned, bounds = _step_sizes(steps, int(args.seq_length))
-        return BatchSchedule.stepwise(lambda sample: running(planned(sample)), bounds, first=start)
+    else:
+        final, rampup = _final_size(args), getattr(args, "rampup_batch_size", None)
+        if not rampup or ignores_rampup(args, project):
+            return BatchSchedule.constant(running(final))
+        planned, bounds = _ramp_sizes([int(number) for number in rampup], final)
+    return BatchSchedule.stepwise(lambda sample: running(planned(sample)), bounds, first=start)
+
+
+def _final_size(args: Any) -> int:
     final = getattr(args, "global_batch_size", None)
     if not final:
         raise UsageError(
@@ -253,10 +259,7 @@ def schedule_from_args(args: Any, project: Any = None, start: int = 0) -> BatchS
             expected="samples of one optimizer step",
             action="pass --global-batch-size",
         )
-    if rampup and not ignores_rampup(args, project):
-        planned, bounds = _ramp_sizes([int(number) for number in rampup], int(final))
-        return BatchSchedule.stepwise(lambda sample: running(planned(sample)), bounds, first=start)
-    return BatchSchedule.constant(running(int(final)))
+    return int(final)
 
 
 def ignores_rampup(args: Any, project: Any = None) -> bool:

@@ -238,17 +238,28 @@ def build_with_loaders(current: MegatronHost, original: Callable[..., Any], prov
 
 
 def _check_first(loader: Any, *, has_one: bool) -> None:
-    """Of a further chunk of a virtual pipeline."""
-    if loader is not None:
+    """Refuse a loader of a further chunk of a virtual pipeline.
+
+    Args:
+        loader: what the provider has made for this chunk; None: nothing.
+        has_one: whether it has made one for the first chunk.
+    """
+    if loader is None:
+        return
+    if has_one:
         raise UsageError(
-            "this process has two training loaders" if has_one else "a training loader is not that of the first chunk",
-            found="a provider that makes one for every virtual-pipeline chunk"
-            if has_one
-            else "a provider that makes one for a later virtual-pipeline chunk, and None for the first",
+            "this process has two training loaders",
+            found="a provider that makes one for every virtual-pipeline chunk",
             expected="one, where vp_stage is 0, on a process that sends its batches to the chunks that need them",
-            action="return None where vp_stage is not 0"
-            + ("" if has_one else ", and the loader where it is; or train on a data.yaml (--megaresume-data)"),
+            action="return None where vp_stage is not 0",
         )
+    raise UsageError(
+        "a training loader is not that of the first chunk",
+        found="a provider that makes one for a later virtual-pipeline chunk, and None for the first",
+        expected="one, where vp_stage is 0, on a process that sends its batches to the chunks that need them",
+        action="return None where vp_stage is not 0, and the loader where it is; or train on a data.yaml "
+        "(--megaresume-data)",
+    )
 
 
 def _check_state(current: MegatronHost) -> None:

@@ -99,6 +99,13 @@ def main(train: Train) -> None:
         train(job)
 
 
+def settings_of(job: Job) -> dict[str, Any]:
+    """What `run` of the programs in `tests.hosts` is given by those names."""
+    grown = {} if job.append is None else {"append": job.append}
+    names = ("attempt", "kill", "batch", "accumulation", "epochs", "save_every")
+    return {name: getattr(job, name) for name in names} | {"stop": stop_of(job), "checkpoints": staged(job)} | grown
+
+
 def staged(job: Job) -> dict[str, Any]:
     """Of `Checkpoints`: where its copies go."""
     return {"stage_to": job.stage_to} if job.stage_to else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ import torch
 
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, staged, stop_of
+from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, settings_of
 from tests.hosts.hugging_face.accelerated import run
 from tests.hosts.torch.program import Numbers
 
@@ -22,21 +21,12 @@ pytestmark = pytest.mark.process
 
 def train(job: Job) -> None:
     """By the loop of `tests.hosts.hugging_face.accelerated`."""
-    more: dict[str, Any] = {} if job.append is None else {"append": job.append}
     run(
         job.directory,
-        attempt=job.attempt,
-        kill=job.kill,
         data=Numbers(job.items),
-        batch=job.batch,
-        accumulation=job.accumulation,
-        epochs=job.epochs,
-        save_every=job.save_every,
-        stop=stop_of(job),
         watch=lambda loop: ask_to_stop(job, loop.step),
         mistake=job.mistake,
-        checkpoints=staged(job),
-        **more,
+        **settings_of(job),
     )
 
 

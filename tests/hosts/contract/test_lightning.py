@@ -13,7 +13,7 @@ import torch
 
 from megaresume.hosts.contract import HostContract
 from megaresume.hosts.driver import Driver, Job
-from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, staged, stop_of
+from tests.hosts.contract.forking import ForkingDriver, ask_to_stop, main, settings_of
 from tests.hosts.lightning.program import run
 from tests.hosts.torch.program import Numbers
 
@@ -34,22 +34,13 @@ def train(job: Job) -> None:
         if job.mistake == "look" and trainer.global_step == 1:
             next(iter(trainer.train_dataloader))  # type: ignore[arg-type]
 
-    more: dict[str, Any] = {} if job.append is None else {"append": job.append}
     run(
         job.directory,
-        attempt=job.attempt,
-        kill=job.kill,
         data=Numbers(job.items),
-        batch=job.batch,
-        accumulation=job.accumulation,
-        epochs=job.epochs,
-        save_every=job.save_every,
         ckpt=None if job.mistake == "load" else "last",
-        stop=stop_of(job),
         watch=watch,
         callbacks=[Last()],
-        checkpoints=staged(job),
-        **more,
+        **settings_of(job),
     )
 
 
