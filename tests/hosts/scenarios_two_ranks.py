@@ -301,6 +301,10 @@ def refusals() -> None:
     found["ranks_differ"] = toy.error_of(
         lambda: megaresume.attach(toy.engine_of(), other / ("seed.yaml" if rank else "swapped.yaml"))
     )
+    # The same global batch, of other micro-batches.
+    found["micro_batches_differ"] = toy.error_of(
+        lambda: megaresume.attach(toy.engine_of(batch=8, micro=2 if rank else 4), toy.DATA)
+    )
     found["rank_1_fails"] = toy.error_of(
         lambda: megaresume.attach(toy.engine_of(), other / ("nothing.yaml" if rank else "seed.yaml"))
     )

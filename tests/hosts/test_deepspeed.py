@@ -126,6 +126,7 @@ def test_save_latest_false_moves_no_pointer(two_ranks: Any) -> None:
         ("seed", "StateError", "the data config is not the one"),
         ("corpus", "StateError", "not the corpus"),
         ("ranks_differ", "StateError", "the ranks disagree on the data"),
+        ("micro_batches_differ", "StateError", "the ranks disagree on the batches"),
         ("no_data", "UsageError", "the engine has no data"),
         ("sizes", "UsageError", "does not divide over the ranks"),
         ("missing_tag", "CheckpointError", "there is no checkpoint global_step3"),

@@ -101,7 +101,7 @@ def attach(
         CheckpointError: another job writes to ``save_dir``.
         ConfigError, CorpusError: the data cannot be opened.
         SetupError: ``save_dir`` or clocks differ between nodes.
-        StateError: the data does.
+        StateError: the data or the sizes of its batches do.
     """
     facts.check_engine(engine)
     if (kind := _kind_of(data)) != "config":
@@ -140,6 +140,7 @@ def attach(
         cause="the nodes have different copies of data.yaml or of a corpus, or other skips, schedules or balance",
         action="compare data.yaml, the sizes of the .idx files, and the arguments of attach on the nodes",
     )
+    _check_same_sizes(engine)
     if is_rank_0():
         for line in same_corpora(stream.fingerprints):
             print(f"megaresume: WARNING: {line}", flush=True)
@@ -254,12 +255,14 @@ def attach_loader(
         UsageError: no DeepSpeed engine, a loader without a state or of another rank, or settings that do not apply.
         CheckpointError: another job writes to ``save_dir``.
         SetupError: a node does not see it.
+        StateError: the ranks have engines of different batch sizes.
     """
     facts.check_engine(engine)
     host = EngineHost(engine)
     session = _session_of(host, checkpoints, metrics=metrics)
     _refuse_losses(host, loader)
     session.start()
+    _check_same_sizes(engine)
     attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
     _put_hooks(engine, attached)
     return attached
@@ -278,6 +281,20 @@ def _attach_items(engine: Any, loader: Any, started: Callable[[Callable[[], Stre
     attached = ItemData(engine, feed, session)
     _put_hooks(engine, attached)
     return attached
+
+
+def _check_same_sizes(engine: Any) -> None:
+    """Raise a StateError on every rank unless the steps of all are made of the same micro-batches. Collective.
+
+    Each rank counts the shares of the others by its own sizes, and with others it would train some of theirs.
+    """
+    micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    same_on_all_ranks(
+        f"train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {accumulation}",
+        "the batches",
+        cause="the nodes have different DeepSpeed configs",
+        action="give deepspeed.initialize the same sizes on every rank",
+    )
 
 
 def _refuse_losses(host: EngineHost, loader: Any) -> None:
