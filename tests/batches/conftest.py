@@ -42,9 +42,9 @@ class Documents:
         return self.documents[i]
 
 
-def random_documents(seed: int, num: int, *, longest: int = 300) -> list[np.ndarray]:
+def random_documents(seed: int, num: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    lengths = np.minimum(rng.lognormal(3.5, 1.2, num).astype(int), longest)  # some are empty
+    lengths = np.minimum(rng.lognormal(3.5, 1.2, num).astype(int), 300)  # some are empty
     return [rng.integers(1, VOCABULARY, length).astype(np.uint16) for length in lengths]
 
 
@@ -97,8 +97,8 @@ class Pictures:
     whole = True
     encoder = SimpleNamespace(image_token_id=IMAGE_TOKEN, pixel_shape=PIXEL_SHAPE)
 
-    def __init__(self, num: int = 60, *, faulty: int = 7) -> None:
-        self.num, self.faulty = num, faulty
+    def __init__(self, num: int = 60) -> None:
+        self.num = num
 
     def __len__(self) -> int:
         return self.num
@@ -121,7 +121,7 @@ class Pictures:
         assert key.document == i
         length = self.length(i)
         tokens = np.random.default_rng([18, i]).integers(1, VOCABULARY, length)
-        if i % self.faulty == 0:
+        if i % 7 == 0:
             fault = Fault(policy="mask", reason=f"document {i} is broken")
             return EncodedDocument(tokens=tokens * 0, trained=np.zeros(length, bool), fault=fault)
         trained = np.ones(length, bool)

@@ -32,9 +32,9 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return ask
 
 
-def guarded_run(save: Path, payload: dict[str, Any], iteration: int = 25) -> None:
+def guarded_run(save: Path, payload: dict[str, Any]) -> None:
     """A directory as a run under guard leaves it."""
-    tag = f"iter_{iteration:07d}"
+    tag, iteration = "iter_0000025", 25
     pending = begin_save(save, tag=tag, iteration=iteration, state=order_state(payload, 8 * iteration), latest=False)
     (save / tag).mkdir(parents=True)
     (save / tag / "common.pt").write_bytes(b"weights")

@@ -26,13 +26,13 @@ from tests.corpora import simple_corpus
 Corpus = Callable[..., Path]
 
 
-def overwrite(prefix: Path, token: int, value: int = 7, width: int = 4) -> None:
-    """Other bytes in place, as ``rsync --inplace --times`` leaves them: same size, same inode, same mtime."""
+def overwrite(prefix: Path, token: int) -> None:
+    """Another token in place, as ``rsync --inplace --times`` leaves them: same size, same inode, same mtime."""
     path = Path(f"{prefix}.bin")
     before = path.stat()
     with open(path, "r+b") as file:
-        file.seek(token * width)
-        file.write(value.to_bytes(width, "little"))
+        file.seek(token * 4)
+        file.write((7).to_bytes(4, "little"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = path.stat()
     assert (before.st_size, before.st_ino, before.st_mtime_ns) == (after.st_size, after.st_ino, after.st_mtime_ns)

@@ -96,8 +96,9 @@ def calls(node: ast.AST, function: str = "the module") -> Iterator[tuple[ast.Cal
         yield from calls(child, within)
 
 
-def refusals(package: Path = ROOT / "megaresume") -> Iterator[str]:
+def refusals() -> Iterator[str]:
     """A block of lines for each."""
+    package = ROOT / "megaresume"
     for path in sorted(package.rglob("*.py")):
         for node, function in calls(ast.parse(path.read_text(encoding="utf-8"))):
             refusal = made(node)

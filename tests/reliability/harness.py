@@ -154,10 +154,10 @@ class Harness:
         return Run(ends=tuple(ends), reports=reports, operations=tuple(operations), stopped=stopped)
 
     @cache  # noqa: B019  one harness a process
-    def twin(self, zero: int, stop: int, data: int = 0, kind: Kind = "stream") -> Run:
+    def twin(self, zero: int, stop: int, kind: Kind = "stream") -> Run:
         """A job that is never interrupted, and saves nothing."""
         directory = self.new_directory()
-        run = self.run(Task(kind=kind, zero=zero, data=self.data(data), directory=directory, stop=stop))
+        run = self.run(Task(kind=kind, zero=zero, data=self.data(0), directory=directory, stop=stop))
         if any(run.ends):
             raise RuntimeError(f"the twin failed: {run}")
         return run

@@ -39,11 +39,10 @@ LENGTHS = {"a": [5, 70, 128, 300, 0, 44, 12], "b": [90, 1, 64, 33], "c": [200, 1
 
 
 @st.composite
-def _stages(draw: st.DrawFn, data: dict[str, Any], seq_lengths: bool = True) -> dict[str, Any]:
+def _stages(draw: st.DrawFn, data: dict[str, Any]) -> dict[str, Any]:
     """Other weights, packings and sequence lengths, as a stage has them."""
     changes: dict[str, Any] = {}
-    kinds = ["weights", "packing", *(["seq_length"] if seq_lengths else [])]
-    for kind in draw(st.sets(st.sampled_from(kinds), min_size=1)):
+    for kind in draw(st.sets(st.sampled_from(["weights", "packing", "seq_length"]), min_size=1)):
         if kind == "weights":
             weights = [draw(st.sampled_from([0, 1, 2, 5])) for _ in data["sources"]]
             weights[draw(st.integers(0, len(weights) - 1))] += 1

@@ -51,12 +51,12 @@ def noise(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
-def batch_of(options: Any, images: list[tuple[Image.Image, int, int]], rows: int = 2) -> dict[str, Any]:
+def batch_of(options: Any, images: list[tuple[Image.Image, int, int]]) -> dict[str, Any]:
     """Two rows of 16 tokens, each of two documents of 8; images (image, row, column)."""
     processor = processor_from_options(options)
     made = [processor(image, np.random.default_rng(0)) for image, _, _ in images]
     shape = (0, *processor.pixel_shape)
-    tokens = torch.arange(rows * 16).view(rows, 16) % 50
+    tokens = torch.arange(32).view(2, 16) % 50
     places = [
         (row, column, processor.tokens_of(*output)) for (_, row, column), output in zip(images, made, strict=True)
     ]
@@ -66,8 +66,8 @@ def batch_of(options: Any, images: list[tuple[Image.Image, int, int]], rows: int
     return {
         "tokens": tokens,
         "labels": labels,
-        "loss_mask": torch.ones(rows, 16),
-        "position_ids": torch.arange(8).repeat(rows, 2),
+        "loss_mask": torch.ones(2, 16),
+        "position_ids": torch.arange(8).repeat(2, 2),
         "pixel_values": torch.from_numpy(np.concatenate([np.zeros(shape, np.float32), *(p for p, _ in made)])),
         "image_grid_thw": torch.tensor([grid for _, grid in made], dtype=torch.int64).view(-1, 3),
         "image_positions": torch.tensor(places, dtype=torch.int64).view(-1, 3),

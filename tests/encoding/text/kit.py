@@ -72,9 +72,9 @@ TEXTS = st.one_of(
 
 
 @st.composite
-def conversations(draw: Any, *, system: bool = True) -> list[dict[str, Any]]:
+def conversations(draw: Any) -> list[dict[str, Any]]:
     """Turns of user and assistant, sometimes with a system message."""
-    messages = [{"role": "system", "content": draw(TEXTS)}] if system and draw(st.booleans()) else []
+    messages = [{"role": "system", "content": draw(TEXTS)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 4))):
         messages.append({"role": "user", "content": draw(TEXTS)})
         messages.append({"role": "assistant", "content": draw(TEXTS)})

@@ -53,8 +53,8 @@ def encoder(directory: Path, selection: Selection = EVERYTHING) -> ConversationE
 reference = functools.cache(reference_tokenizer)
 
 
-def encoded(directory: Path, messages: Messages, selection: Selection = EVERYTHING) -> tuple[list[int], list[int]]:
-    found = encoder(directory, selection).encode_batch([Conversation(messages=messages)])[0]
+def encoded(directory: Path, messages: Messages) -> tuple[list[int], list[int]]:
+    found = encoder(directory, EVERYTHING).encode_batch([Conversation(messages=messages)])[0]
     assert not isinstance(found, Exception) and found is not None, found
     return found.tokens.tolist(), found.trained.astype(int).tolist()
 

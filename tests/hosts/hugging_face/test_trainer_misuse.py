@@ -305,7 +305,7 @@ def test_saved_by_hand_after_an_interrupt_that_left_the_weights_ahead(
     tmp_path: Path, order: list[int], where: str
 ) -> None:
     """The weights have made step 8, perhaps, and neither the Trainer nor the data has counted it."""
-    trainer = make(tmp_path / "run", num_train_epochs=1)
+    trainer: Any = make(tmp_path / "run", num_train_epochs=1)
     trainer.add_callback(Interrupting(where))
     megaresume.attach(trainer)
     with pytest.raises(KeyboardInterrupt):
@@ -322,7 +322,7 @@ def test_saved_by_hand_after_an_interrupt_that_left_the_weights_ahead(
 
 def test_saved_by_hand_after_an_interrupt_within_a_micro_batch(tmp_path: Path, order: list[int]) -> None:
     """The weights are those of step 7."""
-    trainer = make(tmp_path / "run", num_train_epochs=1, kill=("interrupt", 8))
+    trainer: Any = make(tmp_path / "run", num_train_epochs=1, kill=("interrupt", 8))
     megaresume.attach(trainer)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()

@@ -20,13 +20,13 @@ def key_of(record: int) -> str:
     return f"rec{record:04d}"
 
 
-def write_shards(directory: Path, *, records: int = RECORDS, prepare: bool = True) -> Path:
+def write_shards(directory: Path) -> Path:
     """Image-caption records in tar shards, made an Energon dataset by its own ``prepare``."""
     directory.mkdir(parents=True)
-    per_shard = -(-records // _SHARDS)
+    per_shard = -(-RECORDS // _SHARDS)
     for shard in range(_SHARDS):
         with tarfile.open(directory / f"shard-{shard:03d}.tar", "w") as tar:
-            for record in range(shard * per_shard, min((shard + 1) * per_shard, records)):
+            for record in range(shard * per_shard, min((shard + 1) * per_shard, RECORDS)):
                 rng = np.random.default_rng(record)
                 height, width = (int(side) for side in rng.integers(8, 24, 2))
                 image = Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8))
@@ -37,8 +37,7 @@ def write_shards(directory: Path, *, records: int = RECORDS, prepare: bool = Tru
                     member = tarfile.TarInfo(f"{key_of(record)}.{extension}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
-    if prepare:
-        _prepare(directory)
+    _prepare(directory)
     return directory
 
 
@@ -100,15 +99,15 @@ def energon_loader(
 class Captions(torch.utils.data.IterableDataset[Any]):
     """An iterable with a packing buffer and a state. Sharded by rank and worker."""
 
-    def __init__(self, *, rank: int, world: int, records: int = RECORDS) -> None:
-        self.rank, self.world, self.records = rank, world, records
+    def __init__(self, *, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
         self.position, self.buffer = 0, []
         self.buffer: list[int]
 
     def __iter__(self) -> Any:
         info = torch.utils.data.get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        mine = list(range(self.rank * workers + worker, self.records, self.world * workers))
+        mine = list(range(self.rank * workers + worker, RECORDS, self.world * workers))
         while self.position < len(mine) or self.buffer:
             while self.position < len(mine) and len(self.buffer) < 5:
                 self.buffer.append(mine[self.position])

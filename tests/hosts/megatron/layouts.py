@@ -138,19 +138,21 @@ def write_lm(
     return write_wheel(root, version, package, pre) if core else root
 
 
-def write_flat(root: Path, kind: str = "megatron-deepspeed", package: str = "megatron") -> Path:
+def write_flat(root: Path, kind: str = "megatron-deepspeed") -> Path:
     """Megatron-DeepSpeed: megatron/*.py; kind "bigscience", or "plain" for a Megatron-LM of old without DeepSpeed."""
-    home = root / package
+    home = root / "megatron"
     bigscience = kind == "bigscience"
     without = "validate_args" if bigscience else "\0"
     _write(home / "__init__.py", "    from .initialize import initialize_megatron")
     _write(home / "arguments.py", ARGUMENTS.replace(without, "_validate"))
-    text = CHECKPOINTING.format(parent=package, imports="", save="model[0].save_checkpoint('save', client_state={})")
+    text = CHECKPOINTING.format(parent="megatron", imports="", save="model[0].save_checkpoint('save', client_state={})")
     _write(home / "checkpointing.py", text.replace("read_metadata", "_read") if bigscience else text)
-    _write(home / "training.py", TRAINING.format(parent=package, imports="" if kind == "plain" else "import deepspeed"))
+    _write(
+        home / "training.py", TRAINING.format(parent="megatron", imports="" if kind == "plain" else "import deepspeed")
+    )
     _write(home / "global_vars.py", GLOBAL_VARS)
     by_name = {"validate": "" if bigscience else ", validate_args", "call": "" if bigscience else "validate_args(args)"}
-    _write(home / "initialize.py", INITIALIZE.format(parent=package, **by_name))
+    _write(home / "initialize.py", INITIALIZE.format(parent="megatron", **by_name))
     _write(home / "data" / "__init__.py", "")
     _write(home / "data" / "data_samplers.py", "")
     if bigscience:
@@ -158,7 +160,7 @@ def write_flat(root: Path, kind: str = "megatron-deepspeed", package: str = "meg
         _write(home / "mpu" / "__init__.py", "")
         _write(home / "mpu" / "initialize.py", "")
     else:
-        write_wheel(root, (0, 2), package)
+        write_wheel(root, (0, 2))
     return root
 
 

@@ -19,10 +19,10 @@ from tests.hosts.megatron.guard.loads import order_state
 pytestmark = pytest.mark.process
 
 
-def save_order(root: Path, content: dict[str, Any], samples: int, iteration: int = 100) -> OpaqueState:
+def save_order(root: Path, content: dict[str, Any], samples: int) -> OpaqueState:
     """A checkpoint under guard."""
-    state, tag = order_state(content, samples), f"iter_{iteration:07d}"
-    pending = begin_save(root, tag=tag, iteration=iteration, state=state, latest=False)
+    state, tag = order_state(content, samples), "iter_0000100"
+    pending = begin_save(root, tag=tag, iteration=100, state=state, latest=False)
     (root / tag).mkdir()
     (root / tag / "model_optim_rng.pt").write_bytes(b"weights")
     commit_save(pending)
