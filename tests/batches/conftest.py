@@ -6,6 +6,7 @@ text and prepared shards, with augmentation and with records that broke after th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,17 @@ from megaresume.stream.stream import Stream
 VOCABULARY = 50_000
 IMAGE_TOKEN = VOCABULARY + 1
 PIXEL_SHAPE = (6,)
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    """The batches of epoch after epoch, up to one without any."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return
 
 
 class Documents:

@@ -31,6 +31,7 @@ from megaresume.batches.item_hash import item_hash
 from megaresume.batches.rank_loader import RankLoader
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CorpusError, StateError, UsageError
+from tests.batches.conftest import endless
 
 ITEMS = 37
 
@@ -56,16 +57,6 @@ def merged(loaders: list[Any], micro_batches: int) -> list[int]:
     """What the ranks were handed in so many micro-batches, over epochs, in the order of the stream."""
     of_ranks = [[numbers(batch) for batch in islice(endless(loader), micro_batches)] for loader in loaders]
     return [number for batches in zip_longest(*of_ranks, fillvalue=[]) for batch in batches for number in batch]
-
-
-def endless(loader: Any) -> Any:
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            return
 
 
 def ranks(dp: int, batch_size: int, state: Any = None, dataset: Any = None, **options: Any) -> list[Any]:

@@ -19,6 +19,7 @@ import torch.utils.data
 import megaresume
 from megaresume.batches.items import flatten
 from megaresume.stream.errors import ConfigError, CorpusError, StateError, UsageError
+from tests.batches.conftest import endless
 
 ITEMS, SEQ_LENGTH = 60, 64
 #: items of the first five samples.
@@ -72,18 +73,8 @@ def loaders(dp: int, batch_size: int, state: Any = None, dataset: Any = None, **
 
 def merged(made: list[Any], micro_batches: int) -> list[list[int]]:
     """The items that the ranks were handed, in the order of the stream."""
-    of_ranks = [[texts(batch) for batch in islice(_one_by_one(loader), micro_batches)] for loader in made]
+    of_ranks = [[texts(batch) for batch in islice(endless(loader), micro_batches)] for loader in made]
     return [text for batches in zip_longest(*of_ranks, fillvalue=[]) for batch in batches for text in batch]
-
-
-def _one_by_one(loader: Any) -> Any:
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            return
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +95,7 @@ def test_every_item_comes_whole_and_once_an_epoch(order: list[list[int]]) -> Non
 @pytest.mark.parametrize("packing", ["best_fit", {"mode": "best_fit", "open_bins": 4}, "knapsack"])
 def test_samples_are_full_and_never_more(packing: Any) -> None:
     (loader,) = loaders(1, 1, packing=packing, max_epochs=4)
-    filled = [batch["input_ids"].numel() for batch in _one_by_one(loader)]
+    filled = [batch["input_ids"].numel() for batch in endless(loader)]
     assert max(filled) <= SEQ_LENGTH
     assert sum(filled) == 4 * sum(map(len, whole()))
     assert len(filled) <= sum(filled) / SEQ_LENGTH * 1.1 + 1

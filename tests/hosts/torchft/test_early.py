@@ -17,24 +17,23 @@ import torch
 
 import megaresume
 from megaresume.hosts.torchft import TorchftHost, attach
-from megaresume.hosts.torchft_dealing import OF_MANAGER, Contributors
+from megaresume.hosts.torchft_dealing import Contributors
 from megaresume.stream.errors import UsageError
+from tests.hosts.torchft.stand_in import StandIn
 
 #: samples of a step, and of a micro-batch.
 SIZE, MICRO = 8, 2
 
 
-class Manager(SimpleNamespace):
+class Manager(StandIn):
     """Replica 0 of as many as `begin` says, of an asynchronous quorum that is there once `is_there` is set."""
 
     _use_async_quorum = True
 
     def __init__(self) -> None:
-        super().__init__(**dict.fromkeys(name for name in OF_MANAGER if not hasattr(Manager, name)))
-        self._replica_id, self._healing, self._quorum_id = "a", False, 0
-        self._pg = SimpleNamespace(getBackendName=lambda: "gloo")
+        super().__init__()
         self.is_there = threading.Event()
-        self.replicas, self.committed, self.error = 0, 0, None
+        self.replicas = 0
         #: of the others, in the order of the all-reduces.
         self.reduced: list[str] = []
 
@@ -50,27 +49,6 @@ class Manager(SimpleNamespace):
 
     def wait_quorum(self) -> None:
         assert self.is_there.wait(60)
-
-    def num_participants(self) -> int:
-        return self.replicas
-
-    def participating_rank(self) -> int:
-        return 0
-
-    def is_participating(self) -> bool:
-        return True
-
-    def errored(self) -> Any:
-        return self.error
-
-    def report_error(self, error: Exception) -> None:
-        self.error = error
-
-    def current_step(self) -> int:
-        return self.committed
-
-    def register_state_dict_fn(self, *_: Any) -> None:
-        return
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: Any = None) -> Any:
         """What the other replicas say is added, if it is a vote."""

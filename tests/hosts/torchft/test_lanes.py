@@ -16,26 +16,24 @@ import torch
 
 import megaresume
 from megaresume.hosts.torchft import TorchftHost
-from megaresume.hosts.torchft_dealing import OF_MANAGER
 from megaresume.hosts.torchft_lanes import LaneVote
 from megaresume.hosts.torchft_local_sgd import attach
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from tests.hosts.torchft.stand_in import StandIn
 
 #: inner steps of an outer one, samples of an inner step, of a micro-batch, and of an outer step.
 INNER, SIZE, MICRO = 3, 4, 1
 OUTER = INNER * SIZE
 
 
-class Manager(SimpleNamespace):
+class Manager(StandIn):
     """Replica 0 of as many as `replicas` says; the others have trained as many lanes as `others` says."""
 
     _use_async_quorum, _init_sync = False, False
 
     def __init__(self) -> None:
-        super().__init__(**dict.fromkeys(name for name in OF_MANAGER if not hasattr(Manager, name)))
-        self._replica_id, self._healing, self._quorum_id = "a", False, 0
-        self._pg = SimpleNamespace(getBackendName=lambda: "gloo")
-        self.replicas, self.others, self.committed, self.error = 1, 0, 0, None
+        super().__init__()
+        self.others = 0
         self.votes: list[LaneVote] = []
         self.factors: list[float] = []
 
@@ -43,27 +41,6 @@ class Manager(SimpleNamespace):
         self.error, self._quorum_id = None, self._quorum_id + 1
 
     def wait_quorum(self) -> None:
-        return
-
-    def num_participants(self) -> int:
-        return self.replicas
-
-    def participating_rank(self) -> int:
-        return 0
-
-    def is_participating(self) -> bool:
-        return True
-
-    def errored(self) -> Any:
-        return self.error
-
-    def report_error(self, error: Exception) -> None:
-        self.error = error
-
-    def current_step(self) -> int:
-        return self.committed
-
-    def register_state_dict_fn(self, *_: Any) -> None:
         return
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: Any = None) -> Any:
