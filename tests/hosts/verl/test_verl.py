@@ -55,17 +55,6 @@ def test_killed_in_a_save_and_resumed(python: str, copy: Path, order: list[int])
 
 
 @release(
-    "VeRL: a launch",
-    "`tests/hosts/verl/test_parts.py::test_its_end_with_another_batch_size`, `tests/hosts/contract/test_loop.py`",
-)
-def test_more_data_and_epochs(python: str, copy: Path, order: list[int]) -> None:
-    run(python, copy, 2, attempt=2, items=110, append="next_epoch", epochs=4)
-    handed = items(trained(copy))
-    assert handed[:200] == order[:200] and len(handed) == 416
-    assert sorted(handed[200:310]) == list(range(110)) and len(set(handed[310:])) == 106
-
-
-@release(
     "VeRL: four launches",
     "`tests/hosts/verl/test_parts.py::test_what_is_refused`",
 )
