@@ -334,15 +334,22 @@ def all_come(doing: str, group: Any) -> None:
     ranks = range(world_size())
     store.set(f"{key}/{rank()}", "")
     work = _dist().barrier(group=group, async_op=True)
-    deadline = time.monotonic() + PATIENCE
+    begin, is_said = time.monotonic(), False
     for _ in pauses(0.1, 0.001):
         if work.is_completed():
             break
-        if time.monotonic() > deadline:
-            there = [number for number in ranks if store.check([f"{key}/{number}"])]
+        waited = time.monotonic() - begin
+        if waited <= (PATIENCE if is_said else PATIENCE / 10):
+            continue
+        there = [number for number in ranks if store.check([f"{key}/{number}"])]
+        names = f"ranks {', '.join(map(str, there))} of {len(ranks)}"
+        if not is_said and rank() == there[0]:
+            print(f"megaresume: WARNING: {names} wait in {doing} for the others: call it on every rank", flush=True)
+        is_said = True
+        if waited > PATIENCE:
             raise UsageError(
                 f"{doing} was called on some ranks only",
-                found=f"ranks {', '.join(map(str, there))} of {len(ranks)}, for {PATIENCE:.0f} s",
+                found=f"{names}, for {PATIENCE:.0f} s",
                 expected="all ranks: each of them writes a part, and all of them decide",
                 cause=f"`if rank == 0:` before {doing}",
                 action=f"call {doing} on every rank",

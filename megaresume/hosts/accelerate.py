@@ -63,7 +63,8 @@ from megaresume.stream.errors import UsageError
 WRITTEN: Written = {
     "DeepSpeed": (("pytorch_model/*",), "DeepSpeed: Accelerator(deepspeed_plugin=...), or accelerate launch"),
     "FSDP": (("pytorch_model_fsdp*",), "FSDP: Accelerator(fsdp_plugin=...), or accelerate launch"),
-    "DDP": (("model*.safetensors", "pytorch_model.bin", "pytorch_model_[0-9]*.bin"), "neither DeepSpeed nor FSDP"),
+    # Not by the weights, which a hook of the program may write elsewhere (diffusers' examples do).
+    "DDP": (("optimizer.bin", "optimizer_[0-9]*.bin"), "neither DeepSpeed nor FSDP"),
 }
 
 
@@ -423,6 +424,8 @@ class AcceleratedLoop(StepLoop):
         return prepare(*objects, **kwargs)
 
     def _skip(self, skip: Callable[..., Any], dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if dataloader is self and self.steps.is_resumed and self.steps.is_idle:
+            return self  # what was trained before the resume is not read again
         self._check_other((dataloader,), "accelerator.skip_first_batches")
         return skip(dataloader, *args, **kwargs)
 

@@ -16,7 +16,8 @@ from megaresume.hosts.attach import refuse, replaced
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.stream.errors import CheckpointError
 
-#: back-end -> (what a checkpoint has inside that only this one writes, as patterns; how to train with it again).
+#: back-end -> (what its checkpoints have inside, and those of no back-end before it, as patterns; how to train with it
+#: again).
 Written = Mapping[str, tuple[Sequence[str], str]]
 
 
@@ -85,14 +86,14 @@ def check_loadable(
         CheckpointError: another back-end wrote it; it has no optimizer; or ZeRO divided it over other ranks.
     """
     now = backend_of(accelerator)
-    wrote = [name for name, (patterns, _) in written.items() if any(any(tag_dir.glob(p)) for p in patterns)]
-    if now not in wrote:
+    wrote = next((name for name, (patterns, _) in written.items() if any(any(tag_dir.glob(p)) for p in patterns)), None)
+    if now != wrote:
         raise CheckpointError(
             f"the checkpoint was not written with {now}" if wrote else "the checkpoint has no optimizer",
-            found=f"{tag_dir}, written with {wrote[0]}" if wrote else f"{tag_dir}, written with save_only_model",
+            found=f"{tag_dir}, written with {wrote}" if wrote else f"{tag_dir}, written with save_only_model",
             expected=f"one that was written with {now}",
             cause="the state of the optimizer would not be loaded",
-            action=f"train with {written[wrote[0]][1]}; or {begin_anew}" if wrote else begin_anew,
+            action=f"train with {written[wrote][1]}; or {begin_anew}" if wrote else begin_anew,
         )
     facts.check_ranks(zero_stage(accelerator), before, accelerator.num_processes, tag_dir.name, begin_anew=begin_anew)
 

@@ -138,6 +138,19 @@ class StepLoop:
         """Of the live figures, for ``loop.meter.losses(batch, token_loss)``; None without ``metrics=``."""
         return self.session.meter
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample, as `DataLoader` counts them."""
+        return int(self.steps.feed.loader.epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch, as `DataLoader` counts them."""
+        return len(self.steps.feed.loader)
+
+    def __bool__(self) -> bool:
+        """Whatever its length."""
+        return True
+
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches of this rank: see `Steps`."""
         return iter(self.steps)

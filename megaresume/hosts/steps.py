@@ -11,12 +11,12 @@ Each call is one or two of the events of `Count`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megaresume.hosts.count import Count, Words
+from megaresume.hosts.count import Count, Why, Words
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 if TYPE_CHECKING:  # both need torch, which a launcher may be without
@@ -77,6 +77,8 @@ class Steps(Count[str]):
 
     #: told of every step that begins.
     session: Session
+    #: made before the last load.
+    loaded_step: int
     #: told of every step that was made: its number, and the samples trained with it.
     on_step: Callable[[int, int], object] | None = None
 
@@ -98,8 +100,24 @@ class Steps(Count[str]):
     def loaded(self, step: int, samples: int) -> None:
         """See `Count`. A ``for`` that runs is over."""
         super().loaded(step, samples)
+        self.loaded_step = step
         self._turn, self._is_changed = None, False
         self._stepped_by.clear()
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether a checkpoint was loaded, and no step was made since."""
+        return self.step == self.loaded_step > 0
+
+    def untrained(self, when: str, unseen: Iterable[str] = (), *, why: Why | None = None) -> StateError:
+        """See `Count`."""
+        if why is None and self.is_resumed:
+            cause, action = self.words.untrained
+            why = (
+                f"the loop passes over what it trained before the resume, as other loaders need it; or {cause}",
+                f"take that out, since the first batch is the one after step {self.step}; otherwise {action}",
+            )
+        return super().untrained(when, unseen, why=why)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

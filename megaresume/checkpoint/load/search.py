@@ -191,7 +191,8 @@ class Search:
             f"{what} cannot be loaded",
             found="; ".join(f"{one.candidate.tag} is {one.status}: {one.reason}" for one in found),
             expected="a complete checkpoint",
-            action=f"megaresume inspect {self.root} shows which ones are complete",
+            action="ask for no particular one: then the newest complete one is loaded, which megaresume latest "
+            f"{self.root} names",
         )
 
     def _universal(self, tag: str) -> Choice:

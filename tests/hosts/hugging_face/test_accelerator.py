@@ -253,6 +253,85 @@ def test_what_comes_after_attach(tmp_path: Path) -> None:
     tried.loop.close()
 
 
+def trained_to(directory: Path, step: int) -> Tried:
+    """A loop that has trained so many steps, and another one that was loaded from its checkpoint."""
+    tried = Tried(directory)
+    for batch in tried.loop:
+        tried.train(batch)
+        if tried.loop.step == step:
+            break
+    tried.accelerator.save_state()
+    tried.loop.close()
+    again = Tried(directory)
+    again.accelerator.load_state()
+    return again
+
+
+def test_a_loop_that_skips_what_it_has_trained(tmp_path: Path) -> None:
+    again = trained_to(tmp_path / "run", 3)
+    assert again.accelerator.skip_first_batches(again.loop, 3) is again.loop
+    batches = iter(again.accelerator.skip_first_batches(again.loop, 3))
+    again.train(next(batches))
+    with pytest.raises(UsageError, match="skip_first_batches is not for this loader"):
+        again.accelerator.skip_first_batches(again.loop, 1)
+    batches.close()
+    again.loop.close()
+
+
+def test_a_loop_that_passes_over_what_it_has_trained(tmp_path: Path) -> None:
+    again = trained_to(tmp_path / "run", 3)
+    with pytest.raises(StateError, match=r"trained before the resume(.|\n)*the first batch is the one after step 3"):
+        for number, batch in enumerate(again.loop):
+            if number >= 3:
+                again.train(batch)
+    again.loop.close()
+
+
+def test_the_loop_has_the_length_and_the_epoch_of_its_loader(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "run")
+    assert len(tried.loop) == len(tried.loader) == 25 and tried.loop.epoch == 0
+    for batch in tried.loop:
+        tried.train(batch)
+    assert tried.loop.epoch == tried.loader.epoch == 1
+    tried.loop.close()
+
+
+def test_a_program_that_writes_its_model_itself(tmp_path: Path) -> None:
+    """As diffusers' examples do, by hooks of Accelerate: the checkpoint has no weights where it has them otherwise."""
+
+    def write(models: list[torch.nn.Module], weights: list[Any], directory: str) -> None:
+        torch.save(weights.pop(), Path(directory) / "mine.pt")
+
+    def read(models: list[torch.nn.Module], directory: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(directory) / "mine.pt"))
+
+    def hooked() -> Tried:
+        tried = Tried(tmp_path / "run")
+        tried.accelerator.register_save_state_pre_hook(write)
+        tried.accelerator.register_load_state_pre_hook(read)
+        return tried
+
+    tried = hooked()
+    for batch in tried.loop:
+        tried.train(batch)
+        break
+    tried.accelerator.save_state()
+    tried.loop.close()
+    again = hooked()
+    again.accelerator.load_state()
+    assert again.loop.step == 1
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), tried.model.parameters(), strict=True))
+    again.loop.close()
+
+
+def test_a_loader_that_is_prepared_before(tmp_path: Path) -> None:
+    accelerator = accelerator_of(tmp_path / "run", 1)
+    model, loader = torch.nn.Linear(2, 1), megaresume.DataLoader(Numbers(), batch_size=4)
+    model, _, same = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    assert same is loader
+    megaresume.attach(accelerator, loader).close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -67,6 +67,7 @@ def test_a_save_on_rank_0_alone(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "loop.save() was called on some ranks only" in done.stderr, done.stderr[-3000:]
     assert "ranks 0 of 2" in done.stderr and choose(tmp_path / "run") is None
+    assert done.stdout.count("WARNING: ranks 0 of 2 wait in loop.save() for the others") == 1, done.stdout
 
 
 def test_a_rank_is_gone_while_another_waits_to_save(tmp_path: Path) -> None:
