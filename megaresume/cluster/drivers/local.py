@@ -21,15 +21,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaresume.checkpoint.records.ledger import ATTEMPT
-from megaresume.cluster.drivers.driver import (
-    AttemptProgress,
-    LaunchDriver,
-    LaunchSettings,
-    Ledgers,
-    checkpoint_roots,
-    count_gpus,
-    without_pins,
-)
+from megaresume.cluster.drivers.attempts import Ledgers, checkpoint_roots, without_pins
+from megaresume.cluster.drivers.decide import AttemptProgress
+from megaresume.cluster.drivers.driver import LaunchDriver, LaunchSettings, count_gpus
 from megaresume.runs.logs import shell_status
 from megaresume.stream.errors import MegaresumeError, UsageError
 

@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.cluster.drivers.driver import BadNode, gpus_listed, modules_of, script_of
+from megaresume.cluster.drivers.decide import BadNode
+from megaresume.cluster.drivers.driver import gpus_listed, modules_of, script_of
 
 #: begins the line of an answer.
 MARK = "megaresume-node "

@@ -20,25 +20,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaresume.checkpoint.records.ledger import ATTEMPT
-from megaresume.cluster.drivers.driver import (
-    AttemptHistory,
-    AttemptProgress,
+from megaresume.cluster.drivers.attempts import (
     Attempts,
-    BadNode,
-    Decision,
-    LaunchDriver,
     Ledgers,
-    Reason,
-    SlurmState,
-    Status,
     checkpoint_roots,
-    choose_nodes,
-    decide,
-    decide_start,
     read_attempts,
     without_pins,
     write_attempts,
 )
+from megaresume.cluster.drivers.decide import (
+    AttemptHistory,
+    AttemptProgress,
+    BadNode,
+    Decision,
+    Reason,
+    SlurmState,
+    Status,
+    choose_nodes,
+    decide,
+    decide_start,
+)
+from megaresume.cluster.drivers.driver import LaunchDriver
 from megaresume.cluster.drivers.node_check import ask_nodes, judge
 from megaresume.cluster.drivers.slurm_job import Chain, RankLayout, SlurmJob, SlurmSettings, check, listen, tasks
 from megaresume.runs.logs import find_first_error, last_lines, shell_status

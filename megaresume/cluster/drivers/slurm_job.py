@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from megaresume.cluster.drivers.driver import LaunchSettings, Reason, modules_of, script_of
+from megaresume.cluster.drivers.decide import Reason
+from megaresume.cluster.drivers.driver import LaunchSettings, modules_of, script_of
 from megaresume.cluster.drivers.node_check import Verdict
 from megaresume.cluster.drivers.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 from megaresume.stream.errors import UsageError

@@ -11,5 +11,6 @@ rgb.py           bytes to an RGB image, its size from the header alone; declared
 processor.py     what a processor promises, and whether it keeps that; one's own, from a factory
 processors.py    processors by kind; an image to tiles or patches, as CLIP, InternVL, Qwen2-VL do
 hugging_face.py  a model's own processor, of transformers
-pixels.py        resized in 8 bits, cut and normalised as Pillow and torchvision do it, into the batch
+pixels.py        cut and normalised as Pillow and torchvision do it, into the batch
+resampling.py    and resized in 8 bits, as they do it
 """

@@ -27,12 +27,12 @@ from megaresume.encoding.images.pixels import (
     Backend,
     Levels,
     Normalize,
-    Resampling,
     check_backend,
     cut_patches,
     resized,
 )
 from megaresume.encoding.images.processor import Grid, Pixels, Processor, PythonProcessor
+from megaresume.encoding.images.resampling import Resampling
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Truth, Within, read_kind
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.drivers.driver import (
+from megaresume.cluster.drivers.decide import (
     Action,
     AttemptHistory,
     AttemptProgress,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.drivers.driver import AttemptProgress
+from megaresume.cluster.drivers.decide import AttemptProgress
 from megaresume.cluster.drivers.local import LocalDriver, LocalSettings
 from megaresume.stream.errors import UsageError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.cluster.drivers.driver import BadNode
+from megaresume.cluster.drivers.decide import BadNode
 from megaresume.cluster.drivers.node_check import (
     MARK,
     Verdict,

@@ -11,8 +11,7 @@ from megaresume.checkpoint.records.ledger import ATTEMPT, LedgerEntry, append_le
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
 from megaresume.checkpoint.system import Topology
-from megaresume.cluster.drivers.driver import (
-    AttemptProgress,
+from megaresume.cluster.drivers.attempts import (
     Attempts,
     Ledgers,
     checkpoint_roots,
@@ -20,6 +19,7 @@ from megaresume.cluster.drivers.driver import (
     without_pins,
     write_attempts,
 )
+from megaresume.cluster.drivers.decide import AttemptProgress
 from megaresume.stream.errors import SetupError
 
 

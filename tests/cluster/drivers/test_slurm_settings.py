@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.cluster.drivers.driver import Attempts, read_attempts, write_attempts
+from megaresume.cluster.drivers.attempts import Attempts, read_attempts, write_attempts
 from megaresume.cluster.drivers.node_check import Verdict
 from megaresume.cluster.drivers.slurm import SlurmDriver
 from megaresume.cluster.drivers.slurm_commands import usable

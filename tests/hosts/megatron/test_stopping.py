@@ -11,7 +11,8 @@ import pytest
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
-from megaresume.cluster.drivers.driver import AttemptProgress, Ledgers
+from megaresume.cluster.drivers.attempts import Ledgers
+from megaresume.cluster.drivers.decide import AttemptProgress
 from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project
