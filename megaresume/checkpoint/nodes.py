@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.lock.lock import seen_within, take
+from megaresume.checkpoint.lock.lock import take
+from megaresume.checkpoint.lock.shared import seen_within
 from megaresume.checkpoint.ranks import gather, on_all_ranks, rank, world_size
 from megaresume.checkpoint.records.names import records_dir
 from megaresume.files import leftover_name, make_dir

@@ -19,7 +19,7 @@ from toy import DATA, ROOT, engine_of, error_of, finish, result, start, train
 import torch.distributed as dist  # isort: skip
 
 import megaresume
-from megaresume.checkpoint.lock import lock
+from megaresume.checkpoint.lock import lock, shared
 from megaresume.checkpoint.ranks import on_rank_0
 from megaresume.checkpoint.stopping import StopConditions
 
@@ -99,7 +99,7 @@ def lost_to_another(engine: Any) -> None:
 def not_shared(engine: Any) -> None:
     own = ROOT / f"disk_of_rank_{dist.get_rank()}"
     own.mkdir()
-    lock.SEEN_WITHIN_SECONDS = 0.3
+    shared.SEEN_WITHIN_SECONDS = 0.3
     named = error_of(lambda: attach(engine, own))
     data = attach(engine, None)
     train(engine, data, engine.global_steps + 1)
@@ -111,7 +111,7 @@ def not_shared(engine: Any) -> None:
 
 def lagging(engine: Any) -> None:
     """What rank 0 writes comes to rank 1 a second later, as through the cache of a shared filesystem."""
-    lock.SEEN_WITHIN_SECONDS = 30.0
+    shared.SEEN_WITHIN_SECONDS = 30.0
     own = ROOT / f"cache_of_rank_{dist.get_rank()}"
     over = threading.Event()
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import megaresume
 from megaresume.checkpoint import chooser, system
 from megaresume.checkpoint.load.choose import confirm_choice
-from megaresume.checkpoint.lock import lock
+from megaresume.checkpoint.lock import shared
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.shim import Mode, Shim
 
@@ -229,7 +229,7 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
     directory = task.directory if rank == 0 or task.other_directory is None else task.other_directory
     if task.other_directory is not None:
         # A rank waits half a minute for a filesystem whose cache lags behind.
-        lock.SEEN_WITHIN_SECONDS = 0.2
+        shared.SEEN_WITHIN_SECONDS = 0.2
         chooser.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
     shim, mine = Shim(), task.fault if task.fault is not None and task.fault.rank == rank else None
     if task.recording is not None:

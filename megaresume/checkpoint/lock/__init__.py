@@ -1,6 +1,7 @@
 """One job at a time writes to a directory.
 
-lock.py     the lock: taken, renewed, checked before every write; and a directory that all ranks see
+lock.py     the lock: taken, renewed, checked before every write
+shared.py   whether all ranks see the directory
 claim.py    which job it belongs to, and whether that job is gone
 fenced.py   what the owner alone may write: data state, manifest, pointers
 """

@@ -1,4 +1,4 @@
-"""One job at a time writes to a checkpoint root, and all of its ranks see that root.
+"""One job at a time writes to a checkpoint root.
 
 A lock with its owner's name, and a fence for who has lost it:
 
@@ -21,15 +21,6 @@ Model files it may still write; they count only with a manifest.
 
 The counter goes up in one daemon thread for all roots of a process. A forked child holds nothing. What a killed owner
 leaves need not be cleaned up by hand.
-
-**Do all ranks see one directory?** Asked before the first step, also if there is no checkpoint to compare yet:
-
-    rank 0   makes a file in <save>/megaresume that no one has seen
-    all      look for it under their own path, for a while: caches of shared filesystems lag behind
-    all      learn who does not see it
-
-With a disk in each node every node would save its own part of each checkpoint to its own disk, and none would be
-whole.
 """
 
 from __future__ import annotations
@@ -56,12 +47,12 @@ from megaresume.checkpoint.lock.claim import (
     this_process,
     write_alive,
 )
-from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_rank_0, pauses, world_size
+from megaresume.checkpoint.lock.shared import check_shared
+from megaresume.checkpoint.ranks import is_rank_0, on_rank_0
 from megaresume.checkpoint.records.ledger import read_run
 from megaresume.checkpoint.records.names import ledger_path, records_dir
-from megaresume.checkpoint.system import is_shared, mount_of
-from megaresume.files import leftover_name, make_dir, write_atomic, write_error
-from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, SetupError
+from megaresume.files import make_dir, write_atomic
+from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError
 
 #: how often an owner raises its counter.
 RENEW_SECONDS = 2.0
@@ -333,127 +324,6 @@ def _in_child() -> None:
 
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_in_child)
-
-
-#: how long a rank looks for the file of rank 0. NFS remembers for 30 s at most that a name was not there.
-SEEN_WITHIN_SECONDS = 30.0
-_MOST_HOSTS = 20
-
-#: what one rank found: its host, the path, and, if it does not see the file, what is mounted there.
-_Seen = tuple[str, str, str | None]
-
-
-def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> None:
-    """Make sure that a directory which rank 0 writes to is the same on every rank. Collective.
-
-    Args:
-        directory: as this rank names it; rank 0 creates it if need be.
-        action: what to do otherwise; None: mount it.
-
-    Raises, on every rank:
-        SetupError: naming every host that does not see what rank 0 has written.
-        CheckpointError: rank 0 cannot write there.
-    """
-    if world_size() == 1:
-        return
-    root = Path(os.path.abspath(directory))
-
-    def make() -> str:
-        make_dir(records_dir(root))
-        name = leftover_name("seen")
-        try:
-            (records_dir(root) / name).touch()
-        except OSError as error:
-            raise write_error(records_dir(root) / name, error) from error
-        return name
-
-    name = on_rank_0(make)
-    try:
-        sees = _look(records_dir(root), name)
-        seen: list[_Seen] = gather((os.uname().nodename, str(root), None if sees else _mount(root)))
-    finally:
-        if is_rank_0():
-            (records_dir(root) / name).unlink(missing_ok=True)
-    if any(mount is not None for *_, mount in seen):
-        raise known_to_all(_refusal(seen, action))
-
-
-def _look(directory: Path, name: str) -> bool:
-    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
-    for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
-        # Listing a directory makes an NFS client ask its server again; asking for a name may be answered from memory.
-        if (directory / name).exists() or name in _names(directory):
-            return True
-        if time.monotonic() >= deadline:
-            break
-    return False
-
-
-def seen_within(directory: Path, names: list[str | None]) -> set[int]:
-    """Which ranks' files are seen in a directory: at once if no other machine can see it, else within the time that
-    `check_shared` allows.
-
-    Args:
-        directory: on this machine.
-        names: of a file that each rank has made in the directory of this name that it sees; None: it has made none.
-    """
-    wanted = {number: name for number, name in enumerate(names) if name is not None}
-    kind = _kind(directory)
-    deadline = time.monotonic() + (SEEN_WITHIN_SECONDS if kind == "unknown" or is_shared(kind) else 0.0)
-    for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
-        there = set(_names(directory))
-        seen = {number for number, name in wanted.items() if name in there}
-        if len(seen) == len(wanted) or time.monotonic() >= deadline:
-            break
-    return seen
-
-
-def _kind(directory: Path) -> str:
-    try:
-        return mount_of(directory, Path("/proc/self/mountinfo").read_text(errors="replace")).kind
-    except OSError:
-        return "unknown"
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:
-        return []
-
-
-def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
-    first, path, _ = seen[0]
-    blind: dict[str, list[int]] = {}
-    for rank, (host, _, mount) in enumerate(seen):
-        if mount is not None:
-            blind.setdefault(host, []).append(rank)
-    lines = []
-    for host, ranks in list(blind.items())[:_MOST_HOSTS]:
-        _, place, mount = seen[ranks[0]]
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        lines.append(f"{host} ({which}; {place} is on {mount})")
-    if len(blind) > _MOST_HOSTS:
-        lines.append(f"and {len(blind) - _MOST_HOSTS} more")
-    hosts = ", ".join(list(blind)[:_MOST_HOSTS])
-    return SetupError(
-        "the save directory is not the same on every node",
-        found=f"what rank 0 wrote into {path} on {first} is not seen after {SEEN_WITHIN_SECONDS:g} s by "
-        + ", ".join(lines),
-        expected="one directory that every rank sees",
-        cause="the filesystem is not mounted on these nodes, the path is on a disk of each node, or ranks were given "
-        "different paths",
-        action=action or f"mount on {hosts} what findmnt -T {path} shows on {first}; or save to another directory",
-    )
-
-
-def _mount(path: Path) -> str:
-    """The filesystem that a path is on, in words."""
-    try:
-        mount = mount_of(path, Path("/proc/self/mountinfo").read_text(errors="replace"))
-    except OSError:
-        return "an unknown filesystem"
-    return f"{mount.kind} {mount.source}, mounted at {mount.point}" if mount.point else "an unknown filesystem"
 
 
 def claim_directory(directory: str | os.PathLike[str], *, action: str | None = None) -> None:

@@ -4,8 +4,8 @@
       |         which checkpoint is loaded, on which ranks       Run.choose, hosts.deepspeed.load_rules
       |         -> `Launch`, which all others ask
     data.py     what of the data config changed                  stream.changes
-      |         what balanced ranks gain                         stream.batches, dealing
-      |         Megatron's own datasets                          hosts.megatron.guard.compare
+    gain.py     what balanced ranks gain                         stream.batches, dealing
+    guarded.py  Megatron's own datasets                          hosts.megatron.guard.compare
       |
     dry_run.py  last step, epochs left, the end of the stream    stream.batches, stream.changes
                 `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them

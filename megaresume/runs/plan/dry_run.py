@@ -12,7 +12,9 @@ from megaresume.checkpoint.records.names import split_root
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.directory import Run
-from megaresume.runs.plan.data import Gain, Guarded, PlannedData, compare_with_record, gain, read_data
+from megaresume.runs.plan.data import PlannedData, read_data
+from megaresume.runs.plan.gain import Gain, gain
+from megaresume.runs.plan.guarded import Guarded, compare_with_record
 from megaresume.runs.plan.start import (
     Findings,
     Flags,
