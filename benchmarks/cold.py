@@ -26,7 +26,7 @@ from benchmarks.corpora import write_corpus
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import median, ratio
-from megaresume.batches.ahead import ColdPages
+from megaresume.batches.cold_pages import ColdPages
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.data.layout import bin_path

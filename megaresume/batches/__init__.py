@@ -10,7 +10,8 @@ The core of both loaders, `RankLoader`, knows which samples a rank is given next
 Samples of a stream as tensors:
 
     loader.py       `StreamLoader`; `StreamDataset`: the stream as a map-style torch dataset
-    ahead.py        records of shards, and tokens that are not in memory, read or asked for before they are needed
+    ahead.py        records of shards, read before they are needed
+    cold_pages.py   tokens that are not in memory, asked for before they are needed
     assemble.py     planned samples -> a batch; preference pairs kept apart
     masked.py       documents of which no loss is taken
     batch.py        what a batch is: arrays, the compiled loops that write them, tensors, masks; images.py: its images

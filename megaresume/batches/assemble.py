@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megaresume.batches.ahead import ColdPages
 from megaresume.batches.batch import (
     FIELDS,
     PAIRS,
@@ -32,6 +31,7 @@ from megaresume.batches.batch import (
     mask_segments,
     separated,
 )
+from megaresume.batches.cold_pages import ColdPages
 from megaresume.batches.images import BatchImages, DocumentReader, pixels_of, room_of
 from megaresume.batches.masked import masked_documents
 from megaresume.data.source import Source, TokenSource, is_document_source

@@ -27,9 +27,10 @@ from typing import Any, Literal, cast
 import torch.utils.data
 from numba.core.compiler_lock import global_compiler_lock
 
-from megaresume.batches.ahead import MEMORY, REQUESTS, ColdPages, ReadAhead, use_cache
+from megaresume.batches.ahead import MEMORY, REQUESTS, ReadAhead, use_cache
 from megaresume.batches.assemble import Assembler, make_batch, make_batches
 from megaresume.batches.batch import FIELDS, PAIRS, Batch, Field, check_fields
+from megaresume.batches.cold_pages import ColdPages
 from megaresume.batches.images import shown
 from megaresume.batches.rank_loader import RankLoader, data_parallel
 from megaresume.batches.workers import Workers

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.corpora import document_lengths, write_corpus
-from megaresume.batches import ahead
+from megaresume.batches import cold_pages
 from megaresume.batches.ahead import Guess
 from megaresume.batches.loader import StreamDataset, StreamLoader
 from megaresume.batches.open import open_stream
@@ -48,7 +48,9 @@ class Kernel:
     def asked(self) -> list[range]:
         """Addresses that it was told to read."""
         return [
-            range(start, stop) for start, stop, how in self.told if how in (mmap.MADV_WILLNEED, ahead.POPULATE_READ)
+            range(start, stop)
+            for start, stop, how in self.told
+            if how in (mmap.MADV_WILLNEED, cold_pages.POPULATE_READ)
         ]
 
 
@@ -56,9 +58,9 @@ class Kernel:
 def kernel(monkeypatch):
     """Of a machine whose memory holds nothing: every look meets a page that is not there."""
     kernel, waited = Kernel(), count()
-    monkeypatch.setattr(ahead, "_libc", kernel)
-    monkeypatch.setattr(ahead, "_waits", lambda: next(waited))
-    monkeypatch.setattr(ahead, "QUICK", 0)
+    monkeypatch.setattr(cold_pages, "_libc", kernel)
+    monkeypatch.setattr(cold_pages, "_waits", lambda: next(waited))
+    monkeypatch.setattr(cold_pages, "QUICK", 0)
     return kernel
 
 
@@ -123,7 +125,7 @@ def test_documents_of_a_block_are_asked_for_together(corpus, kernel):
 
 
 def test_nothing_is_read_around_what_is_asked_for(corpus, monkeypatch):
-    monkeypatch.setattr(ahead.ColdPages, "_ask", lambda *_: None)
+    monkeypatch.setattr(cold_pages.ColdPages, "_ask", lambda *_: None)
     batches = iter(loader := loader_of(corpus))
     view = loader.stream.sources[0].token_view
     pages = range(view.ctypes.data, view.ctypes.data + view.nbytes, mmap.PAGESIZE)
@@ -140,8 +142,8 @@ def test_nothing_is_read_around_what_is_asked_for(corpus, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"dp": (1, 3)}, {"micro": 1}])
 def test_batches_are_the_same(corpus, kernel, deaf, options, monkeypatch):
     found = rows(loader_of(corpus, **options), 60)
-    monkeypatch.setattr(ahead.ColdPages, "begin", lambda *_: None)
-    monkeypatch.setattr(ahead.ColdPages, "end", lambda *_: None)
+    monkeypatch.setattr(cold_pages.ColdPages, "begin", lambda *_: None)
+    monkeypatch.setattr(cold_pages.ColdPages, "end", lambda *_: None)
     expected = rows(loader_of(corpus, **options), 60)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -163,9 +165,9 @@ def test_what_comes_next_is_in_memory(corpus):
 
 def test_what_is_in_memory_is_not_asked_for(corpus, monkeypatch):
     kernel = Kernel()
-    monkeypatch.setattr(ahead, "_libc", kernel)
-    monkeypatch.setattr(ahead, "_waits", lambda: 0)
-    monkeypatch.setattr(ahead, "QUICK", 0)
+    monkeypatch.setattr(cold_pages, "_libc", kernel)
+    monkeypatch.setattr(cold_pages, "_waits", lambda: 0)
+    monkeypatch.setattr(cold_pages, "QUICK", 0)
     batches = iter(loader_of(corpus))
     # Each look is at some steps that are read together, more of them where that is quick.
     assert any(rows(batches, 10) and kernel.told[-1][2] == mmap.MADV_NORMAL for _ in range(20))
@@ -174,18 +176,18 @@ def test_what_is_in_memory_is_not_asked_for(corpus, monkeypatch):
     rows(batches, 60)
     assert len(kernel.told) == told
     waited = count()
-    monkeypatch.setattr(ahead, "_waits", lambda: next(waited))  # and then it is in memory no more
+    monkeypatch.setattr(cold_pages, "_waits", lambda: next(waited))  # and then it is in memory no more
     assert any(rows(batches, 10) and len(kernel.told) > told for _ in range(20))
 
 
 def test_a_file_system_that_does_nothing_if_told_is_read_by_threads(corpus, monkeypatch):
     kernel, waited = Kernel(deaf=True), count(step=1000)
-    monkeypatch.setattr(ahead, "_libc", kernel)
-    monkeypatch.setattr(ahead, "_waits", lambda: next(waited))
-    monkeypatch.setattr(ahead, "QUICK", 0)
+    monkeypatch.setattr(cold_pages, "_libc", kernel)
+    monkeypatch.setattr(cold_pages, "_waits", lambda: next(waited))
+    monkeypatch.setattr(cold_pages, "QUICK", 0)
     rows(loader_of(corpus), 60)
-    first = next(k for k, (_, _, advice) in enumerate(kernel.told) if advice == ahead.POPULATE_READ)
-    assert all(advice == ahead.POPULATE_READ for _, _, advice in kernel.told[first:])
+    first = next(k for k, (_, _, advice) in enumerate(kernel.told) if advice == cold_pages.POPULATE_READ)
+    assert all(advice == cold_pages.POPULATE_READ for _, _, advice in kernel.told[first:])
     assert kernel.told[first:]
 
 
@@ -214,12 +216,16 @@ def test_a_forked_process_asks_for_itself(corpus):
 
 
 def test_places_are_joined_and_cut():
-    page, big = mmap.PAGESIZE, ahead.LONGEST
+    page, big = mmap.PAGESIZE, cold_pages.LONGEST
     starts = np.array([10 * big, page + 5, 3, 2 * page + 7])
     stops = starts + np.array([big + 1, 10, 5, 4])
-    assert list(ahead.joined(starts, stops)) == [(0, 2 * page + 11), (10 * big, 11 * big), (11 * big, 11 * big + 1)]
-    apart = np.array([0, 3 * page + ahead.GAP])
-    assert len(list(ahead.joined(apart, apart + 1))) == 2
+    assert list(cold_pages.joined(starts, stops)) == [
+        (0, 2 * page + 11),
+        (10 * big, 11 * big),
+        (11 * big, 11 * big + 1),
+    ]
+    apart = np.array([0, 3 * page + cold_pages.GAP])
+    assert len(list(cold_pages.joined(apart, apart + 1))) == 2
 
 
 @pytest.mark.parametrize(
