@@ -7,7 +7,8 @@ smoke/              `megaresume smoke`: that on one's own cluster, with every ki
 demo/               `megaresume demo`: that on this machine, with a report
 own_directory.py    the directory that either of them fills
 training/           the small trainer of both, a program of its own
-processes.py        jobs of this machine: groups of processes
+local.py            launchers of this machine: of a program, of a script for every node
+processes.py        programs of this machine, as groups of processes
 records.py          what a run recorded of its steps, and two runs compared
 new.py              `megaresume new`: the programs of starts/, for a reader's own trainer
 drivers/            what the launch scripts of ``launch/`` call

@@ -22,8 +22,9 @@ from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
 from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, Extra
 from megaresume.cluster.launcher import Kind, Launch
+from megaresume.cluster.local import LocalPrograms
 from megaresume.cluster.own_directory import own_directory
-from megaresume.cluster.processes import LocalPrograms, ask
+from megaresume.cluster.processes import ask
 from megaresume.cluster.records import RunComparison, RunRecords, compare_runs, read_records
 from megaresume.cluster.scenario import Attempt, Found, Say, Scenario, Stop
 from megaresume.command_line import need_packages

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.cluster.launcher import Kind, Launch, Launcher
+from megaresume.cluster.local import LocalLauncher
 from megaresume.cluster.own_directory import own_directory
-from megaresume.cluster.processes import LocalLauncher, ask
+from megaresume.cluster.processes import ask
 from megaresume.cluster.records import RunRecords, compare_runs, read_any, with_losses
 from megaresume.cluster.scenario import Attempt, GaveUp, Say, Scenario, StopResult
 from megaresume.cluster.smoke.interrupted import cleaned_up

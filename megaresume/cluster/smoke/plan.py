@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 from megaresume.cluster.demo.demo import VISION, as_words, small_gpt, write_config
 from megaresume.cluster.launcher import KINDS, Kind, Launch
-from megaresume.cluster.processes import ask, visible_gpus
+from megaresume.cluster.local import visible_gpus
+from megaresume.cluster.processes import ask
 from megaresume.cluster.scenario import Stop
 from megaresume.stream.errors import UsageError, counted
 

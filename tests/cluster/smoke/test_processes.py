@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.cluster.launcher import Launch
-from megaresume.cluster.processes import ON_CPUS, Devices, LocalScript
+from megaresume.cluster.local import ON_CPUS, Devices, LocalScript
 from megaresume.stream.errors import SetupError
 
 pytestmark = pytest.mark.process
