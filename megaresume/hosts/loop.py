@@ -155,6 +155,12 @@ class StepLoop:
         """The micro-batches of this rank: see `Steps`."""
         return iter(self.steps)
 
+    def __getattr__(self, name: str) -> Any:
+        """What programs ask a loader for."""
+        if name in ("batch_sampler", "batch_size", "dataset", "num_workers", "sampler", "set_epoch"):
+            return getattr(self.steps.feed.loader, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def finish(self) -> None:
         """Nothing is left to train: say so in the ledger, by which launch scripts know it, and `close`."""
         self.session.finish()

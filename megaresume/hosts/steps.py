@@ -40,10 +40,10 @@ def loop_words(*, trainer: str = "the loop", name: str = "loop", clock: str = "l
         next="the next batch is asked for",
         untrained=(
             "a batch was used for something else (its shape, a warm-up, an evaluation) or passed over with `continue`; "
-            f"a `for` was left in the middle of a step; {clock} is missing; or the loop accumulates more "
-            "micro-batches than the loader was told (accumulation=)",
-            "look at collate_fn([dataset[0]]) instead, evaluate on a separate loader, and remove items that are not "
-            "to be trained from the dataset",
+            f"a `for` was left in the middle of a step; {clock} is missing; a prefetcher takes one batch more; or the "
+            "loop accumulates more micro-batches than the loader was told (accumulation=)",
+            "look at collate_fn([dataset[0]]) instead, evaluate on a separate loader, remove items that are not to be "
+            "trained from the dataset, and let workers read ahead (num_workers=)",
         ),
         incomplete=(
             "a batch was trained twice, or it came from another loader; or the loop accumulates fewer micro-batches "
@@ -147,6 +147,10 @@ class Steps(Count[str]):
         self.check_idle("a new `for` begins")
         turn = self._turn = object()
         batches: Any = None
+        refusals = (
+            StateError,
+            UsageError,
+        )  # not by their names: a program may end within the ``for``, which have then gone
         try:
             batches, end = self.feed.read(self.samples), self.feed.pass_end(self.samples)
             while True:
@@ -167,7 +171,7 @@ class Steps(Count[str]):
                     return
                 self._hand_out(batch)
                 yield batch
-        except (StateError, UsageError) as error:
+        except refusals as error:
             raise self.fail(error) from error.__cause__
         finally:
             if self._turn is turn:

@@ -19,6 +19,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientA
 
 import megaresume
 from megaresume.checkpoint.load.choose import choose
+from megaresume.hosts import steps
 from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.conftest import write_corpus
@@ -287,8 +288,21 @@ def test_a_loop_that_passes_over_what_it_has_trained(tmp_path: Path) -> None:
     again.loop.close()
 
 
-def test_the_loop_has_the_length_and_the_epoch_of_its_loader(tmp_path: Path) -> None:
+def test_a_program_that_ends_within_a_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = Tried(tmp_path / "run")
+    batches = iter(tried.loop.steps)
+    tried.train(next(batches))
+    for name in ("StateError", "UsageError"):  # as the end of the interpreter does to modules
+        monkeypatch.setattr(steps, name, None)
+    batches.close()
+    tried.loop.close()
+
+
+def test_what_programs_ask_a_loader_for(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "run")
+    tried.loop.sampler.set_epoch(0)
+    assert tried.loop.dataset is tried.loader.dataset and tried.loop.batch_size == 4
+    assert not hasattr(tried.loop, "state_dict")  # its state is in the checkpoint
     assert len(tried.loop) == len(tried.loader) == 25 and tried.loop.epoch == 0
     for batch in tried.loop:
         tried.train(batch)
