@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,7 +56,7 @@ from megaresume.hosts.accelerate_backends import (
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, hook, replaced
-from megaresume.hosts.feeds import Feed, ItemFeed, micro_batches, micro_batches_to, warn_of_left_over
+from megaresume.hosts.feeds import Feed, ItemFeed
 from megaresume.hosts.hugging_face_data import (
     CountedBatches,
     callback_of,
@@ -69,6 +68,7 @@ from megaresume.hosts.hugging_face_data import (
     restore_callbacks,
     undo_settings,
 )
+from megaresume.hosts.hugging_face_epochs import Epochs
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, write_all
@@ -165,8 +165,6 @@ class TransformersHost(TrainerHost):
         super().__init__(trainer)
         self._data, self._options = data, options
         self._ran = False
-        #: the samples that the epoch begins and ends with, of the one that was trained last; (0, 0): not known yet.
-        self._epoch = 0, 0
         #: that are to be logged.
         self._figures: Mapping[str, float] = {}
         #: the optimizer whose steps are reported.
@@ -216,6 +214,7 @@ class TransformersHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         self._attached_with = self._settings()
+        self._epochs = Epochs(self.loader, self.steps)
         batches = CountedBatches(self.steps)
         self.trainer.get_train_dataloader = lambda: batches if self._ran else self.loader
         self.trainer.callback_handler.callbacks.insert(0, callback_of(self))  # before those that log the epoch
@@ -286,31 +285,7 @@ class TransformersHost(TrainerHost):
         """An optimizer step was made. Raises StateError: see `Count`."""
         self.steps.stepped()
         self.steps.compare(int(self.trainer.state.global_step))
-        self.trainer.state.epoch = self.loader.epoch + self._part_of_epoch()
-
-    def _part_of_epoch(self) -> float:
-        """The part of the epoch that is trained. The Trainer's own counts batches, of which epochs differ."""
-        begin, end = self._epoch
-        if not begin <= self.steps.samples < end:
-            before, end = end, self.loader.epoch_end
-            begin = before or max(end - self.loader.items, 0)
-            self._epoch = begin, end
-        return max(self.steps.samples - begin, 0) / (end - begin) if end > begin else 0.0
-
-    def check_epoch(self, epoch: int) -> None:
-        """Raise a UsageError unless the loader has come to an epoch, which the Trainer begins."""
-        loader = self.loader
-        if loader.epoch != epoch:
-            raise UsageError(
-                "control.should_epoch_stop cannot be used with megaresume.attach",
-                found=f"the Trainer begins epoch {epoch}, and the data stands at sample {loader.samples}, in epoch "
-                f"{loader.epoch}, which has samples up to {loader.epoch_end}",
-                expected="epochs that come to their end: their other items would never be trained",
-                cause="a callback set control.should_epoch_stop",
-                action="control.should_training_stop ends the run, and a resume continues there; to evaluate or save "
-                "within an epoch, eval_steps and save_steps; to train fewer items, torch.utils.data.Subset of the "
-                "dataset",
-            )
+        self.trainer.state.epoch = self._epochs.trained()
 
     def train(
         self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
@@ -392,7 +367,7 @@ class TransformersHost(TrainerHost):
         """The epochs and steps of the run, counted from the sample where it continues."""
         on_all_ranks(self._check_settings)  # again: the `train` of a class, as of TRL's A2PO, may filter the dataset
         _, *between, _ = values(*args, **kwargs)
-        epochs, steps = self.length()
+        epochs, steps = self._epochs.of_run(self.trainer.args)
         return (epochs, *between, steps)
 
     def _init_training_state(self, init: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -406,9 +381,9 @@ class TransformersHost(TrainerHost):
         Raises:
             UsageError: the epoch before it was ended early.
         """
-        self.check_epoch(kwargs["epoch"])
+        self._epochs.check(kwargs["epoch"])
         self._watch()
-        batches, steps = self.batches_of_epoch()
+        batches, steps = self._epochs.left()
         return run(**kwargs | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
 
     def _watch(self) -> None:
@@ -487,57 +462,6 @@ class TransformersHost(TrainerHost):
                 self.trainer.accelerator, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew
             )
         return Restored(envelope=envelope, iteration=step, samples=None)
-
-    # How long a run and an epoch are
-
-    def length(self) -> tuple[int, int]:
-        """(epochs, optimizer steps) with which the run ends; sets the last sample of the loader.
-
-        Raises:
-            UsageError: the data ends before ``max_steps``.
-        """
-        args, loader = self.trainer.args, self.loader
-        if args.max_steps > 0:
-            return loader.epoch + self._epochs_of(max(args.max_steps - self.steps.step, 0)), int(args.max_steps)
-        loader.stop = max(self._end_of(args.num_train_epochs), self.steps.samples)
-        warn_of_left_over(loader, loader.stop - self.steps.samples)
-        steps = self._steps(micro_batches(loader, loader.stop - self.steps.samples))
-        return math.ceil(args.num_train_epochs), self.steps.step + steps
-
-    def _epochs_of(self, steps: int) -> int:
-        """Number of epochs that the next steps span, this one included."""
-        epochs, end = 0, self.steps.samples
-        for epochs, end in enumerate(self.loader.epoch_ends() if steps else (), 1):
-            if end - self.steps.samples >= steps * self.loader.step_samples:
-                return epochs
-        if (there := self._steps(micro_batches(self.loader, end - self.steps.samples))) < steps:
-            raise UsageError(
-                "the data ends before the last step",
-                found=f"data for {self.steps.step + there} steps",
-                expected=f"{self.steps.step + steps}: max_steps",
-                cause="max_epochs of a dataset",
-                action="fewer max_steps, or more max_epochs",
-            )
-        return epochs
-
-    def _end_of(self, epochs: float) -> int:
-        """The sample with which so many epochs since the start of the run end, or the data."""
-        loader, ends = self.loader, self.loader.epoch_ends()
-        end = next(ends)
-        more = epochs - loader.epoch - 1  # after this one
-        for _ in range(math.floor(more)):
-            end = next(ends, end)
-        part = more - max(math.floor(more), 0)
-        there = end + math.ceil(part * loader.items)
-        return there if part <= 0 else min(there, next(ends, end))
-
-    def batches_of_epoch(self) -> tuple[int, int]:
-        """(micro-batches, optimizer steps) from here to the end of the epoch."""
-        batches = micro_batches_to(self.loader, self.loader.epoch_end, self.steps.samples)
-        return batches, self._steps(batches)
-
-    def _steps(self, batches: int) -> int:
-        return -(-batches // self.loader.accumulation)
 
 
 def _with_outputs(
