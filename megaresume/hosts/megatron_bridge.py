@@ -32,7 +32,7 @@ from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
-from megaresume.checkpoint.store.store import is_store
+from megaresume.checkpoint.store.objects import is_store
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import SLOT, check_new, refuse, replaced, require
 from megaresume.hosts.feeds import Feed, StreamFeed, feed_of

@@ -42,7 +42,7 @@ from megaresume.checkpoint.records.manifest import read_manifest
 from megaresume.checkpoint.records.names import Saved, ledger_path, manifest_path, marker_path
 from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.save.commit import PendingCheckpoint, join_save
-from megaresume.checkpoint.store.store import NotAsSavedError
+from megaresume.checkpoint.store.objects import NotAsSavedError
 from megaresume.stream.errors import MegaresumeError
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.save.retention import Retention
 from megaresume.checkpoint.starts import record_cut_commits
 from megaresume.checkpoint.store.mirror import by_name
-from megaresume.checkpoint.store.store import NotAsSavedError, is_store
+from megaresume.checkpoint.store.objects import NotAsSavedError, is_store
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 T = TypeVar("T")

@@ -39,7 +39,8 @@ from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.records.sealed import read_record, seal, text, texts
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, is_copied, prune
-from megaresume.checkpoint.store.store import ChangedSourceError, GaveWayError, is_store
+from megaresume.checkpoint.store.objects import is_store
+from megaresume.checkpoint.store.store import ChangedSourceError, GaveWayError
 from megaresume.files import delete_soon, leftover_name, make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 

@@ -49,8 +49,9 @@ from megaresume.checkpoint.store.mirror import (
     part_name,
     record_name,
 )
+from megaresume.checkpoint.store.objects import is_store
 from megaresume.checkpoint.store.scratch import Scratch
-from megaresume.checkpoint.store.store import GaveWayError, Store, is_store
+from megaresume.checkpoint.store.store import GaveWayError, Store
 from megaresume.files import (
     write_atomic,
 )

@@ -1,6 +1,7 @@
 """Checkpoints in an object store: its requests, its one writer, and what it holds.
 
-store.py            the requests
+objects.py          the requests: small objects, listed, read, written, created once, deleted
+store.py            and files, up and down
 http_session.py     how they are sent; buffer.py: the memory of a part
 threads.py          in threads
 receipts.py         it has what was sent

@@ -29,7 +29,8 @@ from megaresume.checkpoint.lock.claim import RELEASED, Owner, gone, this_process
 from megaresume.checkpoint.lock.lock import Holder
 from megaresume.checkpoint.records.names import Saved, recorded_tag
 from megaresume.checkpoint.records.sealed import SealError, count, from_members, members, rows, seal, text, unseal
-from megaresume.checkpoint.store.store import NotAsSavedError, Store
+from megaresume.checkpoint.store.objects import NotAsSavedError
+from megaresume.checkpoint.store.store import Store
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from megaresume.stream.state import is_version
 

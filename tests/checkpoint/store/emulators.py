@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote
 
 from megaresume.checkpoint.copies.store_place import StorePlace
-from megaresume.checkpoint.store import store
+from megaresume.checkpoint.store import objects
 from megaresume.checkpoint.store.store import Store
 from megaresume.data import remote
 from megaresume.stream.errors import SetupError
@@ -210,7 +210,7 @@ def main(name: str) -> None:
     emulator = EMULATORS[name]()
     try:
         os.environ.update(emulator.environment)
-        remote.FIRST_WAIT, remote.ATTEMPTS, store.AT_THE_END = 0.01, 2, 0.5
+        remote.FIRST_WAIT, remote.ATTEMPTS, objects.AT_THE_END = 0.01, 2, 0.5
         url, bucket = emulator.place("facts")
         facts: dict[str, Any] = {"winners": _winners(url, bucket) if name != "msc" else None, "said": []}
         place = StorePlace(url, facts["said"].append)

@@ -27,7 +27,7 @@ from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.marker import Marker
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.starts import record_start
-from megaresume.checkpoint.store import lease, store
+from megaresume.checkpoint.store import lease, objects, store
 from megaresume.data import remote
 from megaresume.files import make_dir
 from megaresume.program import main
@@ -380,7 +380,7 @@ def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
     monkeypatch.setattr(remote, "ATTEMPTS", 1)
     monkeypatch.setattr(remote, "PATIENCE", 0.2)
-    monkeypatch.setattr(store, "AT_THE_END", 0.2)
+    monkeypatch.setattr(objects, "AT_THE_END", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = store.Store("http://{}:{}/run".format(*silent.getsockname()))
         target.try_write("last word", b"")

@@ -1,0 +1,282 @@
+"""`Objects`: those of a checkpoint root in an object store, through fsspec: the few requests that copies need.
+
+    sizes          names and sizes below a prefix, of every page of the answer
+    read           a small object
+    write          a small object, whole or not at all
+    create         the same, unless it is there: of two that try, one succeeds (`If-None-Match`, and its like elsewhere)
+    delete         objects
+    abort_uploads  the parts of uploads that a kill left
+
+What may pass is tried again with back-off, as reads of data are (`megaresume.data.remote`), which also says how a store
+is reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+from megaresume.checkpoint.store.receipts import OtherBytesError, send_with_md5
+from megaresume.data.remote import PATIENCE, RemoteStore, patience, s3_code
+from megaresume.stream.errors import CheckpointError, CorpusError, SetupError
+
+T = TypeVar("T")
+
+
+class NotAsSavedError(CheckpointError):
+    """An object is missing, or holds other bytes than were saved."""
+
+
+#: seconds that a request may take that sends a part.
+SENT_WITHIN = 600.0
+#: seconds for a last word as a program ends.
+AT_THE_END = 10.0
+#: objects that S3 deletes in one request.
+_DELETED_AT_ONCE = 1000
+
+
+def is_store(place: str | os.PathLike[str]) -> bool:
+    """Whether this is a URL of an object store. ``file://`` is a directory."""
+    return "://" in os.fspath(place) and not os.fspath(place).startswith("file://")
+
+
+class Objects:
+    """See above. Safe to use from several threads.
+
+    Args:
+        url: ``s3://bucket/run``: names are relative to it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        protocol, _, path = self.url.partition("://")
+        self._path = path
+        self._bucket, _, self._prefix = path.partition("/")
+        self._is_s3 = protocol in ("s3", "s3a")
+        self._remote = RemoteStore(protocol, _settings)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def reopen(self) -> None:
+        """Connect anew, with the credentials that are there now."""
+        self._remote.reopen()
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Bytes of every object whose name begins with ``prefix`` (a folder: ends with a slash, or empty), by name.
+
+        Raises:
+            SetupError: the store does not answer or refuses, or there is no such bucket.
+        """
+        pages = self._pages if self._is_s3 else self._found
+        return self._tried(prefix, "listed", lambda: dict(pages(prefix)))
+
+    def _pages(self, prefix: str) -> Iterator[tuple[str, int]]:
+        before = f"{self._prefix}/" if self._prefix else ""
+        more: dict[str, Any] = {}
+        while True:
+            page = self._s3("list_objects_v2", Prefix=before + prefix, **more)
+            for one in page.get("Contents", ()):
+                yield one["Key"].removeprefix(before), int(one["Size"])
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _found(self, prefix: str) -> Iterator[tuple[str, int]]:
+        files = self._remote.opened()
+        files.invalidate_cache()
+        top = files._strip_protocol(self.url)
+        with contextlib.suppress(FileNotFoundError):
+            found = files.find(f"{self.url}/{prefix}".rstrip("/"), detail=True, **patience(files))
+            for path, info in found.items():
+                name = path.removeprefix(top).lstrip("/")
+                if name.startswith(prefix):
+                    yield name, int(info["size"])
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None if there is none. Raises SetupError, and NotAsSavedError if it is damaged."""
+
+        def get() -> bytes | None:
+            try:
+                return self._remote.whole(self._url(name))
+            except FileNotFoundError as error:
+                self._check_bucket(error)
+                return None
+
+        try:
+            return self._tried(name, "read", get)
+        except SetupError as error:
+            if type(error.__cause__).__name__ != "FlexibleChecksumError":  # botocore's, which not every store needs
+                raise
+            raise NotAsSavedError(
+                f"{self._url(name)} is not what was saved",
+                found=str(error.__cause__),
+                expected="an object as it was written",
+                cause="the store or the network damages data",
+                action="start again; if it fails again, compare what another client reads, such as aws s3 cp",
+            ) from error
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a small object in place, whatever was there. Raises SetupError."""
+        self._tried(name, "written", lambda: self._put(name, data), verb="written")
+
+    def try_write(self, name: str, data: bytes) -> None:
+        """The same once, for a program that ends: nobody waits for a store that does not answer."""
+        with contextlib.suppress(Exception):
+            try:
+                self._put(name, data, seconds=AT_THE_END)
+            except OtherBytesError:  # or these would stay there
+                self._put(name, data, seconds=AT_THE_END)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a small object in place, if there is none.
+
+        Returns:
+            whether what is there now is this. Two that try at once must not try the same bytes.
+
+        Raises:
+            SetupError: the store does not answer, or refuses.
+        """
+        if self.creates(name, data):
+            return True
+        # A store whose answer was lost is asked again, and then refuses what it has done already.
+        return self.read(name) == data
+
+    def creates(self, name: str, data: bytes) -> bool:
+        """The same; but False also for the same bytes. Of a store without conditional writes always True."""
+
+        def attempt() -> bool:
+            try:
+                self._put(name, data, is_new=True)
+            except FileExistsError:
+                return False
+            return True
+
+        return self._tried(name, "created", attempt, verb="written")
+
+    def _put(self, name: str, data: bytes, *, is_new: bool = False, seconds: float | None = None) -> None:
+        if self._is_s3:
+            condition = {"IfNoneMatch": "*"} if is_new else {}
+            try:
+                send_with_md5(self._s3, "put_object", data, Key=self._key(name), seconds=seconds, **condition)
+            except OtherBytesError:
+                if is_new:  # or nobody could ever put it in place
+                    self._s3("delete_object", Key=self._key(name))
+                raise
+            except OSError as error:
+                if is_new and s3_code(error) == "PreconditionFailed":
+                    raise FileExistsError(self._url(name)) from error
+                raise
+            return
+        files, url = self._remote.opened(), self._url(name)
+        how = self._condition() if is_new else {}
+        if how is None and files.exists(url, **patience(files, seconds)):
+            raise FileExistsError(url)
+        files.pipe_file(url, data, **(how or {}), **patience(files, seconds))
+
+    def _condition(self) -> dict[str, Any] | None:
+        """What tells fsspec to write only what is not there; None: this filesystem cannot."""
+        files = self._remote.opened()
+        takes = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
+        conditions: dict[str, Any] = {"mode": "create", "overwrite": False}
+        return next(({name: value} for name, value in conditions.items() if name in takes), None)
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the store can be asked to write only what is not there; some then ignore it."""
+        return self._is_s3 or self._condition() is not None
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; no error for those that are not there. Raises SetupError."""
+        doomed = list(names)
+        for first in range(0, len(doomed), _DELETED_AT_ONCE):
+            some = doomed[first : first + _DELETED_AT_ONCE]
+            self._tried(some[0], "deleted", lambda: self._delete(some), verb="written")  # noqa: B023  runs here
+
+    def _delete(self, names: Sequence[str]) -> None:
+        if self._is_s3:
+            keys = [{"Key": self._key(name)} for name in names]
+            answer = self._s3("delete_objects", Delete={"Objects": keys, "Quiet": True})
+            if failed := answer.get("Errors"):
+                raise OSError(f"{failed[0].get('Key')}: {failed[0].get('Code')} {failed[0].get('Message')}")
+            return
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                files = self._remote.opened()
+                files.rm_file(self._url(name), **patience(files))
+
+    def abort_uploads(self, names: re.Pattern[str]) -> int:
+        """Give up the uploads in parts that are under way: those of a process that was killed take room.
+
+        Args:
+            names: of the objects. Another run, or a program of the user's, may upload to a folder below this one.
+
+        Returns:
+            how many there were; 0 also if the store does not say.
+        """
+        if not self._is_s3:
+            return 0
+        prefix, count, more = f"{self._prefix}/" if self._prefix else "", 0, dict[str, Any]()
+        with contextlib.suppress(SetupError, CorpusError):
+            while True:
+                page = self._tried(
+                    "",
+                    "listed",
+                    lambda: self._s3("list_multipart_uploads", Prefix=prefix, **more),  # noqa: B023
+                )
+                for one in page.get("Uploads", ()):
+                    if not names.fullmatch(one["Key"].removeprefix(prefix)):
+                        continue
+                    self._abort(one["Key"], one["UploadId"])
+                    count += 1
+                if not page.get("IsTruncated"):
+                    break
+                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        return count
+
+    def _abort(self, key: str, upload: str) -> None:
+        with contextlib.suppress(Exception):  # the next start tries again, and a rule of the bucket can
+            self._s3("abort_multipart_upload", Key=key, UploadId=upload)
+
+    # How
+
+    def _url(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _s3(self, method: str, **parameters: Any) -> Any:
+        return self._ask(self._remote.opened(), method, **parameters)
+
+    def _ask(self, client: Any, method: str, *, seconds: float | None = None, **parameters: Any) -> Any:
+        seconds = seconds or (SENT_WITHIN if "Body" in parameters else PATIENCE)
+        return client.call_s3(method, Bucket=self._bucket, timeout=seconds, **parameters)
+
+    def _tried(self, name: str, what: str, call: Callable[[], T], verb: Literal["read", "written"] = "read") -> T:
+        try:
+            return self._remote.tried(self._url(name), what, call, verb=verb)
+        except CorpusError as error:
+            raise SetupError(
+                f"{self._url(name)} cannot be {verb}: the store does not know it",
+                found=f"{what}: {error.__cause__}",
+                expected="a bucket that is there",
+                cause="a wrong name of the bucket, the endpoint of another store, or an upload that was aborted",
+                action="correct the URL, or make the bucket with the store's own tool",
+            ) from error
+
+    def _check_bucket(self, error: FileNotFoundError) -> None:
+        """Pass on that it is the bucket that is not there."""
+        if self._is_s3 and "bucket" in str(error).lower():
+            raise error
+
+
+def _settings() -> dict[str, Any]:
+    """Of S3's client."""
+    from megaresume.checkpoint.store.http_session import HttpSession
+
+    return {"http_session_cls": HttpSession}
