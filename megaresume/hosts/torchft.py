@@ -220,18 +220,20 @@ class TorchftHost(TrainerHost):
         steps."""
         steps = self.steps
         state = Envelope(state=steps.feed.snapshot(steps.samples), iteration=steps.step, framework=self.framework)
-        return {"data": state.to_text(), "step": steps.step, "launch": self.dealt.membership}
+        sent = {"data": state.to_text(), "step": steps.step, "launch": self.dealt.membership}
+        return {**sent, "rule": self.dealt.rule.parts}
 
     def take_state(self, given: Mapping[str, Any]) -> None:
         """This replica joins, or was behind: torchft has loaded the weights of another one, and this is its position.
 
         Raises:
-            StateError: that one has other data.
+            StateError: that one has other data, or deals it out in another way.
         """
         envelope = Envelope.read(given["data"])
         self.dealt.restart(given["launch"])
         # No choice of a checkpoint: what is restored are samples alone.
         self.steps.feed.restore(envelope.state, None)  # type: ignore[arg-type]
+        self.dealt.rule.check_of_sender(given["rule"])
         self.steps.loaded(envelope.iteration, envelope.samples)
         self._has_no_state = False
         self.session.roots.mark_as_own(self._root)

@@ -5,16 +5,20 @@
     while it is trained   `Ballot`: samples, positions and memberships of all replicas, added up as the gradients are
     before the commit     `Ballot.decide`: it counts if they make up one step, at one position
 
+Replicas deal a step each by itself, so all must deal by the same rule: `Rule`.
+
 A *membership* is a number that names those who train together. The first of them makes it up, greater than any before;
 the ballot tells it to the others. Logs call it ``launch``: see `rank_log`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from megaresume.stream.dealing import in_even_parts, part_of
 from megaresume.stream.errors import StateError
@@ -42,6 +46,57 @@ OF_MANAGER = (
     "start_quorum",
     "wait_quorum",
 )
+
+
+#: numbers that stand for larger ones in a vote: squares of so many of them add up below 2 ** 53.
+BUCKETS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """By what a replica deals steps out: the same on all replicas, or samples would be trained twice and others never.
+
+    Args:
+        parts: by name, in words.
+    """
+
+    parts: Mapping[str, str]
+
+    @property
+    def number(self) -> int:
+        """What stands for it in a vote."""
+        return xxhash.xxh3_64_intdigest(repr(sorted(self.parts.items())).encode()) % BUCKETS
+
+    def check_votes(self, votes: int, numbers: int, squares: int) -> None:
+        """Raise a StateError, on every replica, unless the rules of all that have voted are the same.
+
+        Args:
+            votes: how many they are.
+            numbers, squares: sums of their numbers, and of the squares of these.
+        """
+        if votes * squares != numbers**2:
+            raise _other_rule(self.parts, "something else")
+
+    def check_of_sender(self, theirs: Mapping[str, str]) -> None:
+        """Raise a StateError unless the replica whose weights this one is given deals by the same rule."""
+        if other := [name for name, part in self.parts.items() if theirs[name] != part]:
+            raise _other_rule(
+                {name: self.parts[name] for name in other}, _worded({name: theirs[name] for name in other})
+            )
+
+
+def _worded(parts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {part}" for name, part in parts.items())
+
+
+def _other_rule(mine: Mapping[str, str], theirs: str) -> StateError:
+    return StateError(
+        "the replicas deal out different steps",
+        found=f"{_worded(mine)}; on other replicas: {theirs}",
+        expected="the same on every replica",
+        cause="one was started with another batch_size, global_batch_size, balance, dataset, skip or stages",
+        action="start all replicas with the same ones; to change one, stop all of them first",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +193,14 @@ def reduce_device(manager: Any) -> torch.device:
 
 class Ballot:
     """The votes of the replicas on a step, added up by torchft as their gradients are: one all-reduce of
-    four numbers, while they train.
+    a few numbers, while they train.
 
     Args:
         manager: torchft's.
         samples: that this replica trains.
         needed: samples of the step, of all replicas together.
         position: at which this replica is.
+        rule: by which it deals steps out.
         membership: from the first of the replicas, above 0; 0 from all others.
         begins_anew: whether its step begins with a micro-batch without weight: see `torchft_steps`.
         contributes: whether the gradients of this replica count.
@@ -159,6 +215,7 @@ class Ballot:
         samples: int,
         needed: int,
         position: int,
+        rule: Rule,
         membership: int,
         begins_anew: bool,
         contributes: bool,
@@ -166,10 +223,11 @@ class Ballot:
         device: torch.device,
     ) -> None:
         self._manager, self._needed, self._contributes = manager, needed, contributes
-        self._position, self._replicas, self._begins_anew = position, replicas, begins_anew
+        self._position, self._replicas, self._begins_anew, self._rule = position, replicas, begins_anew, rule
         self._is_decided = False
         self._membership: int | None = None
-        mine = [samples, position, membership, begins_anew] if contributes else [0, 0, 0, 0]
+        mine = [samples, position, membership, begins_anew, 1, number := rule.number, number**2]
+        mine = mine if contributes else [0] * len(mine)
         # Whole numbers below 2 ** 53.
         self._sum = torch.tensor(mine, dtype=torch.float64, device=device)
         self._work = manager.allreduce(self._sum, reduce_op=torch.distributed.ReduceOp.SUM)
@@ -180,6 +238,9 @@ class Ballot:
 
         Returns:
             the membership; None if the step is not to be committed.
+
+        Raises:
+            StateError: they deal out different steps, on every one of them.
         """
         if not self._is_decided:
             self._is_decided, self._membership = True, self._count()
@@ -189,7 +250,8 @@ class Ballot:
         self._work.wait()
         if self._manager.errored():
             return None
-        samples, position, membership, anew = (int(number) for number in self._sum.tolist())
+        samples, position, membership, anew, *rules = (int(number) for number in self._sum.tolist())
+        self._rule.check_votes(*rules)
         # A replica that contributes nothing may be healed, and be told its position later.
         position, expected = (position, self._position * self._replicas) if self._contributes else (0, 0)
         everybody = self._replicas * self._begins_anew

@@ -10,11 +10,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
+from megaresume.batches.agreement import order_of
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.hosts.steps import Steps
-from megaresume.hosts.torchft_dealing import Contributors, Share, who_contributes
+from megaresume.hosts.torchft_dealing import Contributors, Rule, Share, who_contributes
 from megaresume.stream.dealing import deal_evenly
 from megaresume.stream.errors import StateError
 
@@ -47,6 +49,9 @@ class DealtSteps:
         loader = self.loader = steps.feed.loader
         #: this process within its replica, and how many there are.
         self.local, self.locals = loader.dp_rank, loader.dp_size
+        #: as the loader was made.
+        self._micro_batch_size = loader.micro_batch_size
+        self._rule: Rule | None = None
         #: who trains together, and the number of that membership: see `torchft_dealing`. Empty: nobody knows.
         self.members: Sequence[Any] = ()
         self.membership = 0
@@ -69,7 +74,22 @@ class DealtSteps:
     def restart(self, membership: int) -> None:
         """Weights and position were loaded, or given by another replica, which knows this ``membership``."""
         self.stop_reading()
+        self._rule = None  # what is left out may have been told
         self.membership, self.members = membership, ()
+
+    @property
+    def rule(self) -> Rule:
+        """By which steps are dealt out here."""
+        if self._rule is None:
+            parts = {
+                "batch_size": self._micro_batch_size,
+                "samples of a step": self.samples,
+                "balance": self.loader.balance,
+                "processes": self.locals,
+                "hash of the data, skips and stages": xxhash.xxh3_64_hexdigest(order_of(self.loader.stream).encode()),
+            }
+            self._rule = Rule({name: str(part) for name, part in parts.items()})
+        return self._rule
 
     # What torchft calls
 

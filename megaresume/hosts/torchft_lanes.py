@@ -26,12 +26,9 @@ from typing import Any
 import torch
 import xxhash
 
-from megaresume.hosts.torchft_dealing import Share, reduce_device
+from megaresume.hosts.torchft_dealing import BUCKETS, Share, reduce_device
 from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.stream.errors import StateError, UsageError
-
-#: numbers that stand for larger ones in a vote: squares of so many of them add up below 2 ** 53.
-_BUCKETS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,8 @@ class LaneVote:
         next_membership: of those who are there now.
         position: sum of the positions of all replicas.
         weights, weight_squares: sums over all replicas of a hash of their weights, and of its square.
+        votes: how many have said something.
+        rules, rule_squares: sums of the numbers of their rules, and of the squares of these.
     """
 
     samples: int = 0
@@ -57,6 +56,9 @@ class LaneVote:
     position: int = 0
     weights: int = 0
     weight_squares: int = 0
+    votes: int = 0
+    rules: int = 0
+    rule_squares: int = 0
 
     def numbers(self) -> list[int]:
         """All of them, in order."""
@@ -116,8 +118,6 @@ class LaneSteps(DealtSteps):
     def __init__(self, outer: Any, boundary: Boundary, *args: Any, inner_samples: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._outer, self.boundary, self._inner_samples = outer, boundary, inner_samples
-        #: as the loader was made.
-        self._micro_batch_size = self.loader.micro_batch_size
         #: micro-batches after which each inner step ends; inner steps made.
         self._ends: list[int] = []
         self._made = 0
@@ -245,6 +245,7 @@ class LaneSteps(DealtSteps):
         if vote is None:
             self.members = ()
             return
+        self.rule.check_votes(vote.votes, vote.rules, vote.rule_squares)
         self._check_weights(vote, len(contributors.replicas))
         if vote.position != steps.samples * len(contributors.replicas):
             self.members = ()
@@ -285,7 +286,7 @@ class LaneSteps(DealtSteps):
         mine = LaneVote()
         if membership is not None:
             has_lane = lane is not None and lane.rank is not None
-            bucket, weights = self.membership % _BUCKETS, 0 if steps.step else self._hash_weights()
+            bucket, weights = self.membership % BUCKETS, 0 if steps.step else self._hash_weights()
             mine = LaneVote(
                 samples=self._trained,
                 lanes=int(has_lane),
@@ -296,6 +297,9 @@ class LaneSteps(DealtSteps):
                 position=steps.samples,
                 weights=weights,
                 weight_squares=weights**2,
+                votes=1,
+                rules=(number := self.rule.number),
+                rule_squares=number**2,
             )
         # Whole numbers below 2 ** 53.
         sums = torch.tensor(mine.numbers(), dtype=torch.float64, device=reduce_device(manager))
@@ -307,7 +311,7 @@ class LaneSteps(DealtSteps):
         hasher = xxhash.xxh3_64()
         for tensor in tensors:
             hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return hasher.intdigest() % _BUCKETS
+        return hasher.intdigest() % BUCKETS
 
     def _backups(self) -> list[Any]:
         """The weights that DiLoCo keeps."""

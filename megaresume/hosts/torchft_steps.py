@@ -86,6 +86,7 @@ class ReplicaSteps(DealtSteps):
             samples=contributors.samples_here(self.loader.micro_batch_size),
             needed=self.samples,
             position=self.steps.samples,
+            rule=self.rule,
             membership=self.membership if contributors.index == 0 else 0,
             begins_anew=self._hands_out_one_more,
             contributes=contributors.index is not None,

@@ -53,12 +53,13 @@ class Manager(StandIn):
     def allreduce(self, tensor: torch.Tensor, reduce_op: Any = None) -> Any:
         """What the other replicas say is added, if it is a vote."""
         self.wait_quorum()
-        self.reduced.append("vote" if len(tensor) == 4 else "gradient")
-        if len(tensor) == 4:
+        self.reduced.append("vote" if len(tensor) == 7 else "gradient")
+        if len(tensor) == 7:
+            rule = tensor[4:].clone()
             for other in range(1, self.replicas):
                 among = Contributors(tuple(range(self.replicas)), other, self.replicas, 1, SIZE)
                 tensor += torch.tensor(
-                    [among.samples_here(MICRO), SIZE * self.committed, 0, self.is_new and self._use_async_quorum]
+                    [among.samples_here(MICRO), SIZE * self.committed, 0, self.is_new and self._use_async_quorum, *rule]
                 )
         return SimpleNamespace(wait=lambda: None)
 

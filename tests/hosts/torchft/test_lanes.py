@@ -51,9 +51,10 @@ class Manager(StandIn):
         self.votes.append(mine)
         others, lane = self.replicas - 1, OUTER // 2
         tensor += torch.tensor(
-            [lane, 1, mine.memberships, mine.squares, 0, 0, 0, 0, 0] if self.others else [0] * 9, dtype=torch.float64
+            [lane, 1, mine.memberships, mine.squares, *[0] * 8] if self.others else [0] * 12, dtype=torch.float64
         )
-        tensor += torch.tensor([0] * 6 + [mine.position * others, mine.weights * others, mine.weight_squares * others])
+        alike = mine.position, mine.weights, mine.weight_squares, mine.votes, mine.rules, mine.rule_squares
+        tensor += torch.tensor([0] * 6 + [number * others for number in alike], dtype=torch.float64)
         return SimpleNamespace(wait=lambda: None)
 
     def should_commit(self) -> bool:
@@ -183,18 +184,23 @@ def test_all_replicas_decide_alike(vote: LaneVote, whole: bool) -> None:
     assert vote.is_whole(12) == whole
 
 
-def test_replicas_that_begin_with_other_weights(make: Callable[[], tuple[Manager, LocalSGD, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(7, "begin with different weights"), (10, "deal out different steps")],
+    ids=["weights", "rule"],
+)
+def test_replicas_that_differ(make: Callable[[], tuple[Manager, LocalSGD, Any]], number: int, words: str) -> None:
     manager, outer, loop = make()
     manager.replicas = 2
     reduce = manager.allreduce
 
     def other(tensor: torch.Tensor, **more: Any) -> Any:
         work = reduce(tensor, **more)
-        tensor[7] += 1
+        tensor[number] += 1
         return work
 
     manager.allreduce = other
-    with pytest.raises(StateError, match="the replicas begin with different weights"):
+    with pytest.raises(StateError, match=f"the replicas {words}"):
         train(outer, loop)
 
 

@@ -17,11 +17,11 @@ from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.hosts import torchft, torchft_dealing, torchft_dealt, torchft_steps
 from megaresume.hosts.torchft import attach
-from megaresume.hosts.torchft_dealing import Ballot, Contributors, Share
+from megaresume.hosts.torchft_dealing import Ballot, Contributors, Rule, Share
 from megaresume.runs.rank_steps import read_rank_steps
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.dealing import in_even_parts, part_of
-from megaresume.stream.errors import MegaresumeError, UsageError
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,11 @@ def test_the_ranks_make_up_the_step_in_order(size: int) -> None:
         assert handed == whole[8 * number : 8 * number + 8]
 
 
+RULE = Rule({"batch_size": "2", "data": "0011"})
+#: what a replica with this rule adds to a vote.
+ONE = (1, RULE.number, RULE.number**2)
+
+
 @pytest.mark.parametrize(
     ("others", "membership"),
     [((4, 16, 0, 1), 7), ((0, 0, 0, 0), None), ((4, 8, 0, 1), None), ((8, 16, 0, 1), None), ((4, 16, 0, 0), None)],
@@ -113,11 +118,12 @@ def test_a_step_counts_if_the_replicas_make_it_up(others: tuple[int, ...], membe
 
     def allreduce(tensor: torch.Tensor, reduce_op: Any) -> Any:
         """What the other replica says is added."""
-        tensor += torch.tensor(others)
+        tensor += torch.tensor([*others, *(ONE if any(others) else (0, 0, 0))])
         return SimpleNamespace(wait=lambda: None)
 
     of_torchft = SimpleNamespace(allreduce=allreduce, errored=lambda: None, report_error=reported.append)
     place: dict[str, Any] = {"position": 16, "membership": 7, "begins_anew": True, "device": torch.device("cpu")}
+    place["rule"] = RULE
     ballot = Ballot(of_torchft, samples=4, needed=8, contributes=True, replicas=2, **place)
     assert [ballot.decide(), ballot.decide()] == [membership, membership]
     assert len(reported) == (membership is None)
@@ -127,13 +133,59 @@ def test_a_replica_that_is_being_healed_commits_with_the_others() -> None:
     """It contributes nothing, and is still at the position that it came with."""
     others = SimpleNamespace(wait=lambda: None)
     of_torchft = SimpleNamespace(
-        allreduce=lambda tensor, reduce_op: tensor.add_(torch.tensor([8, 32, 7, 1])) is None or others,
+        allreduce=lambda tensor, reduce_op: tensor.add_(torch.tensor([8, 32, 7, 1, *ONE])) is None or others,
         errored=lambda: None,
         report_error=lambda error: pytest.fail(str(error)),
     )
     place: dict[str, Any] = {"position": 16, "membership": 0, "begins_anew": True, "device": torch.device("cpu")}
+    place["rule"] = RULE
     ballot = Ballot(of_torchft, samples=0, needed=8, contributes=False, replicas=1, **place)
     assert ballot.decide() == 7
+
+
+@pytest.mark.parametrize("others", [(4, 16, 0, 1), (2, 16, 0, 1)], ids=["as many samples", "fewer"])
+@pytest.mark.parametrize("contributes", [True, False])
+def test_replicas_that_deal_by_other_rules_end(others: tuple[int, ...], contributes: bool) -> None:
+    """Of four samples in micro-batches of 2 and of 1, both have two; the same ones or not."""
+    other = Rule({**RULE.parts, "batch_size": "1"})
+    theirs = [*others, 1, other.number, other.number**2]
+    if not contributes:  # two others do, and differ
+        theirs = [one + more for one, more in zip(theirs, [*others, *ONE], strict=True)]
+    of_torchft = SimpleNamespace(
+        allreduce=lambda tensor, reduce_op: (
+            tensor.add_(torch.tensor(theirs)) is None or SimpleNamespace(wait=lambda: None)
+        ),
+        errored=lambda: None,
+        report_error=lambda error: None,
+    )
+    place: dict[str, Any] = {"position": 16, "membership": 7, "begins_anew": True, "device": torch.device("cpu")}
+    ballot = Ballot(of_torchft, samples=4, needed=8, contributes=contributes, replicas=2, rule=RULE, **place)
+    with pytest.raises(StateError, match=r"deal out different steps(.|\n)*batch_size 2"):
+        ballot.decide()
+
+
+def test_a_replica_that_is_given_the_weights_of_another_deals_as_it_does() -> None:
+    RULE.check_of_sender(RULE.parts)
+    with pytest.raises(StateError, match=r"batch_size 2; on other replicas: batch_size 1\n"):
+        RULE.check_of_sender({**RULE.parts, "batch_size": "1"})
+
+
+def test_the_rule_of_a_replica() -> None:
+    """Everything by which samples are dealt, and of the data also what a restored state would not tell."""
+
+    def rule(samples: int = 8, **options: Any) -> Rule:
+        one = loader(**options)
+        steps: Any = SimpleNamespace(feed=SimpleNamespace(loader=one))
+        dealt = torchft_dealt.DealtSteps(
+            manager(), steps, samples=samples, step_begins=lambda: None, quorum_is_there=lambda: None
+        )
+        one.dp_size = 3  # it is dealt to so many at the moment
+        one.micro_batch_size = 1
+        return dealt.rule
+
+    assert rule() == rule() and rule().number == rule().number
+    others = [rule(6), rule(skip=["8:16"]), rule(skip={"documents": {"data": [3]}}), rule(keyed=True)]
+    assert len({rule().number, *(one.number for one in others)}) == 5
 
 
 def steps_of(log: RankLog, *, launch: int, step: int, rank: int, events: str, first: int) -> None:
