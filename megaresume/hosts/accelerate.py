@@ -56,7 +56,14 @@ from megaresume.hosts.deepspeed.engine import forget_gradients
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.steps import loop_words
-from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
+from megaresume.hosts.trainer import (
+    Hook,
+    TrainerHost,
+    check_checkpoints,
+    check_schedulers,
+    check_together,
+    write_all,
+)
 from megaresume.stream.errors import UsageError
 
 #: see `check_loadable`.
@@ -324,6 +331,12 @@ class AcceleratedLoop(StepLoop):
         from accelerate.utils import send_to_device
 
         accelerator = self.host.trainer
+        check_schedulers(
+            (optimizer for one in self._optimizers for optimizer in (one, one.optimizer)),
+            [*(one.scheduler for one in accelerator._schedulers), *accelerator._custom_objects],
+            "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
+            "megaresume.attach",
+        )
         accelerator.gradient_state._add_dataloader(self)
         try:
             for batch in self.steps:

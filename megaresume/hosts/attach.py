@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any, overload
 
 from megaresume import uncollected
@@ -327,7 +328,12 @@ _MISSING: Any = object()
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Replace a method of one instance by ``function``, which is given the method before its arguments."""
     before = getattr(owner, name)
-    setattr(owner, name, functools.wraps(before)(functools.partial(function, before)))
+
+    @functools.wraps(before)
+    def hooked(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(before, *args, **kwargs)
+
+    setattr(owner, name, MethodType(hooked, owner))  # bound: torch's schedulers take `step` apart
 
 
 @contextmanager

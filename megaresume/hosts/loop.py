@@ -34,7 +34,7 @@ from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.trainer import TrainerHost, write_all
+from megaresume.hosts.trainer import TrainerHost, check_schedulers, write_all
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -181,6 +181,15 @@ class Loop(StepLoop):
     def __init__(self, host: LoopHost) -> None:
         super().__init__(host)
         self.host = host
+
+    def __iter__(self) -> Iterator[Any]:
+        """See `StepLoop`."""
+        check_schedulers(
+            (optimizer for optimizer, _ in self.host.objects.optimizers.values()),
+            self.host.objects.others.values(),
+            "make it before: megaresume.attach({'model': model, 'optimizer': optimizer, 'scheduler': scheduler}, ...)",
+        )
+        return super().__iter__()
 
     @property
     def ends_step(self) -> bool:

@@ -36,7 +36,7 @@ from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
-from megaresume.hosts.attach import SLOT, hook
+from megaresume.hosts.attach import SLOT, hook, kind_of
 from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
@@ -377,6 +377,28 @@ def check_together(known: int, where: str, *, cause: str, action: str) -> None:
             cause=cause,
             action=action,
         )
+
+
+def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> None:
+    """Refuse learning-rate schedulers of which no checkpoint knows: each resume would begin theirs anew.
+
+    Args:
+        optimizers: in a checkpoint.
+        kept: whatever else is in a checkpoint.
+        action: for the error.
+
+    Raises:
+        UsageError: torch's schedulers wrap ``step`` of their optimizer, and this one has none that is kept.
+    """
+    known = [getattr(one, "optimizer", None) for one in kept]
+    for optimizer in optimizers:
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(one is optimizer for one in known):
+            raise UsageError(
+                "a learning-rate scheduler would begin anew at each resume",
+                found=f"{kind_of(optimizer)} with a scheduler that no checkpoint holds",
+                expected="the scheduler in the checkpoint",
+                action=action,
+            )
 
 
 def check_sizes(

@@ -233,6 +233,20 @@ def test_other_places_and_names(tmp_path: Path) -> None:
     tried.loop.close()
 
 
+@pytest.mark.parametrize("of", ["the optimizer", "the prepared optimizer"])
+def test_a_scheduler_that_is_in_no_checkpoint(tmp_path: Path, of: str) -> None:
+    accelerator = accelerator_of(tmp_path, 1)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    prepared = accelerator.prepare(optimizer)
+    loop = megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer if of == "the optimizer" else prepared, 1)
+    with pytest.raises(UsageError, match=r"begin anew(.|\n)*accelerator\.prepare\(scheduler\)"):
+        next(iter(loop))
+    accelerator._custom_objects.insert(0, scheduler)  # as register_for_checkpointing before attach
+    next(iter(loop))
+    loop.close()
+
+
 def test_what_comes_after_attach(tmp_path: Path) -> None:
     tried = Tried(tmp_path / "run")
     for one in (tried.loader, tried.loop):

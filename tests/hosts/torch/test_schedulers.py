@@ -1,0 +1,69 @@
+"""A learning rate continues where it was, or the run does not begin. In this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megaresume
+from megaresume.stream.errors import UsageError
+from tests.hosts.torch.program import Numbers
+
+STOP, END = 3, 8
+
+
+class Run:
+    """A model, its optimizer, and the rates that it is trained at."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        model = torch.nn.Linear(2, 1)
+        self.objects: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+
+    def attach(self) -> None:
+        loader = megaresume.DataLoader(Numbers(), batch_size=4)
+        self.loop = megaresume.attach(self.objects, loader, checkpoints=self.directory)
+
+    def scheduler(self) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(self.objects["optimizer"], lambda n: 1 / (1 + n))
+
+    def train(self, scheduler: Any, stop: int) -> list[float]:
+        rates = []
+        for _ in self.loop:
+            rates.append(self.objects["optimizer"].param_groups[0]["lr"])
+            self.objects["optimizer"].step()
+            scheduler.step()
+            self.loop.stepped()
+            if self.loop.step == stop:
+                break
+        self.loop.save()
+        self.loop.close()
+        return rates
+
+
+def test_a_rate_continues(tmp_path: Path) -> None:
+    rates: list[float] = []
+    for stop in (STOP, END):
+        run = Run(tmp_path)
+        scheduler = run.objects["scheduler"] = run.scheduler()
+        run.attach()
+        run.loop.load()
+        rates += run.train(scheduler, stop)
+    assert rates == pytest.approx([1 / (1 + n) for n in range(END)])
+
+
+@pytest.mark.parametrize("when", ["before attach", "after the load"])
+def test_a_rate_that_would_begin_anew_is_refused(tmp_path: Path, when: str) -> None:
+    run = Run(tmp_path)
+    if when == "before attach":
+        run.scheduler()
+    run.attach()
+    run.loop.load()
+    if when == "after the load":
+        run.scheduler()
+    with pytest.raises(UsageError, match=r"begin anew(.|\n)*SGD with a scheduler(.|\n)*'scheduler': scheduler"):
+        next(iter(run.loop))
+    run.loop.close()
