@@ -119,6 +119,34 @@ def _forbidden(url: str, error: BaseException) -> SetupError:
     )
 
 
+def _missing(url: str) -> CorpusError:
+    return CorpusError(
+        f"{url} is missing",
+        found="no such file in the store",
+        expected="a shard",
+        cause="a wrong path or bucket, or a shard that was moved or deleted",
+        action="check the path, or give the shards' new location: path in data.yaml",
+    )
+
+
+def _unanswered(url: str, what: str, verb: str, error: Exception) -> SetupError:
+    is_final = _is_final(error)
+    cause, remedy = "the store or the network is down, or too busy", _CHECK
+    if isinstance(error, PermissionError):
+        cause, remedy = _NO_PERMISSION.get(s3_code(error) or "", ("missing or wrong credentials", _CHECK))
+    elif type(error).__name__ == "NoCredentialsError":  # botocore's; a machine's role may come at the next try
+        cause = "no credentials in the environment or in ~/.aws, and none from a role of this machine"
+    elif is_final:
+        cause = "a wrong address or wrong settings"
+    return SetupError(
+        f"{url} cannot be {verb}",
+        found=f"{type(error).__name__}: {error}",
+        expected="an answer of the store",
+        cause=cause,
+        action=f"{'Once' if is_final else f'{ATTEMPTS} times'} {what}. {remedy}, then run the same command again",
+    )
+
+
 def patience(store: Any, seconds: float | None = None) -> dict[str, float]:
     """A context in which requests of a filesystem may take so long, if it can be told; `PATIENCE` if nothing is
     said."""
@@ -323,27 +351,5 @@ class RemoteStore:
             if _status(error) in _DENIED:  # some filesystems call it missing, whatever the server said
                 raise _forbidden(url, error) from error
             if isinstance(error, FileNotFoundError) or _status(error) == 404:
-                raise CorpusError(
-                    f"{url} is missing",
-                    found="no such file in the store",
-                    expected="a shard",
-                    cause="a wrong path or bucket, or a shard that was moved or deleted",
-                    action="check the path, or give the shards' new location: path in data.yaml",
-                ) from error
-            final = _is_final(error)
-            cause, remedy = "the store or the network is down, or too busy", _CHECK
-            if isinstance(error, PermissionError):
-                cause, remedy = _NO_PERMISSION.get(s3_code(error) or "", ("missing or wrong credentials", _CHECK))
-            elif type(error).__name__ == "NoCredentialsError":  # botocore's; a machine's role may come at the next try
-                cause = "no credentials in the environment or in ~/.aws, and none from a role of this machine"
-            elif final:
-                cause = "a wrong address or wrong settings"
-            raise SetupError(
-                f"{url} cannot be {verb}",
-                found=f"{type(error).__name__}: {error}",
-                expected="an answer of the store",
-                cause=cause,
-                action=(
-                    f"{'Once' if final else f'{ATTEMPTS} times'} {what}. {remedy}, then run the same command again"
-                ),
-            ) from error
+                raise _missing(url) from error
+            raise _unanswered(url, what, verb, error) from error

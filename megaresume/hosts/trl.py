@@ -24,6 +24,7 @@ again. See docs/rl.md.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -312,13 +313,7 @@ def attach(
         expected="an AsyncGRPOTrainer; that of TRL 1.16.0 was tried",
     )
     check_processes(trainer)
-
-    def resume(before: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_whole(Path(trainer.args.output_dir)) or True
-        return before(resume_from_checkpoint, *args, **kwargs)
-
-    hook(trainer, "train", resume)  # on every rank: all load the same one
+    hook(trainer, "train", functools.partial(_choose, trainer))  # on every rank: all load the same one
     if not trainer.accelerator.is_main_process:
         hook(trainer, "training_step", _without_number)
         return None
@@ -345,32 +340,40 @@ def attach(
     worker._loop_cls = ExactLoop
     worker._loop_kwargs["dataset"] = issuer.dataset
     trainer.add_callback(TrainedRollouts(trainer, prompts))
-
-    def start(before: Any) -> None:
-        # What TRL has read of its own position: prompts are counted here.
-        worker._loop_kwargs["dataset_start_index"] = 0
-        trainer._groups_before_resume = prompts.num_settled
-        before()
-
-    def save(before: Any, *args: Any, **kwargs: Any) -> None:
-        directory = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}")
-        directory.mkdir(parents=True, exist_ok=True)
-        state = {"step": trainer.state.global_step, "prompts": prompts.state_dict()}
-        write_atomic(directory / FILE, json.dumps(state).encode())
-        before(*args, **kwargs)
-
-    def train(before: Any, *args: Any, **kwargs: Any) -> Any:
-        if (found := kwargs.get("resume_from_checkpoint")) is not None:
-            prompts.load_state_dict(_read(Path(os.fspath(found))))
-            log.info("megaresume: %d prompts in flight are issued again", len(prompts.in_flight))
-        else:
-            begin(prompts, Path(trainer.args.output_dir))
-        return before(*args, **kwargs)
-
-    hook(worker, "start", start)
-    hook(trainer, "_save_checkpoint", save)
-    hook(trainer, "_inner_training_loop", train)
+    hook(worker, "start", functools.partial(_start, trainer, prompts))
+    hook(trainer, "_save_checkpoint", functools.partial(_save, trainer, prompts))
+    hook(trainer, "_inner_training_loop", functools.partial(_train, trainer, prompts))
     return prompts
+
+
+def _choose(trainer: Any, train: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if resume_from_checkpoint is True:
+        resume_from_checkpoint = newest_whole(Path(trainer.args.output_dir)) or True
+    return train(resume_from_checkpoint, *args, **kwargs)
+
+
+def _start(trainer: Any, prompts: Prompts, start: Any) -> None:
+    # What TRL has read of its own position: prompts are counted here.
+    trainer.rollout_worker._loop_kwargs["dataset_start_index"] = 0
+    trainer._groups_before_resume = prompts.num_settled
+    start()
+
+
+def _save(trainer: Any, prompts: Prompts, save: Any, *args: Any, **kwargs: Any) -> None:
+    directory = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}")
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {"step": trainer.state.global_step, "prompts": prompts.state_dict()}
+    write_atomic(directory / FILE, json.dumps(state).encode())
+    save(*args, **kwargs)
+
+
+def _train(trainer: Any, prompts: Prompts, train: Any, *args: Any, **kwargs: Any) -> Any:
+    if (found := kwargs.get("resume_from_checkpoint")) is not None:
+        prompts.load_state_dict(_read(Path(os.fspath(found))))
+        log.info("megaresume: %d prompts in flight are issued again", len(prompts.in_flight))
+    else:
+        begin(prompts, Path(trainer.args.output_dir))
+    return train(*args, **kwargs)
 
 
 def begin(prompts: Prompts, output_dir: Path) -> None:
