@@ -15,7 +15,8 @@ One file a trainer:
 
     loop.py            a custom loop in torch
     hugging_face.py    Hugging Face's Trainer; hugging_face_data.py: what it trains; hugging_face_epochs.py: how long
-                       that is; hugging_face_launch.py: for scripts that do not know us
+                       that is; hugging_face_families.py: trainers made of it; hugging_face_launch.py: for scripts that
+                       do not know us
     trl.py             TRL's asynchronous GRPO: its prompts
     accelerate.py      a loop with Accelerate; accelerate_backends.py: DDP, DeepSpeed and FSDP, also under the Trainer
     lightning.py       Lightning's Trainer; lightning_trainer.py: its settings, its callback, the paths that it saves to

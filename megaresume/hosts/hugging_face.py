@@ -57,18 +57,9 @@ from megaresume.hosts.accelerate_backends import (
 )
 from megaresume.hosts.attach import check_new, hook, replaced
 from megaresume.hosts.feeds import Feed, ItemFeed
-from megaresume.hosts.hugging_face_data import (
-    CountedBatches,
-    callback_of,
-    check_callbacks,
-    check_methods,
-    check_processes,
-    check_settings,
-    loader_of,
-    restore_callbacks,
-    undo_settings,
-)
+from megaresume.hosts.hugging_face_data import CountedBatches, callback_of, check_processes, check_settings, loader_of
 from megaresume.hosts.hugging_face_epochs import Epochs
+from megaresume.hosts.hugging_face_families import check_callbacks, check_methods, restore_callbacks, undo_settings
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, write_all

@@ -14,7 +14,8 @@ pytest.importorskip("accelerate")
 import torch
 
 import megaresume
-from megaresume.hosts.hugging_face_data import collator, undo_settings
+from megaresume.hosts.hugging_face_data import collator
+from megaresume.hosts.hugging_face_families import undo_settings
 from megaresume.stream.errors import UsageError
 from tests.hosts.hugging_face.program import Numbers, Recorder, make
 

@@ -1,0 +1,200 @@
+"""Trainers made of Hugging Face's: of LLaMA-Factory, ms-swift, Axolotl, TRL, Sentence Transformers; and callbacks.
+
+A class with a sampler or a train loader of its own is refused, but for those that make one under certain settings.
+What a callback keeps to itself is in no checkpoint, unless it is transformers' ``ExportableState``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megaresume.hosts.attach import refuse
+from megaresume.stream.errors import UsageError
+
+SENTENCE_TRANSFORMERS = "sentence_transformers.base.trainer.BaseTrainer"
+
+#: given a Trainer, what it says of the settings under which the method makes another order: name -> what is set.
+Settings = Callable[[Any], Mapping[str, Any]]
+
+
+def _llama_factory(trainer: Any) -> Mapping[str, Any]:
+    return {"disable_shuffling": trainer.finetuning_args.disable_shuffling}
+
+
+def _dpo(trainer: Any) -> Mapping[str, Any]:
+    return {"precompute_ref_log_probs": trainer.precompute_ref_log_probs}
+
+
+def _swift_loader(trainer: Any) -> Mapping[str, Any]:
+    args = trainer.args
+    return {
+        "sequence_parallel_size": trainer.template.sequence_parallel_size > 1
+        and trainer.template.sequence_parallel_size,
+        "group_by_length": getattr(args, "group_by_length", False),
+        "train_dataloader_shuffle=False": not args.train_dataloader_shuffle,
+    }
+
+
+def _swift_save(trainer: Any) -> Mapping[str, Any]:
+    args = trainer.args
+    return {
+        "use_flash_ckpt": args.use_flash_ckpt,
+        "resume_only_model": getattr(args, "resume_only_model", False),
+        "lazy_tokenize without strict": _replaces_bad_items(trainer.train_dataset),
+    }
+
+
+def _replaces_bad_items(dataset: Any) -> str | None:
+    """How a dataset of ms-swift replaces items that it cannot encode by others, at random; None if it does not.
+
+    Items of known lengths were all encoded before, and those that cannot be are left out.
+    """
+    while dataset is not None:
+        inner = getattr(dataset, "dataset", None)  # also of a dataset that packs
+        if type(dataset).__name__ == "LazyLLMDataset" and dataset.n_try_fetch > 1:
+            known = "lengths" in (getattr(inner, "column_names", None) or ())
+            return None if known else "an item that is too long, or cannot be encoded, is replaced by another one"
+        dataset = inner
+    return None
+
+
+def _axolotl(trainer: Any) -> Mapping[str, Any]:
+    args = trainer.args
+    return {name: getattr(args, name, False) for name in ("sample_packing", "curriculum_sampling")}
+
+
+_SEVERAL, _OWN_PARAMETERS = "a train_dataset of several datasets", "a loss with parameters of its own"
+#: what to do about a setting, if it is not to leave it out.
+_WAYS_OUT = {
+    _SEVERAL: "datasets.concatenate_datasets, if they have the same columns and one loss",
+    _OWN_PARAMETERS: "take a loss whose parameters are all the model's: Sentence Transformers saves no others",
+}
+
+
+def is_of_sentence_transformers(trainer: Any) -> bool:
+    """Whether it is a trainer of Sentence Transformers, for embeddings or a cross-encoder."""
+    return any(_name_of(cls) == SENTENCE_TRANSFORMERS for cls in type(trainer).__mro__)
+
+
+def _sentence_transformers_loader(trainer: Any) -> Mapping[str, Any]:
+    named = f"{', '.join(data)}" if isinstance(data := trainer.train_dataset, Mapping) else None
+    return {
+        "batch_sampler": trainer.args.batch_sampler != "batch_sampler" and trainer.args.batch_sampler,
+        _SEVERAL: named,
+    }
+
+
+def _sentence_transformers_save(trainer: Any) -> Mapping[str, Any]:
+    saved = {id(parameter) for parameter in trainer.model.parameters()}
+    losses = trainer.loss.values() if isinstance(trainer.loss, Mapping) else [trainer.loss]
+    lost = [
+        f"{type(loss).__name__}.{name}"
+        for loss in losses
+        for name, parameter in loss.named_parameters()
+        if parameter.requires_grad and id(parameter) not in saved
+    ]
+    return {_OWN_PARAMETERS: ", ".join(lost)}
+
+
+#: (module and class, method) -> when it is not as Trainer's own.
+KNOWN: dict[tuple[str, str], Settings] = {
+    ("llamafactory.train.pt.trainer.CustomTrainer", "_get_train_sampler"): _llama_factory,
+    ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
+    ("llamafactory.train.dpo.trainer.CustomDPOTrainer", "_get_train_sampler"): _llama_factory,
+    ("trl.trainer.dpo_trainer.DPOTrainer", "get_train_dataloader"): _dpo,
+    ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
+    ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
+    ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
+    (SENTENCE_TRANSFORMERS, "get_train_dataloader"): _sentence_transformers_loader,
+    (SENTENCE_TRANSFORMERS, "_save"): _sentence_transformers_save,
+}
+#: methods that no other class may have, and what they make.
+_GUARDED = {"get_train_dataloader": "loader", "_get_train_sampler": "sampler"}
+
+
+def undo_settings(trainer: Any) -> None:
+    """Undo what a program has set without being asked, and `check_settings` would refuse or a resume contradict."""
+    config = getattr(trainer, "axolotl_cfg", None)
+    if config is not None and not config.max_steps:
+        trainer.args.max_steps = -1  # of num_train_epochs, by the batch size of today
+    if is_of_sentence_transformers(trainer) and trainer.args.world_size > 1:
+        trainer.args.dataloader_drop_last = False  # it always sets it under DDP
+
+
+def check_methods(trainer: Any) -> None:
+    """Refuse a Trainer with methods that make another order of the data, or another kind of checkpoint.
+
+    Raises:
+        UsageError: naming the method, or the setting under which it does.
+    """
+    from transformers import Trainer
+
+    for method, what in _GUARDED.items():
+        if method in vars(trainer):
+            raise _refused(type(trainer), method, what)
+    for cls in type(trainer).__mro__[: type(trainer).__mro__.index(Trainer)]:
+        for method in vars(cls):
+            known = KNOWN.get((_name_of(cls), method))
+            if known is None and method in _GUARDED:
+                raise _refused(cls, method, _GUARDED[method])
+            for setting, found in (known(trainer) if known else {}).items():
+                if found:
+                    raise UsageError(
+                        f"{setting} cannot be used with megaresume.attach",
+                        found=f"{setting}: {found}",
+                        expected="not set",
+                        cause=f"{cls.__qualname__}.{method} then makes its own order, or its own checkpoint",
+                        action=_WAYS_OUT.get(
+                            setting, "leave it out; to pack items, megaresume.attach(trainer, seq_length=...)"
+                        ),
+                    )
+
+
+#: module and class -> (what to leave out, why).
+_LOSING = {
+    "trl.trainer.callbacks.SyncRefModelCallback": ("sync_ref_model", "the reference model changes"),
+    "trl.trainer.callbacks.BEMACallback": ("BEMACallback", "it averages the weights of all steps"),
+}
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Refuse callbacks that change a model of which no checkpoint knows.
+
+    Raises:
+        UsageError: naming the callback, or the setting that adds it.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        for cls in type(callback).__mro__:
+            if found := _LOSING.get(_name_of(cls)):
+                refuse({found[0]: (f"{found[1]}, and no checkpoint holds that", "leave it out")}, expected="not set")
+
+
+def restore_callbacks(trainer: Any) -> None:
+    """Let callbacks continue with what the checkpoint says of them, such as the patience of EarlyStoppingCallback.
+
+    Their arguments stay today's. ``restore_callback_states_from_checkpoint`` would restore these as well.
+    """
+    from transformers.trainer_callback import ExportableState
+
+    saved = trainer.state.stateful_callbacks  # by the name of a class: a state, or a list of those of several
+    states = {name: iter(of if isinstance(of, list) else [of]) for name, of in saved.items()}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            state: dict[str, Any] = next(states.get(type(callback).__name__, iter(())), {})
+            for name, value in state.get("attributes", {}).items():
+                setattr(callback, name, value)
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _refused(cls: type, method: str, what: str) -> UsageError:
+    return UsageError(
+        f"this Trainer has its own {what}",
+        found=f"{cls.__qualname__}.{method}",
+        expected=f"transformers.Trainer.{method}",
+        cause="a class that changes the order of the data, or a method that was replaced",
+        action=f"remove {method}; weigh datasets by data={{name: (dataset, weight)}}",
+    )
