@@ -103,15 +103,25 @@ def adapter_of(loader: Any) -> Adapter:
     if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict", "__iter__")):
         check_order(loader)
         return StateDictAdapter(loader)
+    dataset = getattr(loader, "dataset", loader)  # given itself, or by a loader of torch's or DeepSpeed's
+    if all(hasattr(dataset, name) for name in ("__getitem__", "__len__")):
+        name = "DATASET" if dataset is loader else "LOADER.dataset"
+        action = (
+            f"megaresume.DataLoader({name}, ...) in its place; for an engine with "
+            "engine.train_micro_batch_size_per_gpu() and accumulation=engine.gradient_accumulation_steps()"
+        )
+    else:
+        action = (
+            "torchdata.stateful_dataloader.StatefulDataLoader instead of torch.utils.data.DataLoader, "
+            "megatron.energon.get_savable_loader instead of get_loader; or a data.yaml"
+        )
     raise UsageError(
         "this loader has no state that could be saved",
         found=f"{type(loader).__module__}.{type(loader).__name__}",
-        expected="Energon's get_savable_loader(...), torchdata's StatefulDataLoader(...), or any iterable with "
-        "state_dict and load_state_dict",
+        expected="a megaresume.DataLoader; Energon's get_savable_loader(...), torchdata's StatefulDataLoader(...), or "
+        "any iterable with state_dict and load_state_dict",
         cause="a plain torch DataLoader forgets its position" if hasattr(loader, "batch_sampler") else None,
-        action="use torchdata.stateful_dataloader.StatefulDataLoader instead of torch.utils.data.DataLoader, "
-        "megatron.energon.get_savable_loader instead of get_loader; for a map-style dataset, "
-        "megaresume.DataLoader(dataset, batch_size=...); or megaresume.attach with a data.yaml",
+        action=action,
     )
 
 

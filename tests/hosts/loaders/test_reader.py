@@ -214,3 +214,24 @@ def test_a_state_of_energon_that_is_not_after_the_last_batch_is_refused(energon_
     assert adapter.save(1, 0) is not None
     with pytest.raises(StateError, match="is not the one after the batch that was handed out last"):
         adapter.save(2, 0)
+
+
+class Prepared:
+    """As DeepSpeed's, which ``deepspeed.initialize(training_data=...)`` returns."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (torch.utils.data.TensorDataset(torch.zeros(4)), r"megaresume\.DataLoader\(DATASET, "),
+        (torch.utils.data.DataLoader(torch.zeros(4)), r"forgets its position(.|\n)*DataLoader\(LOADER\.dataset, "),
+        (Prepared(torch.zeros(4)), r"megaresume\.DataLoader\(LOADER\.dataset, .*train_micro_batch_size_per_gpu"),
+        (iter([]), r"StatefulDataLoader instead of"),
+    ],
+)
+def test_the_way_out_for_a_loader_without_a_state(loader: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        adapter_of(loader)
