@@ -1,7 +1,8 @@
 """The roots of one process, that is, its directories of checkpoints: their names, locks and copies.
 
 A relative path must mean what it did when the run began. Only the job that holds the lock of a root writes there, and a
-run saves to no root with checkpoints that it has not resumed from.
+run saves to no root with checkpoints that it has not resumed from. The lock is the process's: of several runs in it,
+the one that took a root last saves there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from megaresume.checkpoint.lock.lock import claim_directory, release
 from megaresume.checkpoint.ranks import on_rank_0
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.copies.session_copies import Staged
 
 T = TypeVar("T")
+
+
+#: by root, the run of this process that took it last.
+_takers: WeakValueDictionary[Path, Roots] = WeakValueDictionary()
 
 
 class Roots:
@@ -67,7 +73,7 @@ class Roots:
         from megaresume.checkpoint.copies.session_copies import Staged
 
         self._copies = copies = Staged(os.fspath(self.save_dir), self._stage_to, self._retention)
-        self._claimed.add(self.save_dir.resolve())
+        self._note_claim(self.save_dir)
         if are_many := copies.nodes.are_many:
             self._parts = Parts(copies)
             durability.separate(copies.nodes)
@@ -77,8 +83,16 @@ class Roots:
         """Take the lock of a root, if this run does not hold it already. On all ranks."""
         if root.resolve() not in self._claimed:
             claim_directory(root)
-            self._claimed.add(root.resolve())
+            self._note_claim(root)
             on_rank_0(functools.partial(restore_older, root))
+
+    def _note_claim(self, root: Path) -> None:
+        self._claimed.add(root.resolve())
+        _takers[root.resolve()] = self
+
+    def _is_last(self, root: Path) -> bool:
+        """Whether no other run of this process has taken a root since this one did."""
+        return _takers.get(root.resolve(), self) is self
 
     def holds_lock_of(self, root: Path) -> bool:
         """Whether this run has taken the lock of a root."""
@@ -102,7 +116,12 @@ class Roots:
         return Path(os.path.abspath(directory))
 
     def named_for_save(self, directory: str | os.PathLike[str]) -> Path:
-        """As `named`, for a save. Also raises a UsageError if it is not the `save_dir` that was given beforehand."""
+        """As `named`, for a save.
+
+        Raises:
+            UsageError: also if it is not the `save_dir` that was given beforehand, or another run of this process has
+                taken it since this one did.
+        """
         root = self.named(directory)
         if self.save_dir is not None and root.resolve() != self.save_dir.resolve():
             raise UsageError(
@@ -111,6 +130,15 @@ class Roots:
                 expected=str(self.save_dir),
                 cause="save_dir, or the trainer's own setting, was changed after the run was attached",
                 action=f"save to {str(self.save_dir)!r}; for copies elsewhere: stage_to",
+            )
+        if self.holds_lock_of(root) and not self._is_last(root):
+            raise UsageError(
+                "two runs of this program save to one directory",
+                found=f"{root}, with which megaresume.attach was called again",
+                expected="a directory for each run: the checkpoints of one would replace those of the other",
+                cause="two models with a loop each; or one was attached again, and the program goes on with the first",
+                action="give each a directory of its own; of a run that is attached again, use what the last call "
+                "returned",
             )
         return root
 
@@ -138,14 +166,15 @@ class Roots:
     def let_go(self, root: Path) -> None:
         """Let others write to a root."""
         self._claimed.discard(root.resolve())
-        release(root)
+        if self._is_last(root):
+            release(root)
 
     def close(self, seconds: float | None, *, is_saving: bool) -> None:
         """Finish the copies in this time, and let other jobs write to all of them, unless a save is still written."""
         if self._copies is not None:
             self._copies.close(seconds)
         if not is_saving:
-            for directory in self._claimed:
+            for directory in filter(self._is_last, self._claimed):
                 release(directory)
 
 

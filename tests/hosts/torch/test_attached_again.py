@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import megaresume
+from megaresume.checkpoint.lock import lock
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
+from megaresume.stream.errors import UsageError
 
 STEPS, SAVE_EVERY = 14, 4
 
@@ -90,3 +92,43 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, where: Literal["step", "save"], 
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     entries = read_ledger(ledger_path(tmp_path / "run")).entries
     assert [entry.iteration for entry in entries if entry.kind == "start"] == [0, 4, 8]
+
+
+def attached(directory: Path) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = megaresume.DataLoader(torch.arange(20.0)[:, None], batch_size=2)
+    loop = megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=directory)
+    loop.load()
+    return loop, model, optimizer
+
+
+def step(loop: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for batch in loop:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.stepped()
+        return
+
+
+def test_two_loops_in_one_directory(tmp_path: Path) -> None:
+    """Each would replace what the other one has saved of the same step."""
+    first, second = attached(tmp_path), attached(tmp_path)
+    for one in (first, second):
+        step(*one)
+    with pytest.raises(UsageError, match="two runs of this program save to one directory"):
+        first[0].save()
+    second[0].save()
+    assert (tmp_path / "global_step1").is_dir()
+
+
+def test_the_lock_stays_with_the_loop_that_goes_on(tmp_path: Path) -> None:
+    first = attached(tmp_path)
+    second = attached(tmp_path)
+    first[0].close()
+    assert lock._lock_of(tmp_path) is not None
+    step(*second)
+    second[0].save()
+    second[0].close()
+    assert lock._lock_of(tmp_path) is None
