@@ -111,7 +111,14 @@ class Steps(Count[str]):
 
     def untrained(self, when: str, unseen: Iterable[str] = (), *, why: Why | None = None) -> StateError:
         """See `Count`."""
-        if why is None and self.is_resumed:
+        if why is None and self.is_whole and self.end - self.samples < self.size:
+            why = (
+                f"the data ends within this step, after {self.end - self.samples} of its {self.size} samples, and the "
+                "loop waits for as many micro-batches as in the others",
+                "make that step with its last micro-batch (`if loop.ends_step`), or leave it out: "
+                "DataLoader(drop_last=True)",
+            )
+        elif why is None and self.is_resumed:
             cause, action = self.words.untrained
             why = (
                 f"the loop passes over what it trained before the resume, as other loaders need it; or {cause}",

@@ -245,6 +245,26 @@ def test_an_accumulation_that_the_loader_was_not_told(directory: Path) -> None:
     four.loop.close()
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loop_that_counts_micro_batches(directory: Path, drop_last: bool) -> None:
+    three = Tried(directory, accumulation=3, max_epochs=1, drop_last=drop_last)
+
+    def train() -> None:
+        for number, batch in enumerate(three.loop):
+            three.model(batch.float()).sum().backward()
+            if number % 3 == 2:
+                three.optimizer.step()
+                three.loop.stepped()
+
+    if drop_last:
+        train()
+        assert three.loop.step == 8
+    else:
+        with pytest.raises(StateError, match=r"ends within this step, after 4 of its 12 samples(.|\n)*drop_last=True"):
+            train()
+    three.loop.close()
+
+
 def test_a_save_in_the_middle_of_an_accumulation(directory: Path) -> None:
     two = Tried(directory, accumulation=2)
     for _ in two.loop:
