@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from megaresume import uncollected
+from megaresume.batches.item_hash import item_hash
 from megaresume.checkpoint.file_errors import writing
-from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
@@ -135,6 +136,13 @@ class Objects:
         """Everything in a checkpoint but the modules and optimizers."""
         return {"names": self.names, "others": {name: one.state_dict() for name, one in self.others.items()}, **held}
 
+    def differing(self) -> dict[str, list[int]]:
+        """Of the objects that are neither module nor optimizer, those whose states differ: by name, the ranks on which
+        one is not as on rank 0. Collective."""
+        hashes = gather({name: _hash_of(one) for name, one in self.others.items()})
+        found = {name: [k for k, one in enumerate(hashes) if one[name] != hashes[0][name]] for name in self.others}
+        return {name: ranks for name, ranks in found.items() if ranks}
+
     def put_rest(self, rest: Mapping[str, Any]) -> None:
         """Put back everything but the modules and optimizers."""
         for name, one in self.others.items():
@@ -224,6 +232,14 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
 def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     on_all_ranks(lambda: objects.check_names(rest))
     return rest
+
+
+def _hash_of(one: Any) -> int | None:
+    """Of the state of an object; None if it cannot be compared."""
+    try:
+        return item_hash(one.state_dict())
+    except Exception:  # noqa: BLE001  a sharded tensor, say: it is saved all the same
+        return None
 
 
 def _has_tensors(state: Mapping[str, Mapping[str, Any]]) -> bool:

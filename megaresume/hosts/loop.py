@@ -65,6 +65,7 @@ class LoopHost(TrainerHost):
     ) -> None:
         super().__init__(trainer)
         self.data, self.writer, self.context_parallel = data, writer, context_parallel
+        self._is_compared = False
         self.background = Background(lambda save: self.session.commit(save))
 
     def check(self) -> None:
@@ -93,11 +94,26 @@ class LoopHost(TrainerHost):
 
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
+        self._warn_of_differing()
         carried = self.carried(save)
         with replaced(self, is_at_files=True):
             future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
         if future is not None:
             self.background.begin(future, save)
+
+    def _warn_of_differing(self) -> None:
+        """At the first save: the checkpoint holds rank 0's of what is no module and no optimizer."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        for name, ranks in self.objects.differing().items():
+            if is_rank_0():
+                others = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if ranks[1:] else "")
+                print(
+                    f"megaresume: WARNING: the state of '{name}' is another one on {others}, and checkpoints hold that "
+                    "of rank 0: after a resume, every rank has it. Let its state_dict gather what all ranks need",
+                    flush=True,
+                )
 
     def read(self, choice: Choice) -> Restored:
         """Read the files of this rank: for `Session.load`."""

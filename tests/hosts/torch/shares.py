@@ -51,6 +51,39 @@ def cases(rank: int) -> dict[str, tuple[Callable[[], Any], str, dict[str, Any]]]
     }
 
 
+class Held:
+    """Something with a state, a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "numbers": torch.full((2,), self.number)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def save_others(rank: int, directory: Path) -> None:
+    """Save two steps with objects that are alike on both ranks, and that are not."""
+    model = wrapped("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = {"alike": Held(7), "another": Held(rank)}
+    loop = megaresume.attach(
+        {"model": model, "optimizer": optimizer, **others},
+        megaresume.DataLoader(Numbers(), batch_size=2),
+        checkpoints=directory,
+    )
+    for batch in loop:
+        model(batch).mean().backward()
+        optimizer.step()
+        loop.stepped()
+        loop.save()
+        if loop.step == 2:
+            break
+    loop.close()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, said = dist.get_rank(), {}
@@ -75,6 +108,7 @@ def main() -> None:
         both: list[Any] = [None, None]
         dist.all_gather_object(both, mine)
         said[name] = both
+    save_others(rank, Path(sys.argv[1]) / "others")
     if rank == 0:
         Path(sys.argv[1], "said.json").write_text(json.dumps(said))
     dist.destroy_process_group()

@@ -25,8 +25,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     program, words = str(Path(__file__).with_name("shares.py")), [str(root), str(root / "data.yaml")]
     with LocalJob(program, words, num_processes=2, output=root / "out", launcher="env", env=ENVIRONMENT) as job:
         assert job.wait() == 0, job.text()
-    found: dict[str, list[Any]] = json.loads((root / "said.json").read_text())
-    return found
+        found: dict[str, list[Any]] = json.loads((root / "said.json").read_text())
+        return found | {"printed": job.text().splitlines()}
 
 
 def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
@@ -53,3 +53,9 @@ def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
 def test_wrong_ones_are_refused(said: dict[str, list[Any]], case: str, words: str) -> None:
     for error in said[case]:
         assert isinstance(error, str) and re.search(words, error), error
+
+
+def test_a_state_that_differs_between_ranks_is_named_once(said: dict[str, list[Any]]) -> None:
+    """Rank 0's is saved."""
+    (line,) = (line for line in said["printed"] if "WARNING: the state of" in line)
+    assert "'another' is another one on rank 1, and checkpoints hold that of rank 0" in line
