@@ -118,6 +118,7 @@ def check_settings(trainer: Any) -> None:
     """
     args: Any = trainer.args
     accelerator = args.accelerator_config
+    optim = str(getattr(args.optim, "value", args.optim))  # those that step in the backward pass have no state_dict
     leave = "leave it out"
     refused = {
         "train_sampling_strategy": (
@@ -135,6 +136,10 @@ def check_settings(trainer: Any) -> None:
         "save_only_model": (
             args.save_only_model,
             f"{leave}: without the optimizer, no run can resume from the checkpoint",
+        ),
+        "optim": (
+            (optim.endswith("layerwise") or optim == "adalomo") and optim,
+            "another optimizer: what this one keeps is in no checkpoint, so a resume would begin it anew",
         ),
         "load_best_model_at_end with save_total_limit": (
             args.load_best_model_at_end and args.save_total_limit is not None,

@@ -224,6 +224,8 @@ class Lines(torch.utils.data.IterableDataset[Any]):
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"optim": "galore_adamw_layerwise"}, r"optim cannot(.|\n)*optim: galore_adamw_layerwise"),
+        ({"optim": "adalomo"}, r"optim cannot(.|\n)*optim: adalomo"),
         (
             {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5},
             "load_best_model_at_end",
