@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from megaresume.checkpoint.load.choose import choose, choose_of_two, confirm_cho
 from megaresume.checkpoint.load.damage import compared, find_damage
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0, on_rank_0_for_long
+from megaresume.checkpoint.records.names import records_dir
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.roots import Roots
@@ -118,8 +120,26 @@ class Chooser:
     def _tell(self, root: Path, choice: Choice | None) -> None:
         if choice is None:
             print(f"megaresume: nothing is loaded: no checkpoint in {root}", flush=True)
+            if (earlier := run_of_another_time(root)) is not None:
+                log.warning(
+                    "megaresume: a run is in %s: if this start was to resume it, give every start the same directory, "
+                    "without a time in its name",
+                    earlier,
+                )
             return
         for line in (*(f"passed over {rejected}" for rejected in choice.rejected), *choice.notes):
             log.warning("megaresume: %s", line)
         if self._checksums and choice.manifest is not None:
             print(f"megaresume: {compared(choice.tag, choice.manifest)}", flush=True)
+
+
+def run_of_another_time(root: Path) -> Path | None:
+    """The newest directory with records of a run whose name differs by its digits alone, if they may be a time."""
+    shape = re.sub(r"\d", "0", root.name)
+    if shape.count("0") < len("20261231"):
+        return None
+    try:
+        beside = [path for path in root.parent.iterdir() if re.sub(r"\d", "0", path.name) == shape and path != root]
+    except OSError:
+        return None
+    return max((path for path in beside if records_dir(path).is_dir()), key=lambda path: path.name, default=None)

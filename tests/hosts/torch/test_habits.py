@@ -321,6 +321,19 @@ def test_the_working_directory_was_changed(tmp_path: Path, monkeypatch: pytest.M
     assert newest is not None and newest.iteration == 2 and not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_a_directory_that_has_the_time_of_the_start_in_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("sts-2026-11-27_10-00-00", "seed-1", "sts-2026-11-27_10-30-00", "seed-2"):
+        one = Tried(tmp_path / name)
+        one.loop.load()
+        one.train_one()
+        one.loop.save()
+        one.loop.close()
+    (said,) = [record.getMessage() for record in caplog.records if "a run is in" in record.getMessage()]
+    assert f"{tmp_path / 'sts-2026-11-27_10-00-00'}: " in said
+
+
 def test_a_run_that_goes_back_says_so(directory: Path, tried: Tried, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         tried.train_one()
