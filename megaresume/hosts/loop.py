@@ -25,7 +25,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group
+from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, same_on_all_ranks
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
@@ -122,6 +122,12 @@ class LoopHost(TrainerHost):
 
     def begin(self) -> None:
         """See `TrainerHost`."""
+        same_on_all_ranks(
+            f"{self.writer}: {', '.join(self.objects.names)}",
+            "what is saved, and by which writer",
+            cause="megaresume.attach was given other objects or another writer: their saves would wait for one another",
+            action="give it the same names and writer on every rank",
+        )
         self._group, self.meeting = files.own_group(), meeting_group()
         self.watch((optimizer for optimizer, _ in self.objects.optimizers.values()), once=True)
 
@@ -279,6 +285,7 @@ def attach(
 
     Raises, on every rank:
         UsageError: another loader, loaders of other ranks, objects that cannot be saved, or settings that do not fit.
+        StateError: the ranks have other data, objects or writers.
         CheckpointError: another job writes to the directory.
         SetupError: directories or clocks differ between nodes.
     """

@@ -47,6 +47,7 @@ def cases(rank: int) -> dict[str, tuple[Callable[[], Any], str, dict[str, Any]]]
         "batch size": (items(batch_size=2 + rank), "ddp", {}),
         "accumulation": (items(accumulation=1 + rank), "ddp", {}),
         "schedule": (text(samples=8 + 4 * rank), "ddp", {}),
+        "writer": (items(), "ddp", {"writer": "torch" if rank else "dcp"}),
         "skips": (items(skip=["8:16"] if rank else None), "ddp", {}),
     }
 

@@ -48,6 +48,7 @@ def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
         ("accumulation", "disagree on the batches(.|\n)*accumulation=1,(.|\n)*accumulation=2,"),
         ("schedule", "disagree on the batches(.|\n)*8(.|\n)*12"),
         ("skips", "disagree on the data"),
+        ("writer", "disagree on what is saved(.|\n)*rank 0: dcp: model; rank 1: torch: model"),
     ],
 )
 def test_wrong_ones_are_refused(said: dict[str, list[Any]], case: str, words: str) -> None:
