@@ -31,7 +31,7 @@ from megaresume.batches.item_hash import item_hash
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
-from megaresume.hosts.attach import kind_of
+from megaresume.hosts.attach import kind_of, replaced
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 Writer = Literal["dcp", "dcp_async", "torch"]
@@ -94,7 +94,8 @@ class Objects:
         states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
         for name, (optimizer, module) in self.optimizers.items():
             is_new = not optimizer.state
-            states[name] = get_optimizer_state_dict(module, optimizer, options=options)
+            with _steps_without_closure(optimizer):
+                states[name] = get_optimizer_state_dict(module, optimizer, options=options)
             if is_new:  # torch has made a step without gradients to create a state: training must not start from it
                 optimizer.state.clear()
                 states[name]["state"] = {}
@@ -108,7 +109,10 @@ class Objects:
             optimizer.state.clear()
             optimizer.zero_grad()  # of a step that is given up
         states: dict[str, Any] = {n: get_model_state_dict(one) for n, one in self.modules.items()}
-        return states | {n: get_optimizer_state_dict(module, one) for n, (one, module) in self.optimizers.items()}
+        for name, (optimizer, module) in self.optimizers.items():
+            with _steps_without_closure(optimizer):
+                states[name] = get_optimizer_state_dict(module, optimizer)
+        return states
 
     def put(self, states: Mapping[str, Any], *, full: bool = False) -> None:
         """Set those of modules and optimizers: what was read into `blank`, or ``full``."""
@@ -128,7 +132,8 @@ class Objects:
         for name, (optimizer, module) in self.optimizers.items():
             # torch fails with full_state_dict if there is no tensor to be sharded, as in SGD without momentum.
             options = StateDictOptions(full_state_dict=full and _has_tensors(blank[name]["state"]), strict=False)
-            set_optimizer_state_dict(module, optimizer, states[name], options=options)
+            with _steps_without_closure(optimizer):
+                set_optimizer_state_dict(module, optimizer, states[name], options=options)
             if full:
                 _forget_unused(optimizer, blank[name]["param_groups"], states[name]["state"])
 
@@ -240,6 +245,14 @@ def _hash_of(one: Any) -> int | None:
         return item_hash(one.state_dict())
     except Exception:  # noqa: BLE001  a sharded tensor, say: it is saved all the same
         return None
+
+
+@contextmanager
+def _steps_without_closure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """To create a state torch calls ``step(closure=None)``, which not every optimizer takes: Muon often does not."""
+    step: Callable[[], Any] = optimizer.step
+    with replaced(optimizer, step=lambda closure=None: step()):
+        yield
 
 
 def _has_tensors(state: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -46,8 +46,23 @@ class Run:
         return losses
 
 
+class Plain(torch.optim.Optimizer):
+    """As Muon is often written: its step takes no closure."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    momentum = self.state[one].setdefault("momentum", torch.zeros_like(one))
+                    one.sub_(momentum.mul_(0.9).add_(one.grad), alpha=group["lr"])
+
+
 @pytest.mark.parametrize("writer", ["dcp", "torch"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, Plain])
 def test_saved_before_a_parameter_has_a_state(tmp_path: Path, writer: str, optimizer: Any) -> None:
     whole = Run(tmp_path / "whole", writer, optimizer)
     losses: list[float] = []
