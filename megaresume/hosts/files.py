@@ -5,7 +5,8 @@
     torch        one file, torch.save, by rank 0: loads on any number of ranks
 
 Modules and optimizers are saved by the names of their parameters, without what DDP, FSDP and torch.compile add to them.
-Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank 0's is saved.
+Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank 0's is saved. So is a tensor
+that torch does not know to be sharded: one rank's is saved. The first save compares them: `Objects.differing`.
 
 torch.distributed.checkpoint is imported at the first save or load: it takes 40 ms, and a fresh start does not need it.
 """
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -141,12 +143,37 @@ class Objects:
         """Everything in a checkpoint but the modules and optimizers."""
         return {"names": self.names, "others": {name: one.state_dict() for name, one in self.others.items()}, **held}
 
-    def differing(self) -> dict[str, list[int]]:
-        """Of the objects that are neither module nor optimizer, those whose states differ: by name, the ranks on which
-        one is not as on rank 0. Collective."""
-        hashes = gather({name: _hash_of(one) for name, one in self.others.items()})
-        found = {name: [k for k, one in enumerate(hashes) if one[name] != hashes[0][name]] for name in self.others}
+    def differing(self, writer: Writer) -> dict[str, list[int]]:
+        """Objects of which a checkpoint holds one state for all ranks, although theirs differ. Collective.
+
+        Returns:
+            by name, the ranks on which it is not that of rank 0.
+        """
+        mine = {name: {"": _hash_of(one.state_dict)} for name, one in self.others.items()}
+        for name in (*self.modules, *self.optimizers):
+            mine[name] = {key: _hash_of(partial(_glance, one)) for key, one in self._tensors(name)}
+        whole = gather(item_hash(mine))
+        if all(one == whole[0] for one in whole):
+            return {}
+
+        def is_lost(first: dict[str, Any], other: dict[str, Any]) -> bool:
+            # torch.distributed.checkpoint saves what only one rank has, and of a tensor that several have, one.
+            return first != other if writer == "torch" else any(other.get(key, h) != h for key, h in first.items())
+
+        first, *others = gather(mine)
+        found = {name: [k for k, one in enumerate(others, 1) if is_lost(first[name], one[name])] for name in first}
         return {name: ranks for name, ranks in found.items() if ranks}
+
+    def _tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters of a module, or the state of an optimizer: tensors that torch does not know to be sharded."""
+        if name in self.modules:
+            named: Iterable[tuple[str, Any]] = self.modules[name].named_parameters()
+        else:
+            optimizer, module = self.optimizers[name]
+            names: dict[Any, str] = {parameter: key for key, parameter in module.named_parameters()}
+            states = ((names.get(parameter), state) for parameter, state in optimizer.state.items())
+            named = ((f"{key}.{field}", one) for key, state in states for field, one in state.items())
+        return ((key, one) for key, one in named if type(one) in (torch.Tensor, torch.nn.Parameter))
 
     def put_rest(self, rest: Mapping[str, Any]) -> None:
         """Put back everything but the modules and optimizers."""
@@ -239,10 +266,10 @@ def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _hash_of(one: Any) -> int | None:
-    """Of the state of an object; None if it cannot be compared."""
+def _hash_of(state: Callable[[], Any]) -> int | None:
+    """Of what it returns; None if that cannot be compared."""
     try:
-        return item_hash(one.state_dict())
+        return item_hash(state())
     except Exception:  # noqa: BLE001  a sharded tensor, say: it is saved all the same
         return None
 
@@ -253,6 +280,12 @@ def _steps_without_closure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     step: Callable[[], Any] = optimizer.step
     with replaced(optimizer, step=lambda closure=None: step()):
         yield
+
+
+def _glance(tensor: torch.Tensor) -> list[Any]:
+    """Its shape and up to 16 of its elements, evenly spread: replicas are compared without reading all of them."""
+    flat = tensor.detach().reshape(-1)
+    return [*tensor.shape, flat[:: max(1, flat.numel() // 16)][:16].tolist()]
 
 
 def _has_tensors(state: Mapping[str, Mapping[str, Any]]) -> bool:

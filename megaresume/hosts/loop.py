@@ -102,16 +102,17 @@ class LoopHost(TrainerHost):
             self.background.begin(future, save)
 
     def _warn_of_differing(self) -> None:
-        """At the first save: the checkpoint holds rank 0's of what is no module and no optimizer."""
+        """At the first save: see `Objects.differing`."""
         if self._is_compared:
             return
         self._is_compared = True
-        for name, ranks in self.objects.differing().items():
+        for name, ranks in self.objects.differing(self.writer).items():
             if is_rank_0():
                 others = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if ranks[1:] else "")
                 print(
-                    f"megaresume: WARNING: the state of '{name}' is another one on {others}, and checkpoints hold that "
-                    "of rank 0: after a resume, every rank has it. Let its state_dict gather what all ranks need",
+                    f"megaresume: WARNING: the state of '{name}' is another one on {others}, and checkpoints hold one "
+                    "for all ranks: after a resume, every rank has that one. In its place, pass an object whose "
+                    "state_dict gathers what all ranks need",
                     flush=True,
                 )
 

@@ -65,19 +65,42 @@ class Held:
         self.number = state["number"]
 
 
-def save_others(rank: int, directory: Path) -> None:
+class Divided(torch.optim.Optimizer):
+    """ZeRO by hand: each rank has its own part of each state, as in nanochat's; or the states of its own parameters."""
+
+    def __init__(self, parameters: Any, rank: int, *, by_parameter: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.rank, self.by_parameter = rank, by_parameter
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for n, one in enumerate(self.param_groups[0]["params"]):
+            if not self.by_parameter or n % 2 == self.rank:
+                self.state[one]["momentum"] = torch.full_like(one, self.rank)
+
+
+def save_others(rank: int, directory: Path, writer: Any) -> None:
     """Save two steps with objects that are alike on both ranks, and that are not."""
     model = wrapped("ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    others = {"alike": Held(7), "another": Held(rank)}
+    parameters = list(model.parameters())
     loop = megaresume.attach(
-        {"model": model, "optimizer": optimizer, **others},
+        {
+            "model": model,
+            "optimizer": torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+            "parts": Divided(parameters, rank, by_parameter=False),
+            "in turns": Divided(parameters, rank, by_parameter=True),
+            "stage": torch.nn.Linear(2, 2 + rank),
+            "alike": Held(7),
+            "another": Held(rank),
+        },
         megaresume.DataLoader(Numbers(), batch_size=2),
-        checkpoints=directory,
+        checkpoints=directory / writer,
+        writer=writer,
     )
     for batch in loop:
         model(batch).mean().backward()
-        optimizer.step()
+        for name in ("optimizer", "parts", "in turns"):
+            loop.host.objects.optimizers[name][0].step()
         loop.stepped()
         loop.save()
         if loop.step == 2:
@@ -109,7 +132,8 @@ def main() -> None:
         both: list[Any] = [None, None]
         dist.all_gather_object(both, mine)
         said[name] = both
-    save_others(rank, Path(sys.argv[1]) / "others")
+    for writer in ("dcp", "torch"):
+        save_others(rank, Path(sys.argv[1]), writer)
     if rank == 0:
         Path(sys.argv[1], "said.json").write_text(json.dumps(said))
     dist.destroy_process_group()
