@@ -54,6 +54,7 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients
 from megaresume.hosts.feeds import Feed, feed_of
+from megaresume.hosts.files import differing, warn_of_differing
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import (
@@ -147,6 +148,7 @@ class AcceleratorHost(TrainerHost):
     def __init__(self, trainer: Any, data: DataLoader | StreamLoader) -> None:
         super().__init__(trainer)
         self.data, self.record = data, DataRecord()
+        self._is_compared = False
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""
@@ -250,6 +252,10 @@ class AcceleratorHost(TrainerHost):
 
     def write(self, save: Save, write: Callable[[str], Any]) -> Any:
         """Write a checkpoint by Accelerate's own method ``write(directory)``."""
+        if not self._is_compared:
+            self._is_compared = True
+            registered = [one for one in self.trainer._custom_objects if one is not self.record]
+            warn_of_differing(differing({f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}))
         self.record.carried = self.carried(save)
 
         def write_files() -> Any:
@@ -336,6 +342,7 @@ class AcceleratedLoop(StepLoop):
             [*(one.scheduler for one in accelerator._schedulers), *accelerator._custom_objects],
             "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
             "megaresume.attach",
+            is_first=self.steps.step == self.steps.loaded_step,
         )
         accelerator.gradient_state._add_dataloader(self)
         try:

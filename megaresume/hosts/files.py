@@ -266,6 +266,26 @@ def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def differing(objects: Mapping[str, Any]) -> dict[str, list[int]]:
+    """As `Objects.differing`, of objects that rank 0 alone saves. Collective."""
+    first, *others = gather({name: _hash_of(one.state_dict) for name, one in objects.items()})
+    found = {name: [k for k, one in enumerate(others, 1) if one[name] != first[name]] for name in objects}
+    return {name: ranks for name, ranks in found.items() if ranks}
+
+
+def warn_of_differing(found: Mapping[str, list[int]]) -> None:
+    """Say what `differing` has found."""
+    for name, ranks in found.items():
+        if is_rank_0():
+            others = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if ranks[1:] else "")
+            print(
+                f"megaresume: WARNING: the state of '{name}' is another one on {others}, and checkpoints hold one "
+                "for all ranks: after a resume, every rank has that one. In its place, pass an object whose "
+                "state_dict gathers what all ranks need",
+                flush=True,
+            )
+
+
 def _hash_of(state: Callable[[], Any]) -> int | None:
     """Of what it returns; None if that cannot be compared."""
     try:

@@ -106,15 +106,7 @@ class LoopHost(TrainerHost):
         if self._is_compared:
             return
         self._is_compared = True
-        for name, ranks in self.objects.differing(self.writer).items():
-            if is_rank_0():
-                others = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if ranks[1:] else "")
-                print(
-                    f"megaresume: WARNING: the state of '{name}' is another one on {others}, and checkpoints hold one "
-                    "for all ranks: after a resume, every rank has that one. In its place, pass an object whose "
-                    "state_dict gathers what all ranks need",
-                    flush=True,
-                )
+        files.warn_of_differing(self.objects.differing(self.writer))
 
     def read(self, choice: Choice) -> Restored:
         """Read the files of this rank: for `Session.load`."""
@@ -211,6 +203,7 @@ class Loop(StepLoop):
             (optimizer for optimizer, _ in self.host.objects.optimizers.values()),
             self.host.objects.others.values(),
             "make it before: megaresume.attach({'model': model, 'optimizer': optimizer, 'scheduler': scheduler}, ...)",
+            is_first=self.steps.step == self.steps.loaded_step,
         )
         return super().__iter__()
 

@@ -14,6 +14,7 @@ docs/hosts.md builds one.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
@@ -379,26 +381,32 @@ def check_together(known: int, where: str, *, cause: str, action: str) -> None:
         )
 
 
-def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> None:
+def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str, *, is_first: bool) -> None:
     """Refuse learning-rate schedulers of which no checkpoint knows: each resume would begin theirs anew.
 
     Args:
         optimizers: in a checkpoint.
-        kept: whatever else is in a checkpoint.
+        kept: whatever else is in a checkpoint; a scheduler may be an attribute of one.
         action: for the error.
+        is_first: no step was made since the start; then also look for those that leave no trace in their optimizer.
 
     Raises:
         UsageError: torch's schedulers wrap ``step`` of their optimizer, and this one has none that is kept.
     """
-    known = [getattr(one, "optimizer", None) for one in kept]
-    for optimizer in optimizers:
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(one is optimizer for one in known):
-            raise UsageError(
-                "a learning-rate scheduler would begin anew at each resume",
-                found=f"{kind_of(optimizer)} with a scheduler that no checkpoint holds",
-                expected="the scheduler in the checkpoint",
-                action=action,
-            )
+    known = [getattr(held, "optimizer", None) for one in kept for held in (one, *getattr(one, "__dict__", {}).values())]
+    unknown = [one for one in optimizers if not any(one is other for other in known)]
+    found = [one for one in unknown if hasattr(one.step, "_wrapped_by_lr_sched")]
+    if is_first and unknown and not found:
+        # Not by isinstance, which asks proxies of somebody else's for their class.
+        plateaus = [one for one in gc.get_objects() if issubclass(type(one), ReduceLROnPlateau)]
+        found = [one for one in unknown if any(one is other.optimizer for other in plateaus)]
+    if found:
+        raise UsageError(
+            "a learning-rate scheduler would begin anew at each resume",
+            found=f"{kind_of(found[0])} with a scheduler that no checkpoint holds",
+            expected="the scheduler in the checkpoint",
+            action=action,
+        )
 
 
 def check_sizes(

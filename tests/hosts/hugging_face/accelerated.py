@@ -57,6 +57,19 @@ def accelerator_of(
     return Accelerator(cpu=not kind, gradient_accumulation_steps=accumulation, project_config=naming, **options)
 
 
+class Held:
+    """Something with a state, a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
 def run(
     directory: Path,
     *,
@@ -85,6 +98,8 @@ def run(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if mistake == "differs":
+        accelerator.register_for_checkpointing(Held(7), Held(accelerator.process_index))
     if not isinstance(data, str):
         options = {"max_epochs": epochs} | options
     loader = loader_of(Numbers() if data is None else data, batch, accumulation, **options)

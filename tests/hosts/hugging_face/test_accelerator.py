@@ -61,6 +61,14 @@ def test_two_ranks_to_one_with_workers(copy: Path, order: list[int], capfd: pyte
     assert capfd.readouterr().out.splitlines()[-1] == str(root / "checkpoint-38")
 
 
+def test_a_state_that_differs_between_ranks_is_named_once(tmp_path: Path) -> None:
+    """Rank 0's is saved."""
+    status, output = launch_forked(PROGRAM, tmp_path / "run", 2, steps=2, save_every=1, mistake="differs")
+    assert status == 0, output[-3000:]
+    (line,) = (line for line in output.splitlines() if "WARNING: the state of" in line)
+    assert "'Held (1)' is another one on rank 1, and checkpoints hold one for all ranks" in line
+
+
 def test_total_limit_counts_complete_ones(tmp_path: Path) -> None:
     run(tmp_path / "run", save_every=13, limit=2)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint-*"))

@@ -67,3 +67,31 @@ def test_a_rate_that_would_begin_anew_is_refused(tmp_path: Path, when: str) -> N
     with pytest.raises(UsageError, match=r"begin anew(.|\n)*SGD with a scheduler(.|\n)*'scheduler': scheduler"):
         next(iter(run.loop))
     run.loop.close()
+
+
+@pytest.mark.parametrize("kept", [None, "by name", "by what holds it"])
+def test_a_plateau_that_would_begin_anew_is_refused(tmp_path: Path, kept: str | None) -> None:
+    """It leaves no trace in its optimizer."""
+
+    class State:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def state_dict(self) -> Any:
+            return self.scheduler.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.scheduler.load_state_dict(state)
+
+    run = Run(tmp_path)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.objects["optimizer"])
+    if kept is not None:
+        run.objects["scheduler"] = scheduler if kept == "by name" else State(scheduler)
+    run.attach()
+    run.loop.load()
+    if kept is None:
+        with pytest.raises(UsageError, match=r"begin anew(.|\n)*SGD with a scheduler"):
+            next(iter(run.loop))
+    else:
+        next(iter(run.loop))
+    run.loop.close()
