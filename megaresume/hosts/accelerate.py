@@ -203,6 +203,17 @@ class AcceleratorHost(TrainerHost):
         refuse(refused)
         check_backend(accelerator)
 
+    def check_schedulers(self, *, searches: bool = False) -> None:
+        """See the function."""
+        accelerator = self.trainer
+        check_schedulers(
+            (optimizer for one in accelerator._optimizers for optimizer in (one, one.optimizer)),
+            [*(one.scheduler for one in accelerator._schedulers), *accelerator._custom_objects],
+            "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
+            "megaresume.attach",
+            searches=searches,
+        )
+
     def check_processes(self) -> None:
         """See `TrainerHost`."""
         check_together(
@@ -254,6 +265,7 @@ class AcceleratorHost(TrainerHost):
         """Write a checkpoint by Accelerate's own method ``write(directory)``."""
         if not self._is_compared:
             self._is_compared = True
+            on_all_ranks(lambda: self.check_schedulers(searches=True))
             registered = [one for one in self.trainer._custom_objects if one is not self.record]
             warn_of_differing(differing({f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}))
         self.record.carried = self.carried(save)
@@ -337,13 +349,7 @@ class AcceleratedLoop(StepLoop):
         from accelerate.utils import send_to_device
 
         accelerator = self.host.trainer
-        check_schedulers(
-            (optimizer for one in self._optimizers for optimizer in (one, one.optimizer)),
-            [*(one.scheduler for one in accelerator._schedulers), *accelerator._custom_objects],
-            "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
-            "megaresume.attach",
-            is_first=self.steps.step == self.steps.loaded_step,
-        )
+        self.host.check_schedulers()
         accelerator.gradient_state._add_dataloader(self)
         try:
             for batch in self.steps:

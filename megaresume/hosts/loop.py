@@ -25,7 +25,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, same_on_all_ranks
+from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, on_all_ranks, same_on_all_ranks
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
@@ -94,19 +94,28 @@ class LoopHost(TrainerHost):
 
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
-        self._warn_of_differing()
+        self._check_objects()
         carried = self.carried(save)
         with replaced(self, is_at_files=True):
             future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
         if future is not None:
             self.background.begin(future, save)
 
-    def _warn_of_differing(self) -> None:
-        """At the first save: see `Objects.differing`."""
-        if self._is_compared:
-            return
-        self._is_compared = True
-        files.warn_of_differing(self.objects.differing(self.writer))
+    def _check_objects(self) -> None:
+        """At the first save: see `check_schedulers` and `Objects.differing`."""
+        if not self._is_compared:
+            self._is_compared = True
+            on_all_ranks(lambda: self.check_schedulers(searches=True))
+            files.warn_of_differing(self.objects.differing(self.writer))
+
+    def check_schedulers(self, *, searches: bool = False) -> None:
+        """See the function."""
+        check_schedulers(
+            (optimizer for optimizer, _ in self.objects.optimizers.values()),
+            self.objects.others.values(),
+            "make it before: megaresume.attach({'model': model, 'optimizer': optimizer, 'scheduler': scheduler}, ...)",
+            searches=searches,
+        )
 
     def read(self, choice: Choice) -> Restored:
         """Read the files of this rank: for `Session.load`."""
@@ -199,12 +208,7 @@ class Loop(StepLoop):
 
     def __iter__(self) -> Iterator[Any]:
         """See `StepLoop`."""
-        check_schedulers(
-            (optimizer for optimizer, _ in self.host.objects.optimizers.values()),
-            self.host.objects.others.values(),
-            "make it before: megaresume.attach({'model': model, 'optimizer': optimizer, 'scheduler': scheduler}, ...)",
-            is_first=self.steps.step == self.steps.loaded_step,
-        )
+        self.host.check_schedulers()
         return super().__iter__()
 
     @property

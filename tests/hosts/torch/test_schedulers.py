@@ -89,9 +89,10 @@ def test_a_plateau_that_would_begin_anew_is_refused(tmp_path: Path, kept: str | 
         run.objects["scheduler"] = scheduler if kept == "by name" else State(scheduler)
     run.attach()
     run.loop.load()
+    next(iter(run.loop))
     if kept is None:
         with pytest.raises(UsageError, match=r"begin anew(.|\n)*SGD with a scheduler"):
-            next(iter(run.loop))
+            run.loop.save()
     else:
-        next(iter(run.loop))
+        run.loop.save()
     run.loop.close()
