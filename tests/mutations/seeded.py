@@ -371,7 +371,7 @@ SESSION = (
     ),
     Mutation(
         "keep the lock after the end",
-        "            for directory in self._claimed:\n                release(directory)\n",
+        "            for directory in filter(self._is_last, self._claimed):\n                release(directory)\n",
         "            pass\n",
         LOOP,
     ),
