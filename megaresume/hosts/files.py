@@ -64,7 +64,9 @@ class Objects:
                     found=kind_of(one),
                     expected="an object with state_dict and load_state_dict"
                     + (f", under another name than {KEY}" if name == KEY else ""),
-                    action="the objects: megaresume.attach({'model': model, 'optimizer': optimizer}, loader)",
+                    action=f"each under a name of its own: {{'{name} 0': {name}[0], '{name} 1': {name}[1], ...}}"
+                    if isinstance(one, (list, tuple))
+                    else "the objects: megaresume.attach({'model': model, 'optimizer': optimizer}, loader)",
                 )
         self.modules = {n: one for n, one in objects.items() if isinstance(one, torch.nn.Module)}
         optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}

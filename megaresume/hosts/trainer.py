@@ -17,7 +17,7 @@ import atexit
 import gc
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -381,12 +381,21 @@ def check_together(known: int, where: str, *, cause: str, action: str) -> None:
         )
 
 
+def _parts(one: Any) -> Iterator[Any]:
+    """An object, its attributes, and what is in those that are lists or mappings."""
+    yield one
+    for value in getattr(one, "__dict__", {}).values():
+        yield value
+        if isinstance(value, (list, tuple, dict)):
+            yield from value.values() if isinstance(value, dict) else value
+
+
 def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str, *, searches: bool) -> None:
     """Refuse learning-rate schedulers of which no checkpoint knows: each resume would begin theirs anew.
 
     Args:
         optimizers: in a checkpoint.
-        kept: whatever else is in a checkpoint; a scheduler may be an attribute of one.
+        kept: whatever else is in a checkpoint; a scheduler may be an attribute of one, or in a list or mapping that is.
         action: for the error.
         searches: also look for a ``ReduceLROnPlateau``, which leaves no trace in its optimizer, among all objects: a
             tenth of a second.
@@ -394,7 +403,7 @@ def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str
     Raises:
         UsageError: torch's schedulers wrap ``step`` of their optimizer, and this one has none that is kept.
     """
-    known = [getattr(held, "optimizer", None) for one in kept for held in (one, *getattr(one, "__dict__", {}).values())]
+    known = [getattr(held, "optimizer", None) for one in kept for held in _parts(one)]
     unknown = [one for one in optimizers if not any(one is other for other in known)]
     found = [one for one in unknown if hasattr(one.step, "_wrapped_by_lr_sched")]
     if searches and unknown and not found:

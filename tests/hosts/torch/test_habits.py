@@ -437,6 +437,7 @@ def test_what_is_fine(directory: Path, tried: Tried) -> None:
     ("change", "words"),
     [
         ({"objects": {"model": 3}}, "'model' cannot be saved"),
+        ({"objects": {"optimizers": [3]}}, r"list(.|\n)*'optimizers 0': optimizers\[0\]"),
         ({"objects": {"megaresume": torch.nn.Linear(1, 1)}}, "under another name"),
         ({"objects": {}}, "no model to save"),
         ({"objects": {"m": torch.nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)])}}, "no single module of"),

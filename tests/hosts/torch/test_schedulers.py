@@ -96,3 +96,25 @@ def test_a_plateau_that_would_begin_anew_is_refused(tmp_path: Path, kept: str | 
     else:
         run.loop.save()
     run.loop.close()
+
+
+@pytest.mark.parametrize("held", [lambda one: [one], lambda one: {"rate": one}], ids=["in a list", "in a mapping"])
+def test_one_that_an_object_holds_is_known(tmp_path: Path, held: Any) -> None:
+    """As programs with several optimizers hold their schedulers."""
+
+    class State:
+        def __init__(self, schedulers: Any) -> None:
+            self.schedulers = schedulers
+
+        def state_dict(self) -> Any:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    run = Run(tmp_path)
+    run.objects["schedulers"] = State(held(run.scheduler()))
+    run.attach()
+    run.loop.load()
+    next(iter(run.loop))
+    run.loop.close()
