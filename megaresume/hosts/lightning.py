@@ -32,6 +32,7 @@ See docs/lightning.md. Importing this imports neither lightning nor pytorch_ligh
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -143,6 +144,8 @@ class LightningHost(TrainerHost):
         self._is_due, self._is_over = False, False
         #: the last step that was saved, and the links to it.
         self._linked: tuple[int, list[Path]] = 0, []
+        #: whether the checkpoint that was loaded was saved within its step, so before a validation of it.
+        self._lacks_validation = False
         #: the generators before the validation that runs.
         self._before: random_state.Snapshot | None = None
 
@@ -264,13 +267,15 @@ class LightningHost(TrainerHost):
         trainer, loader = self.trainer, self.loader
         fit = trainer.fit_loop
         done, _ = self.batches_of_epoch()
-        if self.steps.step and not done:
-            self._warn_of_plateaus()
         for epochs in (fit.epoch_progress.total, fit.epoch_progress.current):
             epochs.ready = epochs.started = loader.epoch + bool(done)
             epochs.processed = epochs.completed = loader.epoch
         loop = fit.epoch_loop
         batches = loop.batch_progress.total
+        # A ModelCheckpoint with every_n_train_steps saves before Lightning completes the step, and validates.
+        self._lacks_validation = batches.completed < batches.processed
+        if self.steps.step and not done:
+            self._warn_of_lost()
         batches.started = batches.processed = batches.completed = batches.ready
         loop._batches_that_stepped, self._counted = self.iteration(), trainer.global_step
         # In the middle of an epoch, the hooks of its beginning are not called again.
@@ -281,13 +286,16 @@ class LightningHost(TrainerHost):
                 optimizer.register_step_post_hook(self._step_made)
         run()
 
-    def _warn_of_plateaus(self) -> None:
-        """After a checkpoint of the end of an epoch: Lightning updates such a scheduler only after the save."""
-        plateaus = any(one.reduce_on_plateau for one in self.trainer.lr_scheduler_configs)
-        if plateaus and self.session.resumed is not None and is_rank_0():
+    def _warn_of_lost(self) -> None:
+        """After a checkpoint of the end of an epoch: what Lightning does there after the save, a resume leaves out."""
+        trainer = self.trainer
+        lost = ["update of ReduceLROnPlateau"] * any(one.reduce_on_plateau for one in trainer.lr_scheduler_configs)
+        if self._lacks_validation and trainer.early_stopping_callbacks and trainer.enable_validation:
+            lost.append("validation for EarlyStopping")
+        if lost and self.session.resumed is not None and is_rank_0():
             print(
-                "megaresume: warning: the checkpoint was saved at the end of an epoch, before Lightning's update of "
-                "ReduceLROnPlateau, which a resume does not repeat. Save within epochs, with every_n_train_steps",
+                "megaresume: warning: the checkpoint was saved at the end of an epoch, before Lightning's "
+                f"{' and '.join(lost)}, which a resume does not repeat. Save within epochs, with every_n_train_steps",
                 flush=True,
             )
 
@@ -306,6 +314,17 @@ class LightningHost(TrainerHost):
         fit._restarting = fit._resuming_from_checkpoint = False
         iter(fetcher)  # which asks for the length
         begin(fetcher)
+        if self._lacks_validation and done and fit.epoch_loop._should_check_val_fx(fetcher):
+            self._validate_first()
+        self._lacks_validation = False
+
+    def _validate_first(self) -> None:
+        """Let the loop begin with the validation of the last step, of which the checkpoint knows nothing:
+        EarlyStopping would have counted one less. Lightning does so if a validation was interrupted."""
+        loop = self.trainer.fit_loop.epoch_loop
+        stages = importlib.import_module(f"{self.module}.loops.evaluation_loop").RestartStage
+        loop._restarting, loop.val_loop._restart_stage = True, stages.RESTARTED_MID_EVALUATION
+        loop._batches_that_stepped -= 1  # it is counted after the validation
 
     def _backward(self, backward: Any, *args: Any, **kwargs: Any) -> None:
         """Make a backward pass."""

@@ -144,6 +144,25 @@ def test_early_stopping_ends_the_run_for_good(directory: Path) -> None:
     assert [e.iteration for e in read_ledger(ledger_path(directory)).entries if e.kind == "finished"] == [1]
 
 
+@pytest.mark.parametrize("every", [5, 25])
+def test_early_stopping_counts_the_validation_that_follows_a_save(
+    directory: Path, every: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A ModelCheckpoint saves before the validation of its step: of the fifth, or the last one of an epoch."""
+    held_out = torch.utils.data.DataLoader(Numbers(8), batch_size=4)
+    validated = []
+    for attempt, steps in ((1, every), (2, 6 * every)):
+        callbacks = (
+            EarlyStopping("loss", patience=2, min_delta=1e9),
+            ModelCheckpoint(directory.with_name("links"), every_n_train_steps=every),
+        )
+        trainer, module = attached(directory, *callbacks, max_steps=steps, val_check_interval=every), Module(directory)
+        trainer.fit(module, loader(), held_out, ckpt_path="last")
+        validated.append(module.validated)
+        assert ("before Lightning's validation for EarlyStopping" in capfd.readouterr().out) == (every * attempt == 50)
+    assert validated == [[5], [5, 10, 15]] if every == 5 else [[25], [50, 75, 100]]
+
+
 def test_saves_in_the_middle_of_a_step(directory: Path) -> None:
     """A validation after every third micro-batch, of steps of two; and a call in a hook."""
     links = directory.with_name("links")
