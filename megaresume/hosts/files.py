@@ -14,6 +14,7 @@ torch.distributed.checkpoint is imported at the first save or load: it takes 40 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import sys
 import warnings
@@ -70,6 +71,8 @@ class Objects:
                 )
         self.modules = {n: one for n, one in objects.items() if isinstance(one, torch.nn.Module)}
         optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
+        for name, one in optimizers.items():
+            _check_steps_alone(name, one)
         self.optimizers = {n: (one, _owner(n, one, self.modules)) for n, one in optimizers.items()}
         self.others = {n: one for n, one in objects.items() if n not in self.modules and n not in self.optimizers}
         if not self.modules:
@@ -294,6 +297,20 @@ def _hash_of(state: Callable[[], Any]) -> int | None:
         return item_hash(state())
     except Exception:  # noqa: BLE001  a sharded tensor, say: it is saved all the same
         return None
+
+
+def _check_steps_alone(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot step without arguments, as LBFGS: see `_steps_without_closure`."""
+    # Of the class: a scheduler puts a function of its own in the place of the instance's.
+    _self, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    if needed := [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]:
+        raise UsageError(
+            f"the state of '{name}' could be saved, and not loaded",
+            found=f"{kind_of(optimizer)}, whose step needs {', '.join(needed)}",
+            expected="a step without arguments, by which torch creates the state that a checkpoint is read into",
+            action=f"save it as an object of another kind: '{name}': types.SimpleNamespace("
+            "state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict)",
+        )
 
 
 @contextmanager

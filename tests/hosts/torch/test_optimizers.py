@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, UsageError
 from tests.hosts.torch.program import Numbers
 
 SECOND_HEAD, FIRST_STEP, END = 4, 2, 8
@@ -108,11 +109,18 @@ class Twofold(torch.optim.Adam):
         return super().step(closure)
 
 
+class Closures(torch.optim.LBFGS):
+    """It steps several times in one step."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     "made",
     [
         lambda *models: [Twofold(model.parameters()) for model in models],
-        lambda *models: [torch.optim.LBFGS(model.parameters()) for model in models],
+        lambda *models: [Closures(model.parameters()) for model in models],
         lambda *models: [torch.optim.SGD([p]) for model in models for p in model.parameters()],
     ],
     ids=["a subclass", "closures", "one for each parameter"],
@@ -144,3 +152,37 @@ def test_steps_that_are_one_for_each_batch(tmp_path: Path, made: Any) -> None:
     loop.save()
     assert loop.samples == 24
     loop.close()
+
+
+def test_one_that_needs_a_closure(tmp_path: Path) -> None:
+    """Its checkpoints could not be loaded; as an object of another kind they can."""
+
+    def train(directory: Path, *, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        loader = megaresume.DataLoader(Numbers(), batch_size=4)
+        with pytest.raises(UsageError, match=r"'optimizer' could be saved, and not loaded(.|\n)*LBFGS(.|\n)*closure"):
+            megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=directory)
+        held = types.SimpleNamespace(state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict)
+        loop = megaresume.attach({"model": model, "optimizer": held}, loader, checkpoints=directory)
+        loop.load()
+        losses = []
+        for batch in loop:
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = (model(batch.float() / 100) - 1).pow(2).mean()
+                loss.backward()
+                return loss
+
+            losses.append(float(optimizer.step(closure).detach()))
+            loop.stepped()
+            if loop.step == steps:
+                break
+        loop.save()
+        loop.close()
+        return losses
+
+    whole = train(tmp_path / "whole", steps=END)
+    assert train(tmp_path / "parts", steps=3) + train(tmp_path / "parts", steps=END) == whole
