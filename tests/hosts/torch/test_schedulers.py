@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,3 +119,21 @@ def test_one_that_an_object_holds_is_known(tmp_path: Path, held: Any) -> None:
     run.loop.load()
     next(iter(run.loop))
     run.loop.close()
+
+
+def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """It may be in the program's own ``client_state``, so it is not refused."""
+    warn_of_scheduler = pytest.importorskip("megaresume.hosts.deepspeed.host").warn_of_scheduler
+    inner = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+    engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner, step=print), lr_scheduler=None)
+
+    def said(**client_state: Any) -> bool:
+        warn_of_scheduler(engine, client_state)
+        return "a learning-rate scheduler that DeepSpeed does not know" in capfd.readouterr().out
+
+    assert not said()
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+    assert said()
+    assert not said(rates=scheduler.state_dict())
+    engine.lr_scheduler = scheduler
+    assert not said()
