@@ -54,17 +54,11 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients
 from megaresume.hosts.feeds import Feed, feed_of
-from megaresume.hosts.files import differing, warn_of_differing
 from megaresume.hosts.loop import StepLoop
+from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
+from megaresume.hosts.schedulers import check_schedulers
 from megaresume.hosts.steps import loop_words
-from megaresume.hosts.trainer import (
-    Hook,
-    TrainerHost,
-    check_checkpoints,
-    check_schedulers,
-    check_together,
-    write_all,
-)
+from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
 from megaresume.stream.errors import UsageError
 
 #: see `check_loadable`.
@@ -267,7 +261,8 @@ class AcceleratorHost(TrainerHost):
             self._is_compared = True
             on_all_ranks(lambda: self.check_schedulers(searches=True))
             registered = [one for one in self.trainer._custom_objects if one is not self.record]
-            warn_of_differing(differing({f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}))
+            named = {f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}
+            warn_of_differing(hashes_of_states(named))
         self.record.carried = self.carried(save)
 
         def write_files() -> Any:

@@ -6,7 +6,7 @@
 
 Modules and optimizers are saved by the names of their parameters, without what DDP, FSDP and torch.compile add to them.
 Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank 0's is saved. So is a tensor
-that torch does not know to be sharded: one rank's is saved. The first save compares them: `Objects.differing`.
+that torch does not know to be sharded: one rank's is saved. The first save compares them: `warn_of_differing`.
 
 torch.distributed.checkpoint is imported at the first save or load: it takes 40 ms, and a fresh start does not need it.
 """
@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -30,11 +29,11 @@ import torch
 import torch.distributed as dist
 
 from megaresume import uncollected
-from megaresume.batches.item_hash import item_hash
 from megaresume.checkpoint.file_errors import writing
-from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
 from megaresume.hosts.attach import kind_of, replaced
+from megaresume.hosts.replicas import Hashes, hashes_of_states, hashes_of_tensors
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 Writer = Literal["dcp", "dcp_async", "torch"]
@@ -148,26 +147,10 @@ class Objects:
         """Everything in a checkpoint but the modules and optimizers."""
         return {"names": self.names, "others": {name: one.state_dict() for name, one in self.others.items()}, **held}
 
-    def differing(self, writer: Writer) -> dict[str, list[int]]:
-        """Objects of which a checkpoint holds one state for all ranks, although theirs differ. Collective.
-
-        Returns:
-            by name, the ranks on which it is not that of rank 0.
-        """
-        mine = {name: {"": _hash_of(one.state_dict)} for name, one in self.others.items()}
-        for name in (*self.modules, *self.optimizers):
-            mine[name] = {key: _hash_of(partial(_glance, one)) for key, one in self._tensors(name)}
-        whole = gather(item_hash(mine))
-        if all(one == whole[0] for one in whole):
-            return {}
-
-        def is_lost(first: dict[str, Any], other: dict[str, Any]) -> bool:
-            # torch.distributed.checkpoint saves what only one rank has, and of a tensor that several have, one.
-            return first != other if writer == "torch" else any(other.get(key, h) != h for key, h in first.items())
-
-        first, *others = gather(mine)
-        found = {name: [k for k, one in enumerate(others, 1) if is_lost(first[name], one[name])] for name in first}
-        return {name: ranks for name, ranks in found.items() if ranks}
+    def hashes(self) -> Hashes:
+        """Of the states of this rank: see `warn_of_differing`."""
+        tensors = {name: hashes_of_tensors(self._tensors(name)) for name in (*self.modules, *self.optimizers)}
+        return {**hashes_of_states(self.others), **tensors}
 
     def _tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters of a module, or the state of an optimizer: tensors that torch does not know to be sharded."""
@@ -271,34 +254,6 @@ def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def differing(objects: Mapping[str, Any]) -> dict[str, list[int]]:
-    """As `Objects.differing`, of objects that rank 0 alone saves. Collective."""
-    first, *others = gather({name: _hash_of(one.state_dict) for name, one in objects.items()})
-    found = {name: [k for k, one in enumerate(others, 1) if one[name] != first[name]] for name in objects}
-    return {name: ranks for name, ranks in found.items() if ranks}
-
-
-def warn_of_differing(found: Mapping[str, list[int]]) -> None:
-    """Say what `differing` has found."""
-    for name, ranks in found.items():
-        if is_rank_0():
-            others = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if ranks[1:] else "")
-            print(
-                f"megaresume: WARNING: the state of '{name}' is another one on {others}, and checkpoints hold one "
-                "for all ranks: after a resume, every rank has that one. In its place, pass an object whose "
-                "state_dict gathers what all ranks need",
-                flush=True,
-            )
-
-
-def _hash_of(state: Callable[[], Any]) -> int | None:
-    """Of what it returns; None if that cannot be compared."""
-    try:
-        return item_hash(state())
-    except Exception:  # noqa: BLE001  a sharded tensor, say: it is saved all the same
-        return None
-
-
 def _check_steps_alone(name: str, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot step without arguments, as LBFGS: see `_steps_without_closure`."""
     # Of the class: a scheduler puts a function of its own in the place of the instance's.
@@ -319,12 +274,6 @@ def _steps_without_closure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     step: Callable[[], Any] = optimizer.step
     with replaced(optimizer, step=lambda closure=None: step()):
         yield
-
-
-def _glance(tensor: torch.Tensor) -> list[Any]:
-    """Its shape and up to 16 of its elements, evenly spread: replicas are compared without reading all of them."""
-    flat = tensor.detach().reshape(-1)
-    return [*tensor.shape, flat[:: max(1, flat.numel() // 16)][:16].tolist()]
 
 
 def _has_tensors(state: Mapping[str, Mapping[str, Any]]) -> bool:

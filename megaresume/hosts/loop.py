@@ -34,7 +34,9 @@ from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.trainer import TrainerHost, check_schedulers, write_all
+from megaresume.hosts.replicas import warn_of_differing
+from megaresume.hosts.schedulers import check_schedulers
+from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,11 +104,11 @@ class LoopHost(TrainerHost):
             self.background.begin(future, save)
 
     def _check_objects(self) -> None:
-        """At the first save: see `check_schedulers` and `Objects.differing`."""
+        """At the first save: see `check_schedulers` and `warn_of_differing`."""
         if not self._is_compared:
             self._is_compared = True
             on_all_ranks(lambda: self.check_schedulers(searches=True))
-            files.warn_of_differing(self.objects.differing(self.writer))
+            warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
 
     def check_schedulers(self, *, searches: bool = False) -> None:
         """See the function."""

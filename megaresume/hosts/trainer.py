@@ -14,16 +14,14 @@ docs/hosts.md builds one.
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.file_errors import writing
@@ -38,7 +36,7 @@ from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
-from megaresume.hosts.attach import SLOT, hook, kind_of
+from megaresume.hosts.attach import SLOT, hook
 from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
@@ -377,44 +375,6 @@ def check_together(known: int, where: str, *, cause: str, action: str) -> None:
             found=f"{started} processes {'in torch.distributed' if has_group else 'by WORLD_SIZE'}, {where} {known}",
             expected="the same number",
             cause=cause,
-            action=action,
-        )
-
-
-def _parts(one: Any) -> Iterator[Any]:
-    """An object, its attributes, and what is in those that are lists or mappings."""
-    yield one
-    for value in getattr(one, "__dict__", {}).values():
-        yield value
-        if isinstance(value, (list, tuple, dict)):
-            yield from value.values() if isinstance(value, dict) else value
-
-
-def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str, *, searches: bool) -> None:
-    """Refuse learning-rate schedulers of which no checkpoint knows: each resume would begin theirs anew.
-
-    Args:
-        optimizers: in a checkpoint.
-        kept: whatever else is in a checkpoint; a scheduler may be an attribute of one, or in a list or mapping that is.
-        action: for the error.
-        searches: also look for a ``ReduceLROnPlateau``, which leaves no trace in its optimizer, among all objects: a
-            tenth of a second.
-
-    Raises:
-        UsageError: torch's schedulers wrap ``step`` of their optimizer, and this one has none that is kept.
-    """
-    known = [getattr(held, "optimizer", None) for one in kept for held in _parts(one)]
-    unknown = [one for one in optimizers if not any(one is other for other in known)]
-    found = [one for one in unknown if hasattr(one.step, "_wrapped_by_lr_sched")]
-    if searches and unknown and not found:
-        # Not by isinstance, which asks proxies of somebody else's for their class.
-        plateaus = [one for one in gc.get_objects() if issubclass(type(one), ReduceLROnPlateau)]
-        found = [one for one in unknown if any(one is other.optimizer for other in plateaus)]
-    if found:
-        raise UsageError(
-            "a learning-rate scheduler would begin anew at each resume",
-            found=f"{kind_of(found[0])} with a scheduler that no checkpoint holds",
-            expected="the scheduler in the checkpoint",
             action=action,
         )
 

@@ -37,6 +37,7 @@ from megaresume.hosts.deepspeed.load_rules import (
     is_zero_file,
     remove_converted,
 )
+from megaresume.hosts.schedulers import warn_of_scheduler
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
@@ -223,7 +224,8 @@ class EngineHost:
         on_all_ranks(lambda: _check_key(client_state))
         if not self._is_looked_at:
             self._is_looked_at = True
-            warn_of_scheduler(self.engine, client_state)
+            if is_rank_0():
+                warn_of_scheduler(self.engine, {name: one for name, one in client_state.items() if name != KEY})
 
         def write_files(save: Save) -> Any:
             state = {**client_state, KEY: save.envelope.to_dict()}
@@ -391,23 +393,6 @@ def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callab
         return instead(read, load_dir, tag, load_module_only, load_optimizer_states)
 
     return load_checkpoint
-
-
-def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:
-    """Say that no checkpoint holds a learning-rate scheduler of torch's, as far as can be seen: it may be in
-    ``client_state``, or in a file of the program's own."""
-    if getattr(engine, "lr_scheduler", None) is not None or set(client_state) - {KEY} or not is_rank_0():
-        return
-    optimizer = getattr(engine, "optimizer", None)
-    while optimizer is not None:  # ZeRO's, and the one within it
-        if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
-            print(
-                "megaresume: WARNING: the optimizer has a learning-rate scheduler that DeepSpeed does not know and so "
-                "does not save: each resume would begin it anew. deepspeed.initialize(lr_scheduler=scheduler) saves it",
-                flush=True,
-            )
-            return
-        optimizer = getattr(optimizer, "optimizer", None)
 
 
 def _check_key(client_state: Mapping[str, Any]) -> None:

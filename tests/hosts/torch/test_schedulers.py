@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megaresume
+from megaresume.hosts.schedulers import warn_of_scheduler
 from megaresume.stream.errors import UsageError
 from tests.hosts.torch.program import Numbers
 
@@ -123,7 +124,6 @@ def test_one_that_an_object_holds_is_known(tmp_path: Path, held: Any) -> None:
 
 def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """It may be in the program's own ``client_state``, so it is not refused."""
-    warn_of_scheduler = pytest.importorskip("megaresume.hosts.deepspeed.host").warn_of_scheduler
     inner = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
     engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner, step=print), lr_scheduler=None)
 

@@ -1,0 +1,74 @@
+"""States of which a checkpoint holds one for all ranks: are they alike on every rank?
+
+The first save compares them, and warns, since a state may differ on purpose, as a clock does:
+
+    scheduler, scaler, a metric     the hash of ``state_dict()``                     rank 0's is saved
+    parameters, optimizer states    shape and a few elements of each plain tensor    that of one rank is saved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from megaresume.batches.item_hash import item_hash
+from megaresume.checkpoint.ranks import gather, is_rank_0
+
+#: by name of an object and of its part.
+Hashes = Mapping[str, Mapping[str, int | None]]
+#: elements of a tensor that are compared.
+ELEMENTS = 16
+
+
+def hashes_of_states(objects: Mapping[str, Any]) -> Hashes:
+    """Of ``state_dict()`` of each object."""
+    return {name: {"": _hash_of(one.state_dict)} for name, one in objects.items()}
+
+
+def hashes_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int | None]:
+    """Of the shape and up to `ELEMENTS` elements of each tensor: replicas are compared without reading all of them."""
+    return {name: _hash_of(partial(_glance, one)) for name, one in named}
+
+
+def warn_of_differing(hashes: Hashes, *, joins: bool = False) -> None:
+    """Name, on rank 0, the objects whose states differ. Collective.
+
+    Args:
+        hashes: of this rank.
+        joins: whether the checkpoint also holds the parts that only some ranks have, as torch.distributed.checkpoint
+            does.
+    """
+    whole = gather(item_hash(hashes))
+    if all(one == whole[0] for one in whole):
+        return
+
+    def is_lost(first: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        return any(other.get(part, one) != one for part, one in first.items()) if joins else first != other
+
+    first, *others = gather(hashes)
+    for name in first:
+        ranks = [k for k, one in enumerate(others, 1) if is_lost(first[name], one[name])]
+        if ranks and is_rank_0():
+            where = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if ranks[1:] else "")
+            print(
+                f"megaresume: WARNING: the state of '{name}' is another one on {where}, and checkpoints hold one "
+                "for all ranks: after a resume, every rank has that one. In its place, pass an object whose "
+                "state_dict gathers what all ranks need",
+                flush=True,
+            )
+
+
+def _hash_of(state: Callable[[], Any]) -> int | None:
+    """Of what it returns; None if that cannot be compared."""
+    try:
+        return item_hash(state())
+    except Exception:  # noqa: BLE001  a sharded tensor, say: it is saved all the same
+        return None
+
+
+def _glance(tensor: torch.Tensor) -> list[Any]:
+    flat = tensor.detach().reshape(-1)
+    return [*tensor.shape, flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].tolist()]

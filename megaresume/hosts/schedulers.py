@@ -1,0 +1,79 @@
+"""Learning-rate schedulers of which no checkpoint knows: each resume would begin them anew, and nothing would say so.
+
+torch's schedulers leave a mark in their optimizer, by which they are found; ``ReduceLROnPlateau`` leaves none.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from megaresume.hosts.attach import kind_of
+from megaresume.stream.errors import UsageError
+
+
+def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str, *, searches: bool) -> None:
+    """Refuse learning-rate schedulers of which no checkpoint knows: each resume would begin theirs anew.
+
+    Args:
+        optimizers: in a checkpoint.
+        kept: whatever else is in a checkpoint; a scheduler may be an attribute of one, or in a list or mapping that is.
+        action: for the error.
+        searches: also look for a ``ReduceLROnPlateau``, which leaves no trace in its optimizer, among all objects: a
+            tenth of a second.
+
+    Raises:
+        UsageError: torch's schedulers wrap ``step`` of their optimizer, and this one has none that is kept.
+    """
+    known = [getattr(held, "optimizer", None) for one in kept for held in _parts(one)]
+    unknown = [one for one in optimizers if not any(one is other for other in known)]
+    found = [one for one in unknown if _is_scheduled(one)]
+    if searches and unknown and not found:
+        # Not by isinstance, which asks proxies of somebody else's for their class.
+        plateaus = [one for one in gc.get_objects() if issubclass(type(one), ReduceLROnPlateau)]
+        found = [one for one in unknown if any(one is other.optimizer for other in plateaus)]
+    if found:
+        raise UsageError(
+            "a learning-rate scheduler would begin anew at each resume",
+            found=f"{kind_of(found[0])} with a scheduler that no checkpoint holds",
+            expected="the scheduler in the checkpoint",
+            action=action,
+        )
+
+
+def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:
+    """Say that DeepSpeed does not know, and so does not save, a learning-rate scheduler. Nothing is refused: it may be
+    in a file of the program's own.
+
+    Args:
+        engine: DeepSpeed's.
+        client_state: what the program saves in the checkpoint besides; if anything, it may be the scheduler.
+    """
+    if getattr(engine, "lr_scheduler", None) is not None or client_state:
+        return
+    optimizer = getattr(engine, "optimizer", None)
+    while optimizer is not None:  # ZeRO's, and the one within it
+        if _is_scheduled(optimizer):
+            print(
+                "megaresume: WARNING: the optimizer has a learning-rate scheduler that DeepSpeed does not know and so "
+                "does not save: each resume would begin it anew. deepspeed.initialize(lr_scheduler=scheduler) saves it",
+                flush=True,
+            )
+            return
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _is_scheduled(optimizer: Any) -> bool:
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
+
+
+def _parts(one: Any) -> Iterator[Any]:
+    """An object, its attributes, and what is in those that are lists or mappings."""
+    yield one
+    for value in getattr(one, "__dict__", {}).values():
+        yield value
+        if isinstance(value, (list, tuple, dict)):
+            yield from value.values() if isinstance(value, dict) else value
