@@ -142,7 +142,6 @@ class AcceleratorHost(TrainerHost):
     def __init__(self, trainer: Any, data: DataLoader | StreamLoader) -> None:
         super().__init__(trainer)
         self.data, self.record = data, DataRecord()
-        self._is_compared = False
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""
@@ -196,6 +195,13 @@ class AcceleratorHost(TrainerHost):
         }
         refuse(refused)
         check_backend(accelerator)
+
+    def check_first_save(self) -> None:
+        """See `TrainerHost`."""
+        on_all_ranks(lambda: self.check_schedulers(searches=True))
+        registered = [one for one in self.trainer._custom_objects if one is not self.record]
+        named = {f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}
+        warn_of_differing(hashes_of_states(named))
 
     def check_schedulers(self, *, searches: bool = False) -> None:
         """See the function."""
@@ -257,12 +263,6 @@ class AcceleratorHost(TrainerHost):
 
     def write(self, save: Save, write: Callable[[str], Any]) -> Any:
         """Write a checkpoint by Accelerate's own method ``write(directory)``."""
-        if not self._is_compared:
-            self._is_compared = True
-            on_all_ranks(lambda: self.check_schedulers(searches=True))
-            registered = [one for one in self.trainer._custom_objects if one is not self.record]
-            named = {f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}
-            warn_of_differing(hashes_of_states(named))
         self.record.carried = self.carried(save)
 
         def write_files() -> Any:
@@ -380,7 +380,6 @@ class AcceleratedLoop(StepLoop):
 
     def _save_state(self, write: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         def check() -> Path:
-            self.steps.check_save()
             self._check_prepared()
             return self._place(output_dir)
 
@@ -389,7 +388,7 @@ class AcceleratedLoop(StepLoop):
             return None
         directory = on_all_ranks(check)
         on_rank_0(lambda: _check_name(directory, self.step))
-        return self.session.save(
+        return self.host.save_by(
             directory.parent,
             lambda save: self.host.write(save, lambda path: write(path, *args, **kwargs)),
             tag=directory.name,

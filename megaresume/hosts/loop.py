@@ -67,7 +67,6 @@ class LoopHost(TrainerHost):
     ) -> None:
         super().__init__(trainer)
         self.data, self.writer, self.context_parallel = data, writer, context_parallel
-        self._is_compared = False
         self.background = Background(lambda save: self.session.commit(save))
 
     def check(self) -> None:
@@ -96,19 +95,16 @@ class LoopHost(TrainerHost):
 
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
-        self._check_objects()
         carried = self.carried(save)
         with replaced(self, is_at_files=True):
             future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
         if future is not None:
             self.background.begin(future, save)
 
-    def _check_objects(self) -> None:
-        """At the first save: see `check_schedulers` and `warn_of_differing`."""
-        if not self._is_compared:
-            self._is_compared = True
-            on_all_ranks(lambda: self.check_schedulers(searches=True))
-            warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
+    def check_first_save(self) -> None:
+        """See `TrainerHost`."""
+        on_all_ranks(lambda: self.check_schedulers(searches=True))
+        warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
 
     def check_schedulers(self, *, searches: bool = False) -> None:
         """See the function."""

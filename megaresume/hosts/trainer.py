@@ -54,7 +54,7 @@ class TrainerHost(Host):
 
     A host must have: ``package``, ``words``, ``forgotten``, ``load``, ``begin_anew``, `check`, `settings`, `feed`,
     `begin`, `hooks`, `save_now`; ``device``, if the trainer has no attribute of that name. It may have:
-    `expected_files`, `Host.committed`, ``background``.
+    `check_first_save`, `expected_files`, `Host.committed`, ``background``.
 
     Its hooks must call
         steps.stepped()                      after an optimizer step, or `steps.check_step()` before it as well
@@ -80,6 +80,8 @@ class TrainerHost(Host):
     session: Session
     #: the writer of checkpoints that go to disk while training continues; None if there is none.
     background: Background | None = None
+    #: whether `check_first_save` was called.
+    is_save_checked = False
     #: whether files are written or read. torch then makes the state of an optimizer by a step that changes nothing.
     is_at_files = False
 
@@ -124,6 +126,9 @@ class TrainerHost(Host):
     def hooks(self) -> Iterable[Hook]:
         """The methods of this trainer, and of what belongs to it, that carry its data."""
         return ()
+
+    def check_first_save(self) -> None:
+        """Before the first save of a start: refuse, or warn of, what its checkpoint would not restore. Collective."""
 
     def save_now(self) -> Any:
         """Save, since the run is to stop."""
@@ -297,8 +302,15 @@ class TrainerHost(Host):
         Raises, on every rank:
             StateError: see `Count.check_save`.
         """
+
+        def write_files(save: Save) -> Any:
+            if not self.is_save_checked:
+                self.is_save_checked = True
+                self.check_first_save()
+            return write(save)
+
         on_all_ranks(self.steps.check_save)
-        return self.session.save(save_dir, write, tag=tag, **kwargs)
+        return self.session.save(save_dir, write_files, tag=tag, **kwargs)
 
 
 class Carried:
