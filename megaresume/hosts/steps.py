@@ -154,10 +154,8 @@ class Steps(Count[str]):
         self.check_idle("a new `for` begins")
         turn = self._turn = object()
         batches: Any = None
-        refusals = (
-            StateError,
-            UsageError,
-        )  # not by their names: a program may end within the ``for``, which have then gone
+        # Not by their names below: a program may end within the ``for``, and they are gone by then.
+        refusals = (StateError, UsageError)
         try:
             batches, end = self.feed.read(self.samples), self.feed.pass_end(self.samples)
             while True:

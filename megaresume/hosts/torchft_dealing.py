@@ -13,6 +13,7 @@ the ballot tells it to the others. Logs call it ``launch``: see `rank_log`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,17 @@ OF_MANAGER = (
 BUCKETS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+def are_equal(count: int, total: int, squares: int) -> bool:
+    """Whether numbers are all the same.
+
+    Args:
+        count: how many they are.
+        total, squares: their sum, and that of their squares.
+    """
+    return count * squares == total**2
+
+
+@dataclass(frozen=True)
 class Rule:
     """By what a replica deals steps out: the same on all replicas, or samples would be trained twice and others never.
 
@@ -62,7 +73,7 @@ class Rule:
 
     parts: Mapping[str, str]
 
-    @property
+    @functools.cached_property
     def number(self) -> int:
         """What stands for it in a vote."""
         return xxhash.xxh3_64_intdigest(repr(sorted(self.parts.items())).encode()) % BUCKETS
@@ -74,7 +85,7 @@ class Rule:
             votes: how many they are.
             numbers, squares: sums of their numbers, and of the squares of these.
         """
-        if votes * squares != numbers**2:
+        if not are_equal(votes, numbers, squares):
             raise _other_rule(self.parts, "something else")
 
     def check_of_sender(self, theirs: Mapping[str, str]) -> None:

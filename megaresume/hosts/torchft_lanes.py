@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
-from megaresume.hosts.torchft_dealing import BUCKETS, Share, reduce_device
+from megaresume.hosts.torchft_dealing import BUCKETS, Share, are_equal, reduce_device
 from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.stream.errors import StateError, UsageError
 
@@ -66,7 +66,7 @@ class LaneVote:
 
     def is_whole(self, samples: int) -> bool:
         """Whether these lanes are those of one step, all of them."""
-        return self.samples == samples and self.lanes * self.squares == self.memberships**2
+        return self.samples == samples and are_equal(self.lanes, self.memberships, self.squares)
 
 
 class Boundary:
@@ -319,7 +319,7 @@ class LaneSteps(DealtSteps):
 
     def _check_weights(self, vote: LaneVote, replicas: int) -> None:
         """Before the first outer step: nobody gives weights to anybody."""
-        if replicas * vote.weight_squares == vote.weights**2:
+        if are_equal(replicas, vote.weights, vote.weight_squares):
             return
         raise self.steps.fail(
             StateError(
