@@ -236,6 +236,24 @@ def _best_fit(room, length):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _aligned(length, align):  # type: ignore[no-untyped-def]
+    """What so many tokens take of a sample: the multiple of ``align`` that holds them."""
+    return length if align == 1 else -(-length // align) * align
+
+
+@compiled
+def _count(sources, i, ahead, at):  # type: ignore[no-untyped-def]
+    """Piece ``at`` of those ahead of a source is drawn."""
+    sources[i, NEXT] = ahead[i, at, 0] + 1
+    sources[i, DRAWN_PIECES] += 1
+    sources[i, DRAWN_DOCUMENTS] += ahead[i, at, 2] == 0
+    sources[i, DRAWN_TOKENS] += ahead[i, at, 3]
+    sources[i, DRAWN_IN_STAGE] += ahead[i, at, UNITS]
+    sources[i, RELEASE] = ahead[i, at, RELEASES]
+    sources[i, HEAD] = at + np.uint64(1)
+
+
+@compiled
 def _filling(fillers, num_fillers, room, config):  # type: ignore[no-untyped-def]
     """The piece that a bin is filled with, of those that wait, or -1: the longest that fits, if it leaves no more than
     ``config.spare`` tokens free; else the oldest that fills it and is cut, both parts being at least ``config.least``
@@ -248,7 +266,7 @@ def _filling(fillers, num_fillers, room, config):  # type: ignore[no-untyped-def
                 whole, longest = k, length
         elif cut < 0 and room >= config.least and length - room >= config.least:
             cut = k
-    left = room - -(-longest // config.align) * config.align
+    left = room - _aligned(longest, config.align)
     return whole if whole >= 0 and (cut < 0 or left <= config.spare) else cut
 
 
@@ -327,6 +345,85 @@ def _remove_bin(which, num_open, room, opened, head, tail):  # type: ignore[no-u
     for b in range(which, num_open - 1):
         room[b], opened[b], head[b], tail[b] = room[b + 1], opened[b + 1], head[b + 1], tail[b + 1]
     room[num_open - 1] = 0
+
+
+@compiled
+def _close(a, chosen, begin, stop, free, num_open, out, num_segments):  # type: ignore[no-untyped-def]
+    """Make the chosen ones of the bins ``begin .. stop`` a sample, in opening order, and choose none any more.
+
+    Returns:
+        segments in ``out``, the first free row, bins that are open; tokens and documents of the sample.
+    """
+    tokens, documents = 0, 0
+    for b in range(begin, stop):
+        if not chosen[b]:
+            continue
+        following = a.head[b]
+        while following >= 0:
+            k, row = np.uint64(following), np.uint64(num_segments)
+            _copy(out, row, a.segments, k)
+            tokens += a.segments[k, LENGTH]
+            documents += a.segments[k, OFFSET] == 0
+            num_segments += 1
+            following = a.link[k]
+        a.link[a.tail[b]] = free
+        free = a.head[b]
+    for b in range(stop - 1, begin - 1, -1):
+        if chosen[b]:
+            chosen[b] = False
+            _remove_bin(b, num_open, a.room, a.opened, a.head, a.tail)
+            num_open -= 1
+    return num_segments, free, num_open, tokens, documents
+
+
+@compiled
+def _keep(tails, first_tail, num_tails, source, position, document, offset, length):  # type: ignore[no-untyped-def]
+    """Keep the end of a document that was cut, in the ring."""
+    _put(tails, (first_tail + num_tails) % tails.shape[0], source, position, document, offset, length)
+
+
+@compiled
+def _end_wait(tails, first_tail, num_tails, fillers, num_fillers):  # type: ignore[no-untyped-def]
+    """If the ring of tails is full, its oldest has waited long enough, and is one of those that wait to fill.
+
+    Returns:
+        first_tail, num_tails, num_fillers.
+    """
+    if num_tails < tails.shape[0]:
+        return first_tail, num_tails, num_fillers
+    _copy(fillers, num_fillers, tails, first_tail)
+    return (first_tail + 1) % tails.shape[0], num_tails - 1, num_fillers + 1
+
+
+@compiled
+def _fill(a, config, b, free, num_waiting, num_fillers, first_tail, num_tails):  # type: ignore[no-untyped-def]
+    """Fill a bin that is about to be closed with pieces that wait.
+
+    Returns:
+        free, num_waiting, num_fillers, first_tail, num_tails; False if the pool has no row for the next piece.
+    """
+    room, segments, tail, link, tails, fillers = a.room, a.segments, a.tail, a.link, a.tails, a.fillers
+    while room[b] > 0:
+        which = _filling(fillers, num_fillers, room[b], config)
+        if which < 0:
+            break
+        if free < 0:
+            return free, num_waiting, num_fillers, first_tail, num_tails, False
+        k = free
+        free = link[k]
+        source, position, document, offset, length = _segment(fillers, which)
+        put = min(length, room[b])
+        _put(segments, k, source, position, document, offset, put)
+        link[tail[b]], link[k], tail[b] = k, -1, k
+        num_waiting += 1
+        room[b] -= _aligned(put, config.align)
+        _take(fillers, num_fillers, which)
+        num_fillers -= 1
+        if length > put:
+            first_tail, num_tails, num_fillers = _end_wait(tails, first_tail, num_tails, fillers, num_fillers)
+            _keep(tails, first_tail, num_tails, source, position, document, offset + put, length - put)
+            num_tails += 1
+    return free, num_waiting, num_fillers, first_tail, num_tails, True
 
 
 @compiled
@@ -413,16 +510,9 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     break
                 source, position, document = np.int64(i), ahead[i, at, 0], ahead[i, at, 1]
                 offset, length = ahead[i, at, 2], ahead[i, at, 3]
-                units, released = ahead[i, at, UNITS], ahead[i, at, RELEASES]
-                stage_units += units
-                sources[i, NEXT] = position + 1
-                sources[i, DRAWN_PIECES] += 1
-                sources[i, DRAWN_DOCUMENTS] += offset == 0
-                sources[i, DRAWN_TOKENS] += length
-                sources[i, DRAWN_IN_STAGE] += units
-                sources[i, RELEASE] = released
+                stage_units += ahead[i, at, UNITS]
+                _count(sources, i, ahead, at)
                 at += np.uint64(1)
-                sources[i, HEAD] = at
                 waits = length < config.seq_length or num_fillers < FEW_FILLERS
                 if waits and config.fills and sources[i, FILLS] > 0:
                     _put(fillers, num_fillers, source, position, document, offset, length)
@@ -434,7 +524,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     break
                 due = ahead[i, at, RELEASES]
                 sources[i, DUE] = due
-                released, due = released >> 1, (due + 1) >> 1
+                released, due = sources[i, RELEASE] >> 1, (due + 1) >> 1
                 release[np.uint64(place)], deadline[np.uint64(place)] = released, due
                 if many:
                     play(rows, scale, place, released, due, stage_units)
@@ -460,7 +550,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     b = num_open - 1
                 elif knapsack:
                     if num_open > 0:
-                        used = config.seq_length - room[num_open - 1] + -(-length // config.align) * config.align
+                        used = config.seq_length - room[num_open - 1] + _aligned(length, config.align)
                         b = num_open - 1 if used <= config.group else -1
                     is_full = num_open == config.open_bins
             if b < 0 and is_full:
@@ -489,81 +579,41 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 num_waiting += 1
                 offset += put
                 length -= put
-                left -= put if config.align == 1 else -(-put // config.align) * config.align
+                left -= _aligned(put, config.align)
                 room[bin_] = left
                 keeps = tails.shape[0] > 0 and (not config.fills or sources[source, FILLS] > 0)
-                if length > 0 and keeps and num_tails == tails.shape[0] and config.fills:
-                    _copy(fillers, num_fillers, tails, first_tail)  # the oldest has waited long enough
-                    num_fillers, num_tails = num_fillers + 1, num_tails - 1
-                    first_tail = (first_tail + 1) % tails.shape[0]
+                if length > 0 and keeps and config.fills:
+                    first_tail, num_tails, num_fillers = _end_wait(tails, first_tail, num_tails, fillers, num_fillers)
                 if length > 0 and keeps and num_tails < tails.shape[0]:
-                    row = (first_tail + num_tails) % tails.shape[0]
-                    _put(tails, row, source, position, document, offset, length)
+                    _keep(tails, first_tail, num_tails, source, position, document, offset, length)
                     num_tails += 1
                     length = 0
                 if left == 0 or config.mode == NONE:
                     close = b
 
         if close >= 0 and config.fills:
-            while room[close] > 0:
-                which = _filling(fillers, num_fillers, room[close], config)
-                if which < 0:
-                    break
-                if free < 0:
-                    status = GROW_BINS  # the bin stays the one to be closed
-                    break
-                k = free
-                free = link[k]
-                _copy(segments, k, fillers, which)
-                link[tail[close]], link[k], tail[close] = k, -1, k
-                put = min(segments[k, LENGTH], room[close])
-                rest = segments[k, LENGTH] - put
-                segments[k, LENGTH] = put
-                num_waiting += 1
-                room[close] -= put if config.align == 1 else -(-put // config.align) * config.align
-                _take(fillers, num_fillers, which)
-                num_fillers -= 1
-                if rest > 0:
-                    if num_tails == tails.shape[0]:
-                        _copy(fillers, num_fillers, tails, first_tail)  # likewise
-                        num_fillers, num_tails = num_fillers + 1, num_tails - 1
-                        first_tail = (first_tail + 1) % tails.shape[0]
-                    row = (first_tail + num_tails) % tails.shape[0]
-                    _copy(tails, row, segments, k)
-                    tails[row, OFFSET] += put
-                    tails[row, LENGTH] = rest
-                    num_tails += 1
-            if status == GROW_BINS:
+            free, num_waiting, num_fillers, first_tail, num_tails, fits = _fill(
+                a, config, close, free, num_waiting, num_fillers, first_tail, num_tails
+            )
+            if not fits:
+                status = GROW_BINS  # the bin stays the one to be closed
                 break
         if gather:
             choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)
         elif close >= 0:
             chosen[close] = True
         if close >= 0 or gather:
-            first = num_segments
             begin, stop = (0, num_open) if gather else (close, close + 1)
-            for b in range(begin, stop):
-                if not chosen[b]:
-                    continue
-                following = head[b]
-                while following >= 0:
-                    k, row = np.uint64(following), np.uint64(num_segments)
-                    _copy(out, row, segments, k)
-                    tokens += segments[k, LENGTH]
-                    documents += segments[k, OFFSET] == 0
-                    num_segments += 1
-                    following = link[k]
-                link[tail[b]] = free
-                free = head[b]
+            first = num_segments
+            num_segments, free, num_open, sample_tokens, sample_documents = _close(
+                a, chosen, begin, stop, free, num_open, out, num_segments
+            )
             num_waiting -= num_segments - first
+            tokens += sample_tokens
+            documents += sample_documents
             num_out += 1
             starts[num_out] = num_segments
             samples += 1
-            for b in range(stop - 1, begin - 1, -1):
-                if chosen[b]:
-                    chosen[b] = False
-                    _remove_bin(b, num_open, room, opened, head, tail)
-                    num_open -= 1
 
     scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS] = samples, documents, tokens
     scalars[STAGE_UNITS], scalars[NUM_OPEN], scalars[NEXT_CARRIED] = stage_units, num_open, next_carried
