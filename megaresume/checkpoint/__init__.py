@@ -60,6 +60,7 @@ Where things are, from top to bottom; each imports only from those below it (`li
     lock/               one job at a time, in a directory that all ranks see
     stopping.py         when to save and exit, and how all ranks do it at one step
     ending.py           how a process ends when one of them has failed
+    meetings.py         ranks wait for each other without a collective: one that is gone is noticed
     ranks.py            one rank decides, all ranks know; one fails, all ranks fail
     records/            what is written beside the model files, and read back: state, manifest, ledger, ...
     flags.py            flags that are made of settings

@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.ranks import (
-    FailedElsewhereError,
-    Failure,
-    LostRankError,
-    Meeting,
-    is_known_to_all,
-    known_to_all,
-)
+from megaresume.checkpoint.meetings import FailedElsewhereError, Failure, LostRankError, Meeting
+from megaresume.checkpoint.ranks import is_known_to_all, known_to_all
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 T = TypeVar("T")

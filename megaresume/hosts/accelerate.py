@@ -35,7 +35,8 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.ranks import all_come, meeting_group, on_all_ranks, on_rank_0
+from megaresume.checkpoint.meetings import all_come, meeting_group
+from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import hugging_face_tag, parse_record_name, records_dir
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.saver import Save

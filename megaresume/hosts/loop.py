@@ -25,7 +25,8 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.ranks import all_come, is_rank_0, meeting_group, on_all_ranks, same_on_all_ranks
+from megaresume.checkpoint.meetings import all_come, meeting_group
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, same_on_all_ranks
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints

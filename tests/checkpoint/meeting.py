@@ -19,7 +19,8 @@ import time
 import torch.distributed as dist
 
 from megaresume.checkpoint.ending import show_refusals
-from megaresume.checkpoint.ranks import FailedElsewhereError, Failure, Meeting, shared_store
+from megaresume.checkpoint.meetings import FailedElsewhereError, Failure, Meeting
+from megaresume.checkpoint.ranks import shared_store
 
 
 def do(word: str, meeting: Meeting) -> None:

@@ -19,8 +19,9 @@ from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
 from megaresume.checkpoint.host import Data, Restored
 from megaresume.checkpoint.load.search import Choice
+from megaresume.checkpoint.meetings import Meeting
 from megaresume.checkpoint.random_state import RandomState, SeedCount
-from megaresume.checkpoint.ranks import Meeting, is_rank_0, on_all_ranks
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import FORMAT, Envelope
 from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.records.step_file import StepFile

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint import ranks
+from megaresume.checkpoint import meetings
 from megaresume.hosts.driver import write_down
 
 ITEMS, BASE = 100, 32
@@ -182,7 +182,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     asked = json.loads(sys.argv[2])
-    ranks.PATIENCE = asked.pop("patience", ranks.PATIENCE)
+    meetings.PATIENCE = asked.pop("patience", meetings.PATIENCE)
     run(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)
     if dist.is_initialized():
         dist.destroy_process_group()
