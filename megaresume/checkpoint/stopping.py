@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 from megaresume.checkpoint.flags import described, setting
 from megaresume.checkpoint.ranks import finished, gather, is_rank_0, known_to_all, world_size
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.stream.errors import SetupError, UsageError, listed
 
 #: what Slurm and people send before they kill.
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -336,7 +336,7 @@ def check_clocks(*, needed: bool) -> None:
         if not apart:
             return
     words = [f"{host} is {abs(s):.1f} s {'ahead' if s > 0 else 'behind'}" for host, s in apart.items()]
-    shown = ", ".join(words[:10]) + (f", and {len(words) - 10} more" if len(words) > 10 else "")
+    shown = listed(words, 10)
     error = min(all_took)
     if needed:
         raise known_to_all(_clock_refusal(shown, error))

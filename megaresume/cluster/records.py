@@ -20,7 +20,7 @@ from typing import Any
 
 from megaresume.runs.losses import read_losses
 from megaresume.runs.rank_steps import lines_of
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import UsageError, listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,8 +278,7 @@ def compare_runs(
 def _incomplete(who: str, records: RunRecords, steps: int) -> Iterator[tuple[int, str]]:
     missing = [step for step in range(1, steps + 1) if step not in records.steps]
     if missing:
-        more = "" if len(missing) == 1 else f", and {len(missing) - 1} more"
-        yield missing[0], f"step {missing[0]}{more} is missing in the records of {who}"
+        yield missing[0], f"step {listed(missing, 1)} is missing in the records of {who}"
     if records.steps and max(records.steps) > steps:
         yield steps + 1, f"{who} continued to step {max(records.steps)}, beyond the end at step {steps}"
     for (step, one), (after, other) in pairwise(sorted(records.steps.items())):

@@ -51,7 +51,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.errors import MegaresumeError, StateError, listed
 
 T = TypeVar("T")
 
@@ -281,10 +281,9 @@ class Count(Generic[T]):
         return self.fail(error, may_save=self._checks_before_weights_change)
 
     def _taken(self) -> str:
-        names = [str(taken.batch) for taken in self.out]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        used = f", {self.used} of them in its gradients" if 0 < self.used < len(names) else ""
-        return f"{', '.join(names[:8]) or 'no micro-batch'}{more} taken since step {self.step}{used}"
+        names = listed([taken.batch for taken in self.out], 8) or "no micro-batch"
+        used = f", {self.used} of them in its gradients" if 0 < self.used < len(self.out) else ""
+        return f"{names} taken since step {self.step}{used}"
 
 
 def _error(headline: str, found: str, expected: str, why: Why) -> StateError:

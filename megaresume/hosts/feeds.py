@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +34,7 @@ from megaresume.checkpoint.records.envelope import DataState, stream_of
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.dealing import in_parts, part_of
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.errors import StateError, UsageError, listed
 from megaresume.stream.left_out import NO_FAULTS, FaultRecord, Faults
 from megaresume.stream.stream import Stream
 
@@ -381,10 +381,10 @@ def check_shares(feed: Feed) -> None:
     shares = gather((feed.loader.dp_rank, feed.loader.dp_size))
     size, times = shares[0][1], Counter(rank for rank, _ in shares)
     if any(other != size for _, other in shares) or times != dict.fromkeys(range(size), len(shares) / size):
-        found = [f"process {number}: {rank} of {of}" for number, (rank, of) in enumerate(islice(shares, 8))]
+        found = [f"process {number}: {rank} of {of}" for number, (rank, of) in enumerate(shares)]
         error = UsageError(
             "the loaders of the processes do not cover all data-parallel ranks",
-            found=", ".join(found) + (f", and {len(shares) - 8} more" if len(shares) > 8 else ""),
+            found=listed(found, 8),
             expected="one dp_size, and each dp_rank from 0 to dp_size - 1 in as many processes as any other",
             cause="dp_rank is the number on a node (LOCAL_RANK), or one that was written down",
             action=f"{_LEAVE_OUT}; with tensor, pipeline or context parallelism, take them from the mesh",

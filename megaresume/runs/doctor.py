@@ -39,7 +39,7 @@ from megaresume.runs.latest import Newest, find_newest, look_at, named_by, recog
 from megaresume.runs.logs import first_failure, log_checks
 from megaresume.runs.machine import environment_checks, filesystem_checks
 from megaresume.stream.changes import check_recorded
-from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError, counted
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError, counted, listed
 from megaresume.stream.state import StreamState
 
 _WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"}
@@ -228,8 +228,7 @@ def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: D
             continue
         look = look_at(root, layout, name)
         if look.problems:
-            more = f"; and {len(look.problems) - 3} more" if len(look.problems) > 3 else ""
-            text = "; ".join(look.problems[:3]) + more
+            text = listed(look.problems, 3, "; ")
             found.add(name, "warning", text, action="nothing, while newer ones are complete; it is not a fallback")
         for note in look.notes:
             found.add(name, "note", note)
@@ -267,9 +266,14 @@ def _leftovers(run: Run, found: DirectoryReport) -> None:
     with contextlib.suppress(OSError):  # who cannot list it has been told so with "newest"
         names = sorted({*names, *(name for name in os.listdir(run.root) if _TEMPORARY.fullmatch(name))})
     if names:
-        shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
         action = "delete them while no job saves here; the next start deletes those of megaresume"
-        found.add("temporary files", "note", shown, cause="saves that were killed before their rename", action=action)
+        found.add(
+            "temporary files",
+            "note",
+            listed(names, 5),
+            cause="saves that were killed before their rename",
+            action=action,
+        )
 
 
 def _holder(run: Run, found: DirectoryReport) -> None:

@@ -25,7 +25,7 @@ from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.directory import Run
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.errors import StateError, counted
+from megaresume.stream.errors import StateError, counted, listed
 from megaresume.stream.state import StreamState
 
 
@@ -201,8 +201,7 @@ def look(run: Run, last: int) -> Inspection:
     checkpoints = run.newest(last)
     unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not e.manifest.has_checksums]
     if run.checksums and unsummed:
-        some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
-        remarks.append(f"saved without checksums, so that only sizes could be compared: {some}")
+        remarks.append(f"saved without checksums, so that only sizes could be compared: {listed(unsummed, 5)}")
     return Inspection(run=run, examined=checkpoints, named=run.named, reading=ledger, last=last, remarks=remarks)
 
 

@@ -33,7 +33,7 @@ from megaresume.files import read_error
 from megaresume.render import write_bytes
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.directory import Run
-from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, visible
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, listed, visible
 
 #: checkpoints that an error names, each with its reason.
 _SHOWN = 10
@@ -264,8 +264,7 @@ class _Walk:
             self._pass(name, reason)
         raise CheckpointError(
             f"none of the {len(self.names)} checkpoints in {self.root} is complete",
-            found="".join(f"\n    {line}" for line in [*self.notes, *map(str, self.passed[:_SHOWN])])
-            + (f"\n    and {len(self.passed) - _SHOWN} more" if len(self.passed) > _SHOWN else ""),
+            found="\n    ".join(["", *self.notes, listed(self.passed, _SHOWN, "\n    ")]),
             expected=f"a complete checkpoint of {self.layout.title}",
             cause="the first save was killed, or the files were damaged afterwards",
             action="restore a checkpoint from a copy; to start over, move these away or save into an empty directory",
@@ -293,8 +292,7 @@ class _Walk:
             return None if examined.status == "complete" else f"{examined.status}: {examined.reason}"
         look = look_at(self.root, self.layout, name)
         if look.problems:
-            more = f"; and {len(look.problems) - 5} more" if len(look.problems) > 5 else ""
-            return "; ".join(look.problems[:5]) + more
+            return listed(look.problems, 5, "; ")
         self.notes += [f"{name}: {note}" for note in look.notes]
         return None
 

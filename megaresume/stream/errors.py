@@ -18,7 +18,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, Self
 
 #: package that is imported -> the extra of ours that installs it.
@@ -223,6 +223,12 @@ def visible(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(words: Sequence[object], most: int, separator: str = ", ") -> str:
+    """The first of them, and how many more there are: ``a, b, and 7 more``."""
+    more = [f"and {len(words) - most:,} more"] if len(words) > most else []
+    return separator.join([*map(str, words[:most]), *more])
 
 
 def one_line(text: str) -> str:

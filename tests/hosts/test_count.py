@@ -193,7 +193,7 @@ def test_many_are_named_in_part() -> None:
         count.take(f"b{number}", number + 1)
     count.use()
     with pytest.raises(
-        StateError, match=r"b0, .*b7 and 4 more taken since step 0, 1 of them in its gradients, and next"
+        StateError, match=r"b0, .*b7, and 4 more taken since step 0, 1 of them in its gradients, and next"
     ):
         count.check_more()
 

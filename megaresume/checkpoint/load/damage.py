@@ -18,6 +18,7 @@ from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_all_ranks_for_long, on_rank_0, rank
 from megaresume.checkpoint.records.manifest import FileEntry, Manifest, verify_files
 from megaresume.files import read_error
+from megaresume.stream.errors import listed
 
 #: from this many bytes on, a start logs what it waits for.
 _MUCH = 10e9
@@ -55,7 +56,7 @@ def find_damage(choice: Choice) -> str | None:
         if mine in sharing:
             files = _shares(files, len(sharing))[sharing.index(mine)]
         problems = verify_files(choice.tag_dir, files, mode="checksums", progress=lambda _size: beat())
-        return "; ".join(map(str, problems[:5])) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        return listed(problems, 5, "; ")
 
     found = gather(on_all_ranks_for_long(compare, "compared checksums"))
     wrong = next((number for number, words in enumerate(found) if words), None)

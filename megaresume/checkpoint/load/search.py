@@ -34,7 +34,7 @@ from megaresume.checkpoint.records.manifest import Manifest, Progress, directori
 from megaresume.checkpoint.records.names import ledger_path, step_path
 from megaresume.checkpoint.records.pointers import Pointer, read_pointers
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
-from megaresume.stream.errors import CheckpointError, StateError
+from megaresume.stream.errors import CheckpointError, StateError, listed
 
 _UNIVERSAL = "_universal"
 
@@ -221,7 +221,7 @@ class Search:
         tags = [c.tag for c in self.candidates if c.has_dir]
         raise CheckpointError(
             headline,
-            found=f"{self.root} holds " + (", ".join(tags[:10]) + (", ..." if len(tags) > 10 else "") or "none"),
+            found=f"{self.root} holds " + (listed(tags, 10) or "none"),
             expected="a tag directory of that name or iteration",
             cause="it was pruned or never saved, or the directory is another one",
             action=f"megaresume inspect {self.root} lists them",
@@ -374,9 +374,8 @@ class Search:
 
     def _note_left(self, tags: list[str]) -> None:
         if tags:
-            more = f" and {len(tags) - 5} more" if len(tags) > 5 else ""
             self.notes.append(
-                f"what a start without megaresume has trained is not taken ({', '.join(tags[:5])}{more}), and saves of "
+                f"what a start without megaresume has trained is not taken ({listed(tags, 5)}), and saves of "
                 "the same steps replace it: move it elsewhere to keep it"
             )
 

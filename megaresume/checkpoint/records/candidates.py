@@ -32,7 +32,7 @@ from megaresume.checkpoint.records.pointers import Pointer
 from megaresume.checkpoint.records.sealed import SealError, unseal
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.files import read_error, read_file
-from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError, listed
 
 T = TypeVar("T")
 
@@ -104,8 +104,7 @@ class Examined:
     @property
     def reason(self) -> str:
         """All reasons in one line, shortened."""
-        more = f"; and {len(self.reasons) - 5} more" if len(self.reasons) > 5 else ""
-        return "; ".join(self.reasons[:5]) + more
+        return listed(self.reasons, 5, "; ")
 
 
 def list_candidates(root: Path, *, tags: tuple[str, ...] = ()) -> tuple[Candidate, ...]:

@@ -55,7 +55,7 @@ from megaresume.checkpoint.records.step_file import StepFile, new_id
 from megaresume.checkpoint.save.retention import keep_superseded, put_back
 from megaresume.checkpoint.system import Topology, utc
 from megaresume.files import make_dir, read_error, size_of, write_atomic, write_error
-from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.stream.errors import CheckpointError, UsageError, listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,10 +353,9 @@ def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:
 
 
 def _refuse(tag_dir: Path, wrong: list[str], expected: str) -> None:
-    shown = ", ".join(wrong[:10]) + (f", and {len(wrong) - 10} more" if len(wrong) > 10 else "")
     raise CheckpointError(
         f"the checkpoint {tag_dir.name} is incomplete and was not committed; the pointers stay as they were",
-        found=f"{tag_dir}: {shown}",
+        found=f"{tag_dir}: {listed(wrong, 10)}",
         expected=expected,
         cause="a rank was killed or ran out of disk while saving, or saves to another directory than rank 0; or the "
         "ranks of another job still write there",

@@ -15,7 +15,7 @@ from megaresume.cluster.records import RunComparison, RunRecords
 from megaresume.cluster.scenario import Found, StopResult
 from megaresume.cluster.smoke.plan import SmokePlan
 from megaresume.render import COLOURS, escape, html_table, page, svg
-from megaresume.stream.errors import SetupError
+from megaresume.stream.errors import SetupError, listed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,7 +158,7 @@ def _checks(result: Result) -> list[tuple[str, str]]:
         ),
         ("samples, order, digest", _all_but(outcome.different_samples, outcome.compared)),
         ("content", _all_but(outcome.different_content, outcome.compared)),
-        ("steps missing", _listed(outcome.missing) or "none"),
+        ("steps missing", listed(outcome.missing, 12) or "none"),
     ]
     if outcome.hashed < outcome.compared:
         rows[1] = ("samples", _all_but(outcome.different_samples, outcome.compared))
@@ -185,12 +185,8 @@ def _checks(result: Result) -> list[tuple[str, str]]:
 
 def _all_but(different: Sequence[int], steps: int) -> str:
     return f"identical in {steps - len(different)} of {steps} steps" + (
-        f"; DIFFERENT in {_listed(different)}" if different else ""
+        f"; DIFFERENT in {listed(different, 12)}" if different else ""
     )
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps[:12])) + (f" and {len(steps) - 12} more" if len(steps) > 12 else "")
 
 
 def _row(stop: StopResult) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from megaresume.data.tar import RecordExtent, content_hash, parse_record, walk
 from megaresume.encoding.images.document import Measure
 from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.files import fsync_dir
-from megaresume.stream.errors import CorpusError
+from megaresume.stream.errors import CorpusError, listed
 
 #: What becomes of a record that cannot be measured: stop; one masked token; length 0.
 Invalid = Literal["error", "mask", "drop"]
@@ -237,7 +237,7 @@ def _measured(
 def _not_excluded(task: ShardTask, keys: list[str]) -> CorpusError:
     return CorpusError(
         f"{task.path} has no record that split.yaml excludes from it",
-        found=f"exclude: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}, which is not the key of any record",
+        found=f"exclude: {listed(keys, 3)}, which is not the key of any record",
         expected="SHARD/KEY, as in shard_000.tar/000017",
         cause="a number instead of Energon's key: Energon itself would silently leave nothing out",
         action="correct exclude in .nv-meta/split.yaml",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megaresume.encoding.images.document import Record
-from megaresume.stream.errors import CorpusError
+from megaresume.stream.errors import CorpusError, listed
 
 #: the last part of the names of members that are images.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif")
@@ -184,7 +184,7 @@ def check_shown(record: Record, pieces: Collection[Piece], *, unused: bool) -> N
     if left := [name for name in image_members(record) if name not in shown]:
         raise CorpusError(
             f"record '{record.key}' has images that its document does not show",
-            found=f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}; {len(shown)} are shown",
+            found=f"{listed(left, 4)}; {len(shown)} are shown",
             expected="every image of the record in the document",
             cause="a template of one image for records of several, or images that the JSON does not place",
             action="take the template that shows them, correct its options, or leave them out: "

@@ -30,7 +30,7 @@ from megaresume.checkpoint.records.names import TRACKER, ledger_path, marker_pat
 from megaresume.checkpoint.records.pointers import Pointer, read_pointer
 from megaresume.files import read_file
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError, listed
 
 #: How to load the weights of a checkpoint without its data. A run that begins does not save over another one.
 BEGIN_ANEW = "--finetune and another --save"
@@ -281,7 +281,7 @@ def _check_step(args: Any, root: Path) -> None:
         return
     there = [c for c in list_candidates(root) if c.has_dir and c.iteration is not None and not c.unfinished]
     there = [c for c in there if c.tag == megatron_tag(c.order)]
-    some = ", ".join(str(c.iteration) for c in there[:10]) + (", ..." if len(there) > 10 else "")
+    some = listed([c.iteration for c in there], 10)
     # The last one before it, or else the first after it.
     nearest = sorted(there, key=lambda c: (c.order > int(step), abs(c.order - int(step))))
     raise CheckpointError(
@@ -354,7 +354,7 @@ def _has_non_persistent(args: Any, load: str) -> bool:
 
 def _without_tracker(root: Path, there: list[Candidate], finished: list[str | None]) -> CheckpointError:
     names = [c.tag for c in there]
-    found = f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "no checkpoint any more"
+    found = listed(names, 5) or "no checkpoint any more"
     if finished:
         found += f"; the ledger knows of {len(finished)}, the last of them {finished[-1]}"
     return CheckpointError(

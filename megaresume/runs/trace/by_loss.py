@@ -19,7 +19,7 @@ from megaresume.render import text_table
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.trace.documents import Decoder
 from megaresume.runs.trace.trace import Trace, TracePiece
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, listed
 from megaresume.stream.kernel import DOCUMENT, SEGMENT_WIDTH, SOURCE
 
 
@@ -151,7 +151,7 @@ def losses_as_text(found: ByLoss) -> str:
     parts = [head, text_table(sources)]
     table = [["document", "loss", "tokens", "steps"]]
     for one in found.documents:
-        steps = ", ".join(f"{step:,}" for step in one.steps[:4]) + (", ..." if len(one.steps) > 4 else "")
+        steps = listed([f"{step:,}" for step in one.steps], 4)
         table.append([f"{one.source}:{one.document}", f"{one.loss:.4f}", f"{one.tokens:,}", steps])
     parts.append(text_table(table))
     for one in found.documents:

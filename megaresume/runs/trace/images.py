@@ -28,7 +28,7 @@ from megaresume.render import escape, page_head
 from megaresume.runs.answer import Answer
 from megaresume.runs.trace.documents import Shown, of_stage, show
 from megaresume.runs.trace.trace import Trace, TracePiece
-from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.stream.errors import CheckpointError, UsageError, listed
 
 FORMAT, VERSION = "megaresume.images", 1
 LIST, PAGE = "images.jsonl", "index.html"
@@ -77,7 +77,7 @@ def check_directory(directory: Path) -> None:
     if foreign:
         raise UsageError(
             f"{directory} is not empty",
-            found=f"{', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''}, not written by --images",
+            found=f"{listed(foreign, 3)}, not written by --images",
             expected="a new or empty directory, or one that --images wrote and nobody added to",
             action="name another directory",
         )

@@ -53,7 +53,7 @@ from megaresume.hosts.megatron.guard.record import (
     Request,
     SplitRecord,
 )
-from megaresume.stream.errors import CorpusError, StateError
+from megaresume.stream.errors import CorpusError, StateError, listed
 
 
 def around_builder_build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +218,7 @@ class _Rebuild:
     def _other_order(self, wrong: list[str]) -> StateError:
         return StateError(
             "Megatron's datasets do not come out in the recorded order",
-            found="; ".join(wrong[:8]) + ("; ..." if len(wrong) > 8 else ""),
+            found=listed(wrong, 8, "; "),
             expected="the order that the checkpoint was trained in",
             cause="the flags and corpora are as recorded, so the code that builds the index is another one: another "
             "version of Megatron, NumPy, or a patch to either",
