@@ -362,7 +362,7 @@ class TorchftHost(TrainerHost):
         """See `TrainerHost`. The first replica says in the ledger that nothing is left to train."""
         self.dealt.stop_reading()
         if self.is_first:
-            with replaced(self.session, save_dir=self._root):
+            with replaced(self.session.roots, save_dir=self._root):
                 self.session.finish()
         self.session.hand_over(self._root)
         self.session.close()

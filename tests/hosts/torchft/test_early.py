@@ -16,6 +16,9 @@ import pytest
 import torch
 
 import megaresume
+from megaresume.checkpoint.lock.lock import holder_of
+from megaresume.checkpoint.records.ledger import read_ledger
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.hosts.torchft import TorchftHost, attach
 from megaresume.hosts.torchft_dealing import Contributors
 from megaresume.stream.errors import UsageError
@@ -188,3 +191,13 @@ def test_the_end_of_a_step_is_known_before_it_is_trained(make: Callable[[], tupl
     for _ in loop:
         assert loop.ends_step and manager.is_there.is_set() and loop.weight
     assert manager.should_commit() and loop.step == 4
+
+
+def test_the_end_is_in_the_ledger(make: Callable[[], tuple[Manager, Any]], tmp_path: Path) -> None:
+    """By which launch scripts know that nothing is left to train; and others may write there."""
+    manager, loop = make()
+    first_steps(manager, loop)
+    loop.finish()
+    kinds = [(entry.kind, entry.iteration) for entry in read_ledger(ledger_path(tmp_path / "run")).entries]
+    assert kinds == [("membership", 1), ("finished", 1)]
+    assert (holder := holder_of(tmp_path / "run")) is not None and holder.status == "released"
