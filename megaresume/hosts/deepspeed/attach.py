@@ -41,7 +41,7 @@ from megaresume.hosts.attach import hook
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
-from megaresume.hosts.deepspeed.host import EngineHost, around_load
+from megaresume.hosts.deepspeed.host import EngineHost, around_load, around_save
 from megaresume.hosts.deepspeed.item_data import ItemData, check_loader
 from megaresume.hosts.deepspeed.training_data import AttachedLoader, TrainingData
 from megaresume.hosts.feeds import ItemFeed, check_same_data, check_shares
@@ -332,39 +332,18 @@ def _put_hooks(engine: Any, attached: EngineData) -> None:
     slot = _Slot(attached)
     setattr(engine, _SLOT, slot)
     decoupled.watch(engine)
-    hooks: dict[str, Callable[..., Any]] = {"save_checkpoint": _save}
+    hooks: dict[str, Callable[..., Any]] = {"step": _step, "forward": _forward, "backward": _backward}
     if facts.is_pipeline(engine):
-        hooks["train_batch"] = _train_batch
-    else:
-        hooks |= {"step": _step, "forward": _forward, "backward": _backward}
+        hooks = {"train_batch": _train_batch}
     for name, function in hooks.items():
         hook(engine, name, functools.partial(function, slot))
+    engine.save_checkpoint = around_save(engine.save_checkpoint, functools.partial(_save, slot))
     engine.load_checkpoint = around_load(engine.load_checkpoint, functools.partial(_load, slot))
 
 
-def _save(
-    slot: _Slot,
-    save: Callable[..., Any],
-    /,
-    save_dir: str,
-    tag: str | None = None,
-    client_state: Mapping[str, Any] | None = None,
-    save_latest: bool = True,
-    exclude_frozen_parameters: bool = False,
-    **kwargs: Any,
-) -> Any:
-    if exclude_frozen_parameters:
-        kwargs["exclude_frozen_parameters"] = True
+def _save(slot: _Slot, *given: Any) -> Any:
     data = slot.data
-    return data.host.save_checkpoint(
-        data.session,
-        functools.partial(save, save_dir, **kwargs),
-        os.fspath(save_dir),
-        tag=tag,
-        client_state=client_state or {},
-        latest=save_latest,
-        is_untouched=data.is_untouched,
-    )
+    return data.host.save_checkpoint(data.session, *given, is_untouched=data.is_untouched)
 
 
 def _load(

@@ -205,14 +205,14 @@ class EngineHost:
         session: Session,
         write: Callable[..., Any],
         save_dir: str,
-        *,
         tag: str | None,
         client_state: Mapping[str, Any],
         latest: bool,
+        *,
         envelope: Envelope | None = None,
         is_untouched: bool = False,
     ) -> Any:
-        """``engine.save_checkpoint``: ``write`` is DeepSpeed's method, its other arguments bound.
+        """``engine.save_checkpoint``: see `around_save`.
 
         Returns:
             what DeepSpeed does, True, also in a replay; False: the save failed, and the run is to continue.
@@ -239,7 +239,7 @@ class EngineHost:
             return result
 
         result = session.save(
-            save_dir,
+            os.fspath(save_dir),
             write_files,
             tag=deepspeed_tag(self.iteration()) if tag is None else str(tag),
             envelope=envelope,
@@ -361,6 +361,31 @@ def _check_loaded(path: object, choice: Choice) -> None:
             cause="files that DeepSpeed needs are missing, or of another parallel layout",
             action=f"megaresume inspect {choice.load_dir}",
         )
+
+
+def around_save(save: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """An engine's ``save_checkpoint``, done by ``instead(write, save_dir, tag, client_state, latest)``.
+
+    Args:
+        save: DeepSpeed's method.
+        instead: is given ``write(tag=..., client_state=..., save_latest=...)``, which is that method with all other
+            arguments bound.
+    """
+
+    @functools.wraps(save)
+    def save_checkpoint(
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if exclude_frozen_parameters:
+            kwargs["exclude_frozen_parameters"] = True
+        return instead(functools.partial(save, save_dir, **kwargs), save_dir, tag, client_state or {}, save_latest)
+
+    return save_checkpoint
 
 
 def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:

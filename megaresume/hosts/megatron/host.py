@@ -45,7 +45,7 @@ from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.host import EngineHost, around_load
+from megaresume.hosts.deepspeed.host import EngineHost, around_load, around_save
 from megaresume.hosts.megatron import losses
 from megaresume.hosts.megatron.arguments import Settings, schedule_from_args
 from megaresume.hosts.megatron.project import Project
@@ -344,36 +344,28 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
         Others: see `Session.save`.
     """
 
-    def save_checkpoint(
-        self: Any,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if exclude_frozen_parameters:
-            kwargs["exclude_frozen_parameters"] = True
-        client_state = {} if client_state is None else client_state
-        host = _host_of(client_state)
-        if host is None or host.order is None:
-            return original(self, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **kwargs)
-        facts.check_engine(self)
-        check_micro_batches(self, host.args)
-        host.engine = EngineHost(self, elastic=host.settings.elastic)
-        iteration = int(client_state["iteration"])
-        return host.engine.save_checkpoint(
-            host.session,
-            functools.partial(original, self, save_dir, **kwargs),
-            os.fspath(save_dir),
-            tag=tag,
-            client_state=client_state,
-            latest=save_latest,
-            envelope=on_all_ranks(lambda: _state_to_save(host, iteration)),
-        )
+    def save_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        return around_save(functools.partial(original, engine), functools.partial(_save, engine))(*args, **kwargs)
 
     return save_checkpoint
+
+
+def _save(
+    engine: Any,
+    write: Callable[..., Any],
+    save_dir: str,
+    tag: str | None,
+    client_state: Mapping[str, Any],
+    latest: bool,
+) -> Any:
+    host = _host_of(client_state)
+    if host is None or host.order is None:
+        return write(tag=tag, client_state=client_state, save_latest=latest)
+    facts.check_engine(engine)
+    check_micro_batches(engine, host.args)
+    host.engine = EngineHost(engine, elastic=host.settings.elastic)
+    envelope = on_all_ranks(lambda: _state_to_save(host, int(client_state["iteration"])))
+    return host.engine.save_checkpoint(host.session, write, save_dir, tag, client_state, latest, envelope=envelope)
 
 
 def check_micro_batches(engine: Any, args: Any) -> None:
