@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -67,6 +67,8 @@ class EngineData(Batches):
     _count: Count[MicroBatch]
 
     balance: Balance | None = None
+    #: for errors: the state that a load restores, where it stands without one, and what it should be.
+    state_in_words: ClassVar[tuple[str, str, str]]
 
     def __init__(self, engine: Any, session: Session) -> None:
         self.engine, self.session = engine, session
@@ -94,10 +96,6 @@ class EngineData(Batches):
     @abstractmethod
     def _open_step(self) -> None:
         """Begin to hand out a step."""
-
-    @abstractmethod
-    def _not_restored(self) -> StateError:
-        """The engine is at a step of which the data knows nothing."""
 
     def _note_step(self, batches: Sequence[MicroBatch]) -> None:
         """A step was made, of these as they were handed out. The witness still knows its forwards."""
@@ -238,7 +236,14 @@ class EngineData(Batches):
     def _check_clock(self) -> None:
         """Raise a StateError if steps were made that these batches cannot have led to."""
         if not self._ready:
-            raise self._not_restored()
+            state, found, expected = self.state_in_words
+            raise StateError(
+                f"the engine is past its first step, but {state} was restored",
+                found=f"iteration {self.engine.global_steps}, {found}",
+                expected=f"{expected} of the checkpoint that the engine was loaded from",
+                cause="load_checkpoint was called before megaresume.attach, or not through the engine",
+                action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
+            )
         steps, count = int(self.engine.global_steps), self._count
         if steps == count.step + 1:
             done = count.stepped()

@@ -21,11 +21,12 @@ from megaresume.hosts.deepspeed.witness import MicroBatch
 from megaresume.hosts.endless import Endless, check_endless, check_steps
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.errors import StateError
 
 
 class ItemData(EngineData):
     """Iterates over this rank's micro-batches forever, epoch after epoch; made by `megaresume.attach`."""
+
+    state_in_words = "no state of its DataLoader", "a DataLoader at its beginning", "the state"
 
     def __init__(self, engine: Any, feed: ItemFeed, session: Session) -> None:
         super().__init__(engine, session)
@@ -102,15 +103,6 @@ class ItemData(EngineData):
         """Stop reading ahead: what comes next is what follows the trained samples."""
         self._batches.close(self._count.samples)
         self._ahead.clear()
-
-    def _not_restored(self) -> StateError:
-        return StateError(
-            "the engine is past its first step, but the state of its DataLoader was not restored",
-            found=f"iteration {self.engine.global_steps}, a DataLoader at its beginning",
-            expected="the state of the checkpoint that the engine was loaded from",
-            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
-            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
-        )
 
 
 def check_loader(engine: Any, loader: Any) -> None:

@@ -33,7 +33,7 @@ from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates
 from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.errors import UsageError
 from megaresume.stream.left_out import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -49,6 +49,8 @@ class TrainingData(EngineData):
     ``iter(data)`` is ``data`` itself: there is one position, that of the engine. What was taken before and not trained
     is handed out again.
     """
+
+    state_in_words = "no data state", "no data state", "the data state"
 
     def __init__(
         self,
@@ -230,15 +232,6 @@ class TrainingData(EngineData):
             engine_size = size
         return engine_size
 
-    def _not_restored(self) -> StateError:
-        return StateError(
-            "the engine is past its first step, but no data state was restored",
-            found=f"iteration {self.engine.global_steps}, no data state",
-            expected="the data state of the checkpoint that the engine was loaded from",
-            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
-            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
-        )
-
     def _note_step(self, batches: Sequence[MicroBatch]) -> None:
         """Write down what the step trained: in the order of the model's forwards, if they were recognised."""
         if self._log is None or not batches:
@@ -291,6 +284,8 @@ class AttachedLoader(LoaderStates, EngineData):
     As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
     count, and is handed out again after a resume.
     """
+
+    state_in_words = "no state of the loader", "a loader at its beginning", "the states"
 
     def __init__(self, engine: Any, loader: Any, session: Session) -> None:
         super().__init__(engine, session)
@@ -364,15 +359,6 @@ class AttachedLoader(LoaderStates, EngineData):
             self._sizes.append((count.samples, size))
         count.begin(size)
         self._per_step = int(self.engine.gradient_accumulation_steps())
-
-    def _not_restored(self) -> StateError:
-        return StateError(
-            "the engine is past its first step, but no state of the loader was restored",
-            found=f"iteration {self.engine.global_steps}, a loader at its beginning",
-            expected="the states of the checkpoint that the engine was loaded from",
-            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
-            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
-        )
 
     def prepare(self) -> None:
         """See `Data`: the states of all ranks' loaders for exactly the trained batches."""
