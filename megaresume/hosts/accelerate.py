@@ -49,11 +49,10 @@ from megaresume.hosts.accelerate_backends import (
     check_loadable,
     engine_of,
     expected_files,
-    failing_late,
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, refuse, replaced
-from megaresume.hosts.deepspeed.engine import forget_gradients
+from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
@@ -267,11 +266,8 @@ class AcceleratorHost(TrainerHost):
         self.record.carried = self.carried(save)
 
         def write_files() -> Any:
-            with failing_late(self.trainer) as errors, replaced(self, is_at_files=True):
-                result = write(str(save.tag_dir))
-            if errors:
-                raise errors[0]
-            return result
+            with raising_last(engine_of(self.trainer)), replaced(self, is_at_files=True):
+                return write(str(save.tag_dir))
 
         # It deletes old checkpoints before the new one is complete, and fails on the records beside them.
         with replaced(self.trainer.project_configuration, automatic_checkpoint_naming=False):

@@ -5,14 +5,12 @@ DDP, DeepSpeed or FSDP.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.system import Topology
-from megaresume.hosts.attach import refuse, replaced
+from megaresume.hosts.attach import refuse
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.stream.errors import CheckpointError
 
@@ -110,28 +108,3 @@ def expected_files(accelerator: Any, save_dir: Path, tag: str, *, inner: Callabl
         return None
     name = inner(engine)
     return [f"{name}/{file}" for file in facts.expected_files(engine, str(save_dir / tag), name)]
-
-
-@contextlib.contextmanager
-def failing_late(accelerator: Any, *writers: tuple[Any, str]) -> Iterator[list[Exception]]:
-    """Within it, a rank that cannot write a file continues to the collectives in which the others wait for it; what was
-    raised is in the list that is given.
-
-    Args:
-        accelerator: whose back-end writes.
-        writers: other methods, by owner and name, that write files of this rank before a collective.
-    """
-    with contextlib.ExitStack() as stack:
-        errors: list[Exception] = []
-        if (engine := engine_of(accelerator)) is not None:
-            errors = stack.enter_context(facts.failing_late(engine))
-
-        def late(write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            try:
-                write(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  raised later, on every rank
-                errors.append(error)
-
-        for owner, name in writers:
-            stack.enter_context(replaced(owner, **{name: functools.partial(late, getattr(owner, name))}))
-        yield errors

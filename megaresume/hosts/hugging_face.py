@@ -51,11 +51,12 @@ from megaresume.hosts.accelerate_backends import (
     Written,
     check_backend,
     check_loadable,
+    engine_of,
     expected_files,
-    failing_late,
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, hook, replaced
+from megaresume.hosts.deepspeed.engine import raising_last
 from megaresume.hosts.feeds import Feed, ItemFeed
 from megaresume.hosts.hugging_face_data import CountedBatches, callback_of, check_processes, check_settings, loader_of
 from megaresume.hosts.hugging_face_epochs import Epochs
@@ -416,11 +417,9 @@ class TransformersHost(TrainerHost):
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
 
         def write_files() -> None:
-            files = failing_late(self.trainer.accelerator, (self.trainer, "_save"))
-            with files as errors, replaced(self, is_at_files=True):
+            engine = engine_of(self.trainer.accelerator)
+            with raising_last(engine, (self.trainer, "_save")), replaced(self, is_at_files=True):
                 write()
-                if errors:
-                    raise errors[0]
 
         write_all(save, write_files)
 

@@ -31,7 +31,6 @@ See docs/lightning.md. Importing this imports neither lightning nor pytorch_ligh
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -470,11 +469,8 @@ class LightningHost(TrainerHost):
         def write_file() -> None:
             # Not `trainer.save_checkpoint`: where rank 0 cannot write, the others would wait for it at a barrier.
             state = trainer._checkpoint_connector.dump_checkpoint(False)
-            with contextlib.ExitStack() as stack:
-                errors = [] if self.engine is None else stack.enter_context(facts.failing_late(self.engine))
+            with facts.raising_last(self.engine):
                 trainer.strategy.save_checkpoint(state, str(file))
-            if errors:
-                raise errors[0]
 
         with replaced(self, held=self.carried(save)):
             write_all(save, write_file)

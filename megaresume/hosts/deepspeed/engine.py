@@ -232,6 +232,31 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
 
 
 @contextlib.contextmanager
+def raising_last(engine: Any, *writers: tuple[Any, str]) -> Iterator[None]:
+    """Within it, a rank that cannot write a file continues to the collectives in which the others wait for it; what was
+    raised first is raised at the end.
+
+    Args:
+        engine: which writes, see `failing_late`; None: another backend.
+        writers: other methods, by owner and name, that write files of this rank before a collective.
+    """
+    with contextlib.ExitStack() as stack:
+        errors: list[Exception] = [] if engine is None else stack.enter_context(failing_late(engine))
+
+        def late(write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  raised at the end
+                errors.append(error)
+
+        for owner, name in writers:
+            stack.enter_context(replaced(owner, **{name: functools.partial(late, getattr(owner, name))}))
+        yield
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
 def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
     """Within it, ``load_checkpoint`` calls ``gate`` after a rank has read files of its own and before a collective: a
     rank that cannot read a file does not come there."""
