@@ -38,7 +38,6 @@ from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.meetings import all_come, meeting_group
 from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import hugging_face_tag, parse_record_name, records_dir
-from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
@@ -411,8 +410,7 @@ class AcceleratedLoop(StepLoop):
         on_all_ranks(self._check_prepared)
         asked = None if input_dir is None else Path(os.path.abspath(os.path.expanduser(input_dir)))
 
-        def read_files(choice: Choice, beside: StepFile | None) -> Restored:
-            before = None if beside is None else beside.topology
+        def read_files(choice: Choice, before: Topology | None) -> Restored:
             return self.host.read(choice, before, lambda path: read(path, *args, **kwargs))
 
         self.host.load_by(read_files, asked)

@@ -46,7 +46,6 @@ from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import deepspeed_tag
-from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
@@ -238,15 +237,13 @@ class LightningHost(TrainerHost):
         on_all_ranks(lambda: check_fit(self.trainer, self.module, loader))
         self.open(ItemFeed(loader), self.checkpoints, self.stop, self.metrics)
         self.is_open, self.batches = True, CountedBatches(self.steps, len(loader))
-        root = self.save_dir
         if self._asked:
-            pick = None if self._asked == "last" else exactly(self.session, root, self._asked)
+            pick = None if self._asked == "last" else exactly(self.session, self.save_dir, self._asked)
 
-            def read_files(choice: Choice, beside: StepFile | None) -> Restored:
-                before = None if beside is None else beside.topology
+            def read_files(choice: Choice, before: Topology | None) -> Restored:
                 return self.read(choice, before, lambda file: read(file, *args, **kwargs))
 
-            self.session.load(root, read_files, pick=pick)
+            self.load_by(read_files, pick=pick)
         if self.session.resumed is None:
             read(None, *args, **kwargs)
 

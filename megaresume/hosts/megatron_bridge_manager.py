@@ -26,7 +26,6 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.names import is_usual_tag, megatron_tag, tag_iteration
-from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.hosts.attach import SLOT, replaced
 from megaresume.hosts.megatron_bridge import BridgeHost
 
@@ -64,7 +63,7 @@ class Manager:
         elif own.ckpt_step is not None:
             asked = root / megatron_tag(own.ckpt_step)
 
-        def read(choice: Choice, _beside: StepFile | None) -> Restored:
+        def read(choice: Choice, _before: object) -> Restored:
             return run.read(
                 choice,
                 ctx.state,

@@ -227,7 +227,7 @@ class TitanHost(TrainerHost):
             CheckpointError, StateError: see `Session.load`.
         """
 
-        def read(choice: Choice, _beside: object) -> Restored:
+        def read(choice: Choice, _before: object) -> Restored:
             assert choice.iteration is not None
             with replaced(self.manager, folder=str(choice.load_dir)), files.dcp_errors():
                 load(choice.iteration)

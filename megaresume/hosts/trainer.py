@@ -24,6 +24,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.host import Host, Restored
 from megaresume.checkpoint.load.search import Choice
@@ -272,22 +273,29 @@ class TrainerHost(Host):
 
     def load_by(
         self,
-        read: Callable[[Choice, StepFile | None], Restored],
+        read: Callable[[Choice, Topology | None], Restored],
         tag_dir: Path | None = None,
         *,
         root: Path | None = None,
+        pick: Pick | None = None,
     ) -> Any:
         """`Session.load`; nothing more is trained if it fails.
 
         Args:
-            read: the files of this rank; is also given the record beside them.
-            tag_dir: exactly this checkpoint; None: the newest complete one.
+            read: the files of this rank; is also given how the run was laid out when it saved; None if not known.
+            tag_dir: exactly this checkpoint; None: the newest complete one, or what ``pick`` says.
             root: that it is looked for in; None: where the run saves.
+            pick: decides what to load: see `Session.choose`.
         """
         session = self.session
-        root, pick = (root or self.save_dir, None) if tag_dir is None else (tag_dir.parent, session.exactly(tag_dir))
+        if tag_dir is not None:
+            root, pick = tag_dir.parent, session.exactly(tag_dir)
+
+        def read_files(choice: Choice, beside: StepFile | None) -> Restored:
+            return read(choice, None if beside is None else beside.topology)
+
         with self.steps.loading():
-            return session.load(root, read, pick=pick)
+            return session.load(root or self.save_dir, read_files, pick=pick)
 
     def save_by(
         self, save_dir: str | os.PathLike[str], write: Callable[[Save], Any], *, tag: str, **kwargs: Any
