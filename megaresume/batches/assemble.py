@@ -22,7 +22,6 @@ from megaresume.batches.batch import (
     Batch,
     BatchArrays,
     Field,
-    Int64Array,
     SegmentLayout,
     copy_segments,
     document_mask,
@@ -36,6 +35,7 @@ from megaresume.batches.images import BatchImages, DocumentReader, pixels_of, ro
 from megaresume.batches.masked import masked_documents
 from megaresume.data.source import Source, TokenSource, is_document_source
 from megaresume.data.spans import Spans, has_pairs, has_spans, spans_of
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan

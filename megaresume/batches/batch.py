@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import UsageError
 from megaresume.stream.kernel import LENGTH, OFFSET, SOURCE
@@ -29,7 +30,6 @@ from megaresume.stream.selection import prefetch
 if TYPE_CHECKING:
     from megaresume.encoding.images.pixels import Levels
 
-Int64Array = npt.NDArray[np.int64]
 
 #: Fields of a batch that a loop can do without.
 Field = Literal["labels", "loss_mask", "position_ids", "pairs"]

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from megaresume.batches.ahead import Guess
 from megaresume.data.source import TokenSource
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
@@ -53,7 +54,6 @@ IGNORED = 2
 #: The advice of madvise, since Linux 5.14, to wait until the pages are there.
 POPULATE_READ = 22
 
-Int64Array = npt.NDArray[np.int64]
 
 if sys.platform == "linux":
     from resource import RUSAGE_THREAD, getrusage

@@ -37,10 +37,10 @@ import xxhash
 
 from megaresume.batches.item_hash import item_hash
 from megaresume.data.source import contents_hash, sized_fingerprint
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 from megaresume.stream.state import Fingerprint
 
-Int64Array = npt.NDArray[np.int64]
 Measure = Callable[[Any], int]
 
 #: the label that is not a target.

@@ -26,12 +26,11 @@ from megaresume.data.layout import HEADER_BYTES, IndexHeader, idx_path, prefix_o
 from megaresume.data.sidecar import CorpusIdentity, FileIdentity, changed, map_file
 from megaresume.data.source import PLACES, BaseSource, contents_hash
 from megaresume.data.spans import SpanFile, Spans, check_is_prepared, check_needs_none, spans_path
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.progress import progress
 from megaresume.stream.source import LongDocuments
 from megaresume.stream.state import Fingerprint
-
-Int64Array = npt.NDArray[np.int64]
 
 #: documents whose lengths are hashed at once: 8 MB.
 SCAN_CHUNK = 1 << 20

@@ -34,10 +34,10 @@ from megaresume.data.source import (
     sized_fingerprint,
 )
 from megaresume.data.split import RangeSource
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.state import Fingerprint
 
-Int64Array = npt.NDArray[np.int64]
 REQUIRED = ("__len__", "length", "get")
 
 

@@ -34,9 +34,8 @@ import xxhash
 
 from megaresume.data.shard_files import Place, ShardFiles
 from megaresume.files import open_file
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError, SetupError, parse_json
-
-Int64Array = npt.NDArray[np.int64]
 
 #: The suffix of the file name of a `ShardIndex`.
 SUFFIX = ".shards.idx"

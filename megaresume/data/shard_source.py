@@ -24,6 +24,7 @@ from megaresume.data.record_index import IndexedFile, ShardIndex
 from megaresume.data.shard_files import Place, RecordError, ShardFiles
 from megaresume.data.source import BaseSource, scan_fingerprint
 from megaresume.data.tar import content_hash, parse_record
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from megaresume.encoding.images.encoder import ImageTextEncoder
     from megaresume.encoding.images.pixels import Levels
 
-Int64Array = npt.NDArray[np.int64]
 #: What becomes of documents longer than `max_tokens`.
 TooLong = Literal["error", "truncate", "drop"]
 

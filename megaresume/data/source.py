@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
@@ -131,9 +132,6 @@ DOCUMENT_MEMBERS = ("__len__", "length", "lengths", "get", "read", "fingerprint"
 def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
     """`isinstance` for `DocumentSource` that does not ask for the encoder, which may have a tokenizer to build."""
     return all(inspect.getattr_static(thing, member, None) is not None for member in DOCUMENT_MEMBERS)
-
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class BaseSource(Source):

@@ -35,12 +35,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError
 
 if TYPE_CHECKING:
     from megaresume.data.source import Source
 
-Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 SPANS_MAGIC = b"MGRSPANS"

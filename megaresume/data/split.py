@@ -37,13 +37,13 @@ from megaresume.data.source import (
 )
 from megaresume.data.spans import Spans, spans_of
 from megaresume.encoding.images.document import EncodedDocument, Key
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.source import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
 
 Part = Literal["train", "valid", "test"]
 PARTS = cast(tuple[Part, ...], get_args(Part))
-Int64Array = npt.NDArray[np.int64]
 
 # Megatron takes every run of digits and points as a number and drops the rest, so that it reads "-5,1" as 5 and 1.
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"

@@ -32,6 +32,7 @@
         in_flight.py        samples that are trained in another order: prompts, out and back; in_flight_text.py: as text
     for everybody
         errors.py           errors, by who must act; text of others, shown to people and read as JSON
+        arrays.py           the types of arrays
         progress.py         a bar on a terminal or in a notebook, plain lines in a log
         pictures.py         what Jupyter shows of a state and of a plan
 

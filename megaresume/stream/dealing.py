@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.batches import ALGORITHM, Balance, micro_batches
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import StateError
@@ -37,7 +37,6 @@ from megaresume.stream.planner import Plan
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
 
-Int64Array = npt.NDArray[np.int64]
 
 #: A largest sum that is so near to the best one is good enough: one part of so many.
 GOAL = 400

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream import kernel
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.compiled import compiled
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.data_yaml import BlendUnit
@@ -35,8 +36,6 @@ from megaresume.stream.kernel import Arrays
 from megaresume.stream.order import Orders, SourceOrder
 from megaresume.stream.skips import DocumentList, Range
 from megaresume.stream.source import LengthSource, count_trained
-
-Int64Array = npt.NDArray[np.int64]
 
 #: Longer documents would leave int64 in the arithmetic of the blend.
 MAX_DOCUMENT_TOKENS = (1 << 31) - 1

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream import kernel
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.compiled import compiled
 from megaresume.stream.feed import pending_segments, tail_segments
-from megaresume.stream.kernel import LENGTH, OFFSET, POSITION, SOURCE, Arrays, Int64Array
+from megaresume.stream.kernel import LENGTH, OFFSET, POSITION, SOURCE, Arrays
 from megaresume.stream.order import SourceOrder
 from megaresume.stream.stages import Course
 from megaresume.stream.state import Bin, Segment, SourceCursor

@@ -35,8 +35,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from megaresume.stream.arrays import Int64Array, UInt64Array
 from megaresume.stream.compiled import compiled
 from megaresume.stream.permutation import GOLDEN, mix
 from megaresume.stream.selection import (
@@ -49,9 +49,6 @@ from megaresume.stream.selection import (
     tournaments,
     winner,
 )
-
-Int64Array = npt.NDArray[np.int64]
-UInt64Array = npt.NDArray[np.uint64]
 
 # Packing modes.
 BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3

@@ -25,16 +25,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.compiled import compiled
 from megaresume.stream.data_yaml import GroupConfig, ShuffleConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.permutation import grouped, index_of, items_at, round_keys, window_of
 from megaresume.stream.source import STRIDE, PieceLists
 from megaresume.stream.state_text import Era, Eras
-
-Int64Array = npt.NDArray[np.int64]
 
 #: windows that an order remembers: the one that is read, those that other questions are asked of, and of eras before.
 REMEMBERED = 8

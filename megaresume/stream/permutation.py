@@ -42,10 +42,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.compiled import compiled
 from megaresume.stream.data_yaml import GroupConfig, ShuffleConfig
-
-Int64Array = npt.NDArray[np.int64]
 
 #: Rounds (even numbers). The fewer bits a half has, the slower it mixes. Over 20,000 seeds, the square of the
 #: correlation between the parities of index and document is, in units of what chance gives: 2 to 3 with four rounds

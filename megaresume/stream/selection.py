@@ -33,15 +33,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from megaresume.stream.compiled import compiled
-
-Int64Array = npt.NDArray[np.int64]
 
 #: Later than any release or deadline.
 NEVER = np.int64(0x7FFFFFFFFFFFFFFF)

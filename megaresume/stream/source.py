@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CorpusError, StateError
@@ -122,8 +123,6 @@ class AbsentSource:
 
 #: long documents that a look-up in a guide leaves to be searched: a page of memory.
 STRIDE = 512
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

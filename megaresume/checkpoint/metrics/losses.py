@@ -13,16 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megaresume.checkpoint.metrics.segments import SegmentLosses
 from megaresume.checkpoint.metrics.steps import Copy
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import UsageError
 from megaresume.stream.kernel import LENGTH
 from megaresume.stream.stream import Stream
-
-Int64Array = npt.NDArray[np.int64]
 
 log = logging.getLogger(__name__)
 

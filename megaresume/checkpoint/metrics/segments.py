@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.checkpoint.metrics.record import read_lines
-from megaresume.stream.kernel import DOCUMENT, SOURCE, Int64Array
+from megaresume.stream.arrays import Int64Array
+from megaresume.stream.kernel import DOCUMENT, SOURCE
 
 
 @dataclass(frozen=True, slots=True)

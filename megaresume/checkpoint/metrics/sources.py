@@ -16,7 +16,8 @@ import numpy as np
 
 from megaresume.checkpoint.metrics.figures import Value
 from megaresume.data.source import Source, is_document_source
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE, Int64Array
+from megaresume.stream.arrays import Int64Array
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
 from megaresume.stream.source import LengthSource, count_trained
 from megaresume.stream.state import SourceCursor

@@ -36,12 +36,12 @@ from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.system import utc
 from megaresume.files import is_torn
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.batches import Balance
 from megaresume.stream.errors import SetupError
 
 FORMAT = "megaresume.ranks"
 VERSION = 1
-Int64Array = npt.NDArray[np.int64]
 
 
 def hash_rows(

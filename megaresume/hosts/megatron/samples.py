@@ -36,9 +36,10 @@ from megaresume.batches.loader import StreamDataset
 from megaresume.batches.workers import outlive_signals
 from megaresume.data.source import Source
 from megaresume.data.spans import spans_of
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.batches import Balance
 from megaresume.stream.compiled import compiled
-from megaresume.stream.dealing import Int64Array, dealt_order
+from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan, concatenate

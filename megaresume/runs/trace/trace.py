@@ -21,6 +21,7 @@ from megaresume.data.source import is_document_source
 from megaresume.runs.directory import Run
 from megaresume.runs.history import UNKNOWN, Span, StepMap
 from megaresume.runs.trace.replan import Past, Planned, Replan
+from megaresume.stream.arrays import Int64Array
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import CorpusError, StreamExhausted
@@ -31,8 +32,6 @@ from megaresume.stream.source import LengthSource
 
 if TYPE_CHECKING:
     from megaresume.data.shard_source import ShardSource
-
-Int64Array = npt.NDArray[np.int64]
 
 
 def shard_source(source: object) -> tuple[ShardSource, int] | None:

@@ -1,0 +1,9 @@
+"""The types of arrays that most of the package hands around."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
