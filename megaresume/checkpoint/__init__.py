@@ -52,7 +52,7 @@ Where things are, from top to bottom; each imports only from those below it (`li
     copies/             copies of the checkpoints in a second storage
     host.py             `Host` and `Data`: the interfaces of a trainer, and of its data, to a session
     file_errors.py      what a framework says of files that it cannot read or write, in words
-    random_state.py     the generators of every rank, in every checkpoint
+    random_state.py     the generators of every rank, in every checkpoint; generators.py: those of a process
     save/               from the marker to the pointers, from complete to durable; old ones make room
     load/               what is loaded; checkpoints of other programs
     store/              the requests to an object store, its one writer, what it holds
@@ -67,6 +67,6 @@ Where things are, from top to bottom; each imports only from those below it (`li
     replay.py           a process that trains steps of another run again: loads from there, and saves nothing
     system.py           time, process, mounts, how a run is laid out; dead locks of builds
 
-Only random_state.py and metrics/losses.py import torch, and no file of a checkpoint is unpickled here. Importing this
+Only generators.py and metrics/losses.py import torch, and no file of a checkpoint is unpickled here. Importing this
 package imports neither torch nor DeepSpeed nor Megatron.
 """

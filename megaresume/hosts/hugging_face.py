@@ -36,9 +36,9 @@ from typing import Any, Unpack
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
+from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import hugging_face_tag

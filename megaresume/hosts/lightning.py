@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint import random_state
+from megaresume.checkpoint import generators
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
@@ -145,7 +145,7 @@ class LightningHost(TrainerHost):
         #: whether the checkpoint that was loaded was saved within its step, so before a validation of it.
         self._lacks_validation = False
         #: the generators before the validation that runs.
-        self._before: random_state.Snapshot | None = None
+        self._before: generators.Snapshot | None = None
 
     def check(self) -> None:
         """See `TrainerHost`: what is known before a fit."""
@@ -365,7 +365,7 @@ class LightningHost(TrainerHost):
     def _validate(self, run: Any) -> Any:
         """A resume would not do it again: what it draws, the training does not miss."""
         device = self.trainer.strategy.root_device
-        self._before = random_state.take(device)
+        self._before = generators.take(device)
         try:
             return run()
         finally:
@@ -375,7 +375,7 @@ class LightningHost(TrainerHost):
     def put_generators(self) -> None:
         """Before what a validation saves, and after it."""
         if self._before is not None:
-            random_state.put(self._before, self.trainer.strategy.root_device)
+            generators.put(self._before, self.trainer.strategy.root_device)
 
     # Save
 

@@ -47,7 +47,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megaresume.checkpoint.random_state import kept
+from megaresume.checkpoint.generators import kept
 from megaresume.hosts.loader_order import check_order, streaming_of
 from megaresume.stream.errors import StateError, UsageError
 

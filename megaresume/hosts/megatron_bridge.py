@@ -25,9 +25,9 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
+from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.saver import Save

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.random_state import kept
 from megaresume.checkpoint.ranks import is_rank_0
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.names import records_dir, torchtitan_tag

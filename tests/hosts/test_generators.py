@@ -15,9 +15,9 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 
-from megaresume.checkpoint import random_state
+from megaresume.checkpoint import generators
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.random_state import RandomState
+from megaresume.checkpoint.random_state import RandomState, SeedCount
 from megaresume.checkpoint.records.manifest import FileEntry, Manifest
 from megaresume.checkpoint.records.names import rank_file, rank_file_words
 from megaresume.checkpoint.records.rank_files import random_digest, remove_orphans, write_rank_file
@@ -31,12 +31,12 @@ ONE = Topology(world_size=1)
 @pytest.fixture(autouse=True)
 def tracker() -> Iterator[Any]:
     found = deepspeed_checkpointing.get_cuda_rng_tracker()
-    before = random_state.take(CPU)
+    before = generators.take(CPU)
     found.reset()
     found.add("mine", 5)
     yield found
     found.reset()
-    random_state.put(before, CPU)
+    generators.put(before, CPU)
 
 
 def draw(tracker: Any) -> list[Any]:
@@ -48,25 +48,25 @@ def draw(tracker: Any) -> list[Any]:
 
 def test_every_generator_goes_on_where_it_was(tracker: Any) -> None:
     draw(tracker)
-    text = json.dumps(random_state.to_plain(random_state.take(CPU)), allow_nan=False)
+    text = json.dumps(generators.to_plain(generators.take(CPU)), allow_nan=False)
     expected = [draw(tracker), draw(tracker)]
-    random_state.put(random_state.from_plain(json.loads(text)), CPU)
+    generators.put(generators.from_plain(json.loads(text)), CPU)
     assert [draw(tracker), draw(tracker)] == expected
     assert len(text) < 40_000
 
 
 def test_taking_and_keeping_draw_nothing(tracker: Any) -> None:
-    before = random_state.to_plain(random_state.take(CPU))
-    with random_state.kept():
+    before = generators.to_plain(generators.take(CPU))
+    with generators.kept():
         draw(tracker)
-    assert random_state.to_plain(random_state.take(CPU)) == before
+    assert generators.to_plain(generators.take(CPU)) == before
 
 
 def test_taking_is_cheap_enough_for_every_step(tracker: Any) -> None:
     times = []
     for _ in range(200):
         began = time.perf_counter()
-        random_state.take(CPU)
+        generators.take(CPU)
         times.append(time.perf_counter() - began)
     assert min(times) < 1e-3  # 3 us
 
@@ -74,16 +74,16 @@ def test_taking_is_cheap_enough_for_every_step(tracker: Any) -> None:
 def plain_states() -> dict[str, Any]:
     """Of Python's and numpy's generators, by themselves."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-    return random_state.to_plain(states)
+    return generators.to_plain(states)
 
 
 def taken() -> dict[str, Any]:
-    states = random_state.take(CPU)
-    return random_state.to_plain({name: states[name] for name in ("python", "numpy")})
+    states = generators.take(CPU)
+    return generators.to_plain({name: states[name] for name in ("python", "numpy")})
 
 
 def test_what_nobody_drew_from_is_not_taken_apart_again(tracker: Any) -> None:
-    first, again = random_state.take(CPU), random_state.take(CPU)
+    first, again = generators.take(CPU), generators.take(CPU)
     assert first["python"] is again["python"] and first["numpy"] is again["numpy"]
 
 
@@ -125,34 +125,34 @@ def test_bits_of_another_kind() -> None:
 def test_a_generator_whose_memory_says_nothing_is_taken_apart_every_time() -> None:
     generator = random.Random(1)
     contents = {"nothing": lambda: None, "constant": lambda: (1,), "restless": lambda: (object(),)}
-    assert not any(random_state.follows(content, generator.random) for content in contents.values())
-    assert random_state.follows(random_state.content_of_python(generator), generator.random, generator.gauss)
+    assert not any(generators.follows(content, generator.random) for content in contents.values())
+    assert generators.follows(generators.content_of_python(generator), generator.random, generator.gauss)
 
 
 def test_seeds_are_those_of_the_name_and_of_nothing_else(tracker: Any) -> None:
-    now = random_state.take(CPU)
-    first = random_state.seeded(now, CPU, lambda name: f"a {name}")
+    now = generators.take(CPU)
+    first = generators.seeded(now, CPU, lambda name: f"a {name}")
     draw(tracker)
-    again = random_state.seeded(random_state.take(CPU), CPU, lambda name: f"a {name}")
-    other = random_state.seeded(now, CPU, lambda name: f"b {name}")
-    first, again, other = (random_state.to_plain(s) for s in (first, again, other))
+    again = generators.seeded(generators.take(CPU), CPU, lambda name: f"a {name}")
+    other = generators.seeded(now, CPU, lambda name: f"b {name}")
+    first, again, other = (generators.to_plain(s) for s in (first, again, other))
     assert first == again and first.keys() == now.keys()
     assert all(first[name] != other[name] for name in first)
-    random_state.put(random_state.from_plain(first), CPU)
-    assert random_state.to_plain(random_state.take(CPU)) == first
+    generators.put(generators.from_plain(first), CPU)
+    assert generators.to_plain(generators.take(CPU)) == first
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_devices_generator_goes_on_where_it_was() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.rand(3, device=device)
-    plain = json.loads(json.dumps(random_state.to_plain(random_state.take(device))))
+    plain = json.loads(json.dumps(generators.to_plain(generators.take(device))))
     expected = torch.rand(5, device=device)
-    random_state.put(random_state.from_plain(plain), device)
+    generators.put(generators.from_plain(plain), device)
     assert torch.equal(torch.rand(5, device=device), expected)
-    seeds = random_state.seeded(random_state.take(device), device, str)
-    random_state.put(seeds, device)
-    assert torch.equal(random_state.take(device)["cuda"], seeds["cuda"])
+    seeds = generators.seeded(generators.take(device), device, str)
+    generators.put(seeds, device)
+    assert torch.equal(generators.take(device)["cuda"], seeds["cuda"])
 
 
 def state_at(step: int, replica: int = 0, *, module: Any = None) -> RandomState:
@@ -163,7 +163,7 @@ def state_at(step: int, replica: int = 0, *, module: Any = None) -> RandomState:
         replica: of which it is.
         module: one that seeds its layers by a count.
     """
-    count = None if module is None else random_state.SeedCount(module, "micro_offset")
+    count = None if module is None else SeedCount(module, "micro_offset")
     return RandomState(lambda: step, CPU, lambda: f"replica {replica}", count=count)
 
 
@@ -194,12 +194,12 @@ def test_what_is_drawn_between_load_and_loop_does_not_matter(tmp_path: Path, tra
         state.step_begins()
         assert draw(tracker) == expected
     state._iteration = lambda: 8
-    after = random_state.to_plain(random_state.take(CPU))
+    after = generators.to_plain(generators.take(CPU))
     state.at_save()
-    assert random_state.to_plain(state._to_write) == after
+    assert generators.to_plain(state._to_write) == after
     state.step_begins()
     state.step_begins_again()
-    assert random_state.to_plain(random_state.take(CPU)) == after
+    assert generators.to_plain(generators.take(CPU)) == after
 
 
 def test_a_save_within_a_step_holds_the_state_with_which_it_began(tmp_path: Path, tracker: Any) -> None:
