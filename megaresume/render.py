@@ -106,6 +106,14 @@ def spell_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
+def spell_seconds(seconds: float) -> str:
+    """``12.0 s``, ``3.4 min``, ``2.5 days``."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(seconds, 0.0):.1f} s"
+
+
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of equal length as lines with aligned columns: numbers to the right, the rest to the left.
 

@@ -32,7 +32,7 @@ from megaresume.checkpoint.starts import starts_from
 from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.load_rules import Partitions
-from megaresume.render import byte_bar
+from megaresume.render import byte_bar, spell_seconds
 from megaresume.runs.answer import Answer, Check, Status, told
 from megaresume.runs.directory import Run
 from megaresume.runs.latest import Newest, find_newest, look_at, named_by, recognise
@@ -188,7 +188,7 @@ def _newest(run: Run, layout: Layout, found: DirectoryReport) -> Newest | None:
     found.size, found.num_files = sum(entry.size for entry in files), len(files)
     age = time.time() - newest.path.stat().st_mtime
     by = "by its manifest" if newest.has_manifest else f"by its files ({layout.title})"
-    found.add("newest", "ok", f"{newest.path.name} is complete, {by}; saved {_age(age)} ago")
+    found.add("newest", "ok", f"{newest.path.name} is complete, {by}; saved {spell_seconds(age)} ago")
     for note in newest.notes:
         found.add("newest", "warning", note)
     if newest.has_manifest and newest.iteration is not None:
@@ -378,10 +378,3 @@ def _words(error: MegaresumeError) -> str:
     if error.found is None:
         return error.headline
     return f"{error.headline}{'' if str(error.found).startswith(chr(10)) else ': '}{error.found}"
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} seconds"

@@ -23,7 +23,7 @@ from megaresume.checkpoint.records.position import read_position
 from megaresume.checkpoint.records.prompt_ledger import PROMPTS
 from megaresume.checkpoint.system import seconds_of
 from megaresume.command_line import at_least
-from megaresume.render import spell_bytes, text_table
+from megaresume.render import spell_bytes, spell_seconds, text_table
 from megaresume.runs import prompts
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.directory import Run
@@ -276,14 +276,7 @@ def _when(left: float, seconds: float | None, size: int | None) -> str:
     if not size:
         return f"in about {left:,.0f} samples"
     steps = left / size
-    return f"in about {steps:,.0f} steps" + ("" if seconds is None else f", {_duration(steps * seconds)}")
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    return f"in about {steps:,.0f} steps" + ("" if seconds is None else f", {spell_seconds(steps * seconds)}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -332,7 +325,7 @@ def _line(now: Now) -> str:
 
 
 def _text(now: Now) -> str:
-    age = _duration(max(time.time() - now.time, 0.0)) + " ago" if now.time else "never"
+    age = spell_seconds(time.time() - now.time) + " ago" if now.time else "never"
     head = f"{now.dir}  {now.life}" + (f"  (run {now.run})" if now.run else "")
     rows = [["step", f"{now.step:,}, {age}" + ("" if now.measured else ": as of its newest record; not measured")]]
     if now.seconds_per_step:
@@ -349,7 +342,7 @@ def _text(now: Now) -> str:
         read = now.cache_hits + now.cache_misses
         rows.append(["cache", f"has {100 * now.cache_hits / max(read, 1):.1f} % of {read:,} records read"])
     if now.goodput is not None:
-        lost = ", ".join(f"{cause} {_duration(now.badput[cause])}" for cause in CAUSES if now.badput.get(cause))
+        lost = ", ".join(f"{cause} {spell_seconds(now.badput[cause])}" for cause in CAUSES if now.badput.get(cause))
         rows.append(["goodput", f"{100 * now.goodput:.2f} %" + (f"; {lost}" if lost else "")])
     rows.append(["starts", f"{now.starts:,}, {now.repeated:,} samples trained again"])
     if now.memberships:
@@ -371,7 +364,7 @@ def _text(now: Now) -> str:
     problems = () if now.prompts is None else now.prompts.problems[:5]
     parts += [f"note: {note}" for note in (*now.notes, *problems)]
     if now.life == "runs" and now.measured and time.time() - now.time > _QUIET:
-        parts.append(f"note: no news for {_duration(time.time() - now.time)}, though a process holds the directory")
+        parts.append(f"note: no news for {spell_seconds(time.time() - now.time)}, though a process holds the directory")
     return "\n\n".join(parts)
 
 
@@ -393,4 +386,4 @@ def _checkpoint(now: Now) -> str:
     if now.durable is None:
         return f"{words}; none is on the disk yet"
     began = seconds_of(str(now.durable_time))
-    return f"{words}; on the disk: step {now.durable:,}, {_duration(max(time.time() - began, 0.0))} ago"
+    return f"{words}; on the disk: step {now.durable:,}, {spell_seconds(time.time() - began)} ago"

@@ -104,7 +104,7 @@ def answer(run: SavedRun, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 
 def of_checkpoints(out: str) -> str:
     """The part of `doctor` on the directory."""
-    out = re.sub(r"saved \d+ seconds ago", "saved AGO", out)
+    out = re.sub(r"saved [\d.]+ s ago", "saved AGO", out)
     if out.startswith("{"):
         return json.dumps([check for check in json.loads(out)["checks"] if check["area"] == "checkpoints"]) + "\n"
     lines = out.partition("\ncheckpoints\n")[2].partition("\n\n")[0].splitlines()

@@ -50,6 +50,7 @@ from megaresume.hosts.deepspeed.load_rules import (
     universal_dir,
     write_seal,
 )
+from megaresume.render import spell_bytes
 from megaresume.stream.errors import CheckpointError, UsageError
 
 #: a conversion that is in progress, or was killed; not a leftover of ours, which any start clears away.
@@ -159,8 +160,8 @@ def _check_room(tag_dir: Path) -> None:
     if free < needed:
         raise CheckpointError(
             f"there is no room to convert {tag_dir.name}",
-            found=f"{_gb(free)} free in {tag_dir.parent}",
-            expected=f"{_gb(needed)}: twice the optimizer state, and the model",
+            found=f"{spell_bytes(free)} free in {tag_dir.parent}",
+            expected=f"{spell_bytes(needed)}: twice the optimizer state, and the model",
             action="free space, or start on the number of ranks that saved it",
         )
 
@@ -171,7 +172,7 @@ def _convert(tag_dir: Path, save_id: str, made_by: Maker, report: Reporter, work
     temporary = target.with_name(f".{target.name}.converting-{os.urandom(4).hex()}")
     # DeepSpeed writes a pointer beside its output: so the output lies one level deeper.
     output = temporary / target.name
-    report.say(f"converting {tag_dir.name} into {target.name}; needs {_gb(needed)} of disk while it works")
+    report.say(f"converting {tag_dir.name} into {target.name}; needs {spell_bytes(needed)} of disk while it works")
     try:
         output.mkdir(parents=True)
         _run_worker(tag_dir, output, temporary / "convert.log", needed, workers or default_workers(needed), report)
@@ -189,7 +190,7 @@ def _convert(tag_dir: Path, save_id: str, made_by: Maker, report: Reporter, work
         raise write_error(output, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    report.say(f"converted in {time.monotonic() - began:.0f} s: {target.name}, {_gb(made.size)}")
+    report.say(f"converted in {time.monotonic() - began:.0f} s: {target.name}, {spell_bytes(made.size)}")
     return Universal(path=target, save_id=save_id, made_by=made_by, size=made.size)
 
 
@@ -202,8 +203,8 @@ def _run_worker(tag_dir: Path, output: Path, log: Path, needed: int, workers: in
     began = time.monotonic()
 
     def progress() -> str:
-        written = _size_below(output)
-        return f"converting {tag_dir.name}: {_gb(written)} of {_gb(needed)} written in {time.monotonic() - began:.0f} s"
+        written, took = spell_bytes(_size_below(output)), time.monotonic() - began
+        return f"converting {tag_dir.name}: {written} of {spell_bytes(needed)} written in {took:.0f} s"
 
     with open(log, "wb") as file:
         worker = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
@@ -237,10 +238,6 @@ def _size_below(directory: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(where, name)).st_size
     return total
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
