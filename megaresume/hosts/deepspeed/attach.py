@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, rank, same_on_all_ranks
 from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.checkpoint.session import Session
 from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptions
@@ -226,11 +226,8 @@ def _open(data: DataConfigLike, options: DataOptions) -> Stream:
 
 
 def _open_log(directory: str | os.PathLike[str]) -> RankLog:
-    import torch.distributed as dist
-
     launch = on_rank_0(time.time_ns)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return on_all_ranks(lambda: RankLog(directory, rank=rank, launch=launch))
+    return on_all_ranks(lambda: RankLog(directory, rank=rank(), launch=launch))
 
 
 def attach_loader(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0, rank
 from megaresume.checkpoint.records.envelope import stream_of
 from megaresume.checkpoint.records.rank_log import RankLog, images_of
 from megaresume.data.source import is_document_source
@@ -204,11 +204,11 @@ def check_replicas(replicas: Sequence[tuple[str, dict[str, Any]]]) -> None:
         replicas: (coordinates, facts) of every rank, by rank.
     """
     facts_of_0 = replicas[0][1]
-    for rank, (where, facts) in enumerate(replicas):
+    for number, (where, facts) in enumerate(replicas):
         for name, value in facts.items():
             if value == facts_of_0[name]:
                 continue
-            odd, normal = (rank, where, value), (0, replicas[0][0], facts_of_0[name])
+            odd, normal = (number, where, value), (0, replicas[0][0], facts_of_0[name])
             if name == "restored state" and facts_of_0[name] == "none":
                 odd, normal = normal, odd
             raise known_to_all(
@@ -252,10 +252,7 @@ def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterator
     train, *others = iterators
     if directory is None or train is None:
         return iterators
-    import torch.distributed as dist
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    log = RankLog(directory, rank=rank, launch=current.launch, chunk=chunk)
+    log = RankLog(directory, rank=rank(), launch=current.launch, chunk=chunk)
     inner = getattr(train, "iterable", None)
     batches = _Logged(train if inner is None else inner, current, order, form, log)
     if inner is None:
@@ -271,7 +268,7 @@ class _Logged:
     def __init__(self, batches: Any, current: MegatronHost, order: StreamOrder, form: SampleForm, log: RankLog) -> None:
         self._batches: Iterator[dict[str, Any]] = iter(batches)
         self._order, self._form, self._log = order, form, log
-        rank, size = data_parallel(current.project)
+        dp_rank, size = data_parallel(current.project)
         self._share = size
         args = current.args
         # Steps since the beginning of this process, on top of those that were done.
@@ -279,7 +276,7 @@ class _Logged:
         log.start(
             step=self._step,
             samples=order.position,
-            dp_rank=rank,
+            dp_rank=dp_rank,
             dp=size,
             micro_batch_size=int(args.micro_batch_size),
             pad_id=form.eod if form.text and form.eod is not None else 0,
