@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.records.envelope import DataState, Envelope
+from megaresume.checkpoint.records.envelope import DataState, Envelope, stream_of
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.system import Topology
@@ -159,6 +159,21 @@ class Data(Protocol):
     def describe(self) -> list[str]:
         """What was changed and accepted at the resume, in lines for people."""
         return []
+
+
+class StreamData(Data, Protocol):
+    """`Data` in the order of a stream."""
+
+    stream: Stream
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """See `Data`."""
+        return self.stream.origin
+
+    def read_back(self, state: DataState) -> None:
+        """See `Data`."""
+        self.stream.read_back(stream_of(state))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from megaresume.batches.agreement import order_of
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.rank_loader import available
-from megaresume.checkpoint.host import Data, change_lines
+from megaresume.checkpoint.host import StreamData, change_lines
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import gather, known_to_all, on_all_ranks, on_rank_0, same_on_all_ranks, world_size
 from megaresume.checkpoint.records.envelope import DataState, stream_of
@@ -36,28 +36,21 @@ from megaresume.hosts.attach import kind_of
 from megaresume.stream.dealing import in_parts, part_of
 from megaresume.stream.errors import StateError, UsageError, listed
 from megaresume.stream.left_out import NO_FAULTS, FaultRecord, Faults
-from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)
 
 
-class Feed(Data, Protocol):
+class Feed(StreamData, Protocol):
     """The micro-batches of one rank. All positions are in samples of all ranks together."""
 
     #: of this rank: a `DataLoader` or a `StreamLoader`.
     loader: Any
-    #: the order.
-    stream: Stream
     #: whether the data ends before a step that would be short.
     whole_steps: bool
 
     @property
     def layout(self) -> str:
         """The division of samples into steps and micro-batches, the same on every rank."""
-
-    def read_back(self, state: DataState) -> None:
-        """See `Data`."""
-        self.stream.read_back(stream_of(state))
 
     def read(self, sample: int) -> Iterator[Any]:
         """The micro-batches from a sample on, with which a step begins, to the end of the epoch or of the data."""
@@ -231,11 +224,6 @@ class StreamFeed(Feed):
             f"micro_batch_size={loader.micro_batch_size}, {loader.schedule}, balance={loader.balance}, "
             f"samples {loader.start} to {loader.stop}"
         )
-
-    @property
-    def origin(self) -> Mapping[str, Any] | None:
-        """See `Data`."""
-        return self.stream.origin
 
     def prepare(self) -> None:
         """See `Data`: the faults of all ranks, each of which has read its own samples."""

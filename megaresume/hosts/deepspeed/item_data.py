@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.host import StreamData
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.records.envelope import DataState, stream_of
@@ -23,7 +24,7 @@ from megaresume.hosts.feeds import ItemFeed
 from megaresume.stream.batches import BatchSchedule
 
 
-class ItemData(EngineData):
+class ItemData(StreamData, EngineData):
     """Iterates over this rank's micro-batches forever, epoch after epoch; made by `megaresume.attach`."""
 
     state_in_words = "no state of its DataLoader", "a DataLoader at its beginning", "the state"
@@ -58,10 +59,6 @@ class ItemData(EngineData):
     def snapshot(self, samples: int) -> DataState:
         """See `Data`."""
         return self.feed.snapshot(samples)
-
-    def read_back(self, state: DataState) -> None:
-        """See `Data`."""
-        self.feed.read_back(state)
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`. Any number of ranks, workers and samples of a micro-batch may have saved it."""

@@ -13,12 +13,12 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from megaresume.batches.batch import Batch
 from megaresume.batches.loader import StreamDataset, StreamLoader
-from megaresume.checkpoint.host import change_lines
+from megaresume.checkpoint.host import StreamData, change_lines
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.checkpoint.records.envelope import DataState, stream_of
@@ -39,7 +39,7 @@ from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
 
-class TrainingData(EngineData):
+class TrainingData(StreamData, EngineData):
     """Iterates over this rank's micro-batches forever; made by `megaresume.attach`.
 
     Micro-step k of the step that begins at sample c gives data-parallel rank r of D the samples
@@ -112,11 +112,6 @@ class TrainingData(EngineData):
         """Worker processes of this rank."""
         return self.options.num_workers
 
-    @property
-    def origin(self) -> Mapping[str, Any] | None:
-        """See `Data`."""
-        return self.stream.origin
-
     def prepare(self) -> None:
         """See `Data`: the faults of all ranks."""
         on_all_ranks(self.check_save)
@@ -126,10 +121,6 @@ class TrainingData(EngineData):
         """See `Data`."""
         state = self.stream.state_at(samples, batches=self._schedule.until(samples))
         return state.replace(faults=self._faults.known)
-
-    def read_back(self, state: DataState) -> None:
-        """See `Data`."""
-        self.stream.read_back(stream_of(state))
 
     def restore(self, state: DataState, choice: Choice | None = None) -> None:
         """Resume from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.

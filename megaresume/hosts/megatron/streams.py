@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.open import check_held_out, open_part, open_stream, open_validation
-from megaresume.checkpoint.host import Data, change_lines
+from megaresume.checkpoint.host import StreamData, change_lines
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.records.envelope import DataState, stream_of
+from megaresume.checkpoint.records.envelope import DataState
 from megaresume.data.data_config import DataConfig
 from megaresume.data.data_path import sources_from_data_path
 from megaresume.data.split import PARTS, Part, split_ranges
@@ -328,7 +328,7 @@ FOLLOW_EVERY = 0.5
 log = logging.getLogger(__name__)
 
 
-class StreamOrder(Data):
+class StreamOrder(StreamData):
     """The order of the training samples. No method is a collective: every rank plans all of the stream.
 
     Args:
@@ -358,7 +358,7 @@ class StreamOrder(Data):
         end: Callable[[BatchSchedule], int] | None = None,
         balance: Balance | None = None,
     ) -> None:
-        self.streams = streams
+        self.streams, self.stream = streams, streams.train
         self.position = position
         self.balance = balance
         self._followed: Any = None
@@ -392,16 +392,6 @@ class StreamOrder(Data):
                 action="megaresume verify DIR; or load an older checkpoint",
             )
 
-    @property
-    def stream(self) -> Stream:
-        """The training stream."""
-        return self.streams.train
-
-    @property
-    def origin(self) -> Mapping[str, Any] | None:
-        """A data config that opens the same training data again, for the records beside the checkpoint."""
-        return self.stream.origin
-
     def snapshot(self, samples: int) -> StreamState:
         """The state for ``samples`` trained samples. Cheap near the front of the stream, which `follow` keeps near.
 
@@ -411,10 +401,6 @@ class StreamOrder(Data):
         if self.balance is not None:
             self.schedule.steps_before(samples)
         return self.stream.state_at(samples, batches=self.schedule.until(samples))
-
-    def read_back(self, state: DataState) -> None:
-        """See `Data`."""
-        self.stream.read_back(stream_of(state))
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`: it was opened at this state.
