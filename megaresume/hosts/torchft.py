@@ -58,7 +58,7 @@ from megaresume.hosts.steps import loop_words
 from megaresume.hosts.torchft_dealing import OF_MANAGER, Share
 from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.hosts.torchft_steps import ReplicaSteps
-from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, write_all
+from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_whole_steps, write_all
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError
 
@@ -165,14 +165,7 @@ class TorchftHost(TrainerHost):
                 expected=f"BatchSchedule.constant({size})",
                 action="give both the same number",
             )
-        ends = any(source.max_epochs is not None for source in feed.stream.config.sources)
-        if ends and not feed.whole_steps:
-            raise UsageError(
-                "the last step of the data may be short, which replicas that leave and join cannot train",
-                found="a DataLoader with max_epochs",
-                expected="whole steps",
-                action="drop_last=True leaves out the remainder; or no max_epochs, and loop.step for the length",
-            )
+        check_whole_steps(feed, "replicas that leave and join", "loop.step")
         loader.is_live = True
         return feed
 

@@ -424,10 +424,24 @@ def check_sizes(
                 expected=f"{expected}, of the {trainer}: {layout}",
                 action=f"make the {loader} with {action}",
             )
+    check_whole_steps(feed, f"the {trainer}", length)
+
+
+def check_whole_steps(feed: Feed, trainer: str, length: str) -> None:
+    """Refuse data that may end with a short step.
+
+    Args:
+        feed: of the loader.
+        trainer: that cannot train it, for the error.
+        length: how else the length of the run is said.
+
+    Raises:
+        UsageError: it may.
+    """
     ends = any(source.max_epochs is not None for source in feed.stream.config.sources)
     if ends and not feed.whole_steps:
         raise UsageError(
-            f"the last step of the data may be short, which the {trainer} cannot train",
+            f"the last step of the data may be short, which {trainer} cannot train",
             found="a DataLoader with max_epochs",
             expected="whole steps",
             action=f"drop_last=True leaves out the remainder; or no max_epochs, and {length} for the length",
