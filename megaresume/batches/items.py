@@ -209,12 +209,8 @@ def items_hash(dataset: Any, name: str, items: int, *, keyed: bool = False) -> s
             return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
 
     with generators_kept():
-        once, again = (contents_hash(items, _ones, read, PLACES) for _ in range(2))
+        once, again = (contents_hash(items, np.ones_like, read, PLACES) for _ in range(2))
     return once if once == again else None
-
-
-def _ones(ids: Int64Array) -> Int64Array:
-    return np.ones(len(ids), np.int64)
 
 
 @contextlib.contextmanager

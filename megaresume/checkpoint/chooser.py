@@ -7,6 +7,7 @@ all      checksums of what was chosen; a damaged one is passed over, and rank 0 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -56,7 +57,9 @@ class Chooser:
             found, place = self._decide(root, self._pick(root, pick), passed)
             if isinstance(found, ForeignCheckpoint):
                 return None, None
-            choice, beside = self._confirm(found, place)
+            # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
+            choice = None if found is None else replace(found, load_dir=place)
+            beside = on_all_ranks(functools.partial(confirm_choice, place, choice))
             if choice is None or (reason := self._damage(root, choice)) is None:
                 break
             passed[choice.tag_dir] = reason
@@ -106,11 +109,6 @@ class Chooser:
             restore_older(root)
         elif self._replay is None and has_older(root):
             restore_if_unlocked(root)
-
-    def _confirm(self, found: Choice | None, root: Path) -> tuple[Choice | None, StepFile | None]:
-        # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
-        choice = None if found is None else replace(found, load_dir=root)
-        return choice, on_all_ranks(lambda: confirm_choice(root, choice))
 
     def _damage(self, root: Path, choice: Choice) -> str | None:
         """Why it cannot be read; None if it can. What a node has brought was compared on the way."""

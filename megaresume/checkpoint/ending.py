@@ -72,7 +72,8 @@ def end(error: MegaresumeError) -> int:
         say(error)
         return 1
     try:
-        _with_others(error, _say_together if is_known_to_all(error) else functools.partial(_say_if_first, error))
+        # Where all ranks are, none may end before rank 0 has said why: its launcher would end rank 0.
+        _with_others(error, on_rank_0 if is_known_to_all(error) else functools.partial(_say_if_first, error))
     finally:
         # A rank that waits for the others at its exit keeps the launcher from ending them.
         os._exit(1)
@@ -105,11 +106,6 @@ def _with_others(error: MegaresumeError, speak: Callable[[Callable[[], None]], N
     except Exception:  # noqa: BLE001  the group is broken, and what matters is the error that we came with
         if not said.is_set():
             say(error)
-
-
-def _say_together(say_it: Callable[[], None]) -> None:
-    """All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0."""
-    on_rank_0(say_it)
 
 
 def _say_if_first(error: MegaresumeError, say_it: Callable[[], None]) -> None:

@@ -152,7 +152,13 @@ class Search:
         # Unsynced: only if it was asked for.
         managed = found.status in ("complete", "unsynced")
         if managed:
-            self._note_left([e.candidate.tag for e in passed if e.status == "unmanaged" and _is_newer(e, found)])
+            self._note_left(
+                [
+                    e.candidate.tag
+                    for e in passed
+                    if e.status == "unmanaged" and e.candidate.order > found.candidate.order
+                ]
+            )
         return Choice(
             load_dir=self.root,
             tag=found.candidate.tag,
@@ -388,7 +394,3 @@ class Search:
             cause="the first save was killed, or the files were damaged afterwards",
             action="restore a checkpoint from a copy; to start over, save into an empty directory",
         )
-
-
-def _is_newer(one: Examined, other: Examined) -> bool:
-    return one.candidate.order > other.candidate.order

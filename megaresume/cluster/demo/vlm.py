@@ -120,7 +120,9 @@ def _records(images: Any, answers: Any, which: Any, pictures: Pictures) -> Itera
     rng = np.random.default_rng([1, pictures.held_out])
     for _ in range(pictures.records):
         num_pictures = 2 if rng.random() < _TWO_PICTURES else 1
-        chosen = [rng.choice(which, _num_digits(rng)) for _ in range(num_pictures)]
+        chosen = [
+            rng.choice(which, 1 if rng.random() < _ALONE else int(rng.integers(1, 5))) for _ in range(num_pictures)
+        ]
         members = {
             "png" if num_pictures == 1 else f"{k}.png": _png(np.concatenate(images[ids], axis=1), rng)
             for k, ids in enumerate(chosen)
@@ -129,10 +131,6 @@ def _records(images: Any, answers: Any, which: Any, pictures: Pictures) -> Itera
         question = "<image>" * num_pictures + "which digits?"
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         yield members | {"json": json.dumps({"messages": turns}).encode()}
-
-
-def _num_digits(rng: np.random.Generator) -> int:
-    return 1 if rng.random() < _ALONE else int(rng.integers(1, 5))
 
 
 def _png(strip: Any, rng: np.random.Generator) -> bytes:

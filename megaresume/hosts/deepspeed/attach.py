@@ -144,7 +144,10 @@ def attach(
     if is_rank_0():
         for line in same_corpora(stream.fingerprints):
             print(f"megaresume: WARNING: {line}", flush=True)
-    log = None if log_samples is None else _open_log(log_samples)
+    log = None
+    if log_samples is not None:
+        launch = on_rank_0(time.time_ns)
+        log = on_all_ranks(lambda: RankLog(log_samples, rank=rank(), launch=launch))
     attached: TrainingData = TrainingData(engine, stream, session, loader_options, schedule=schedule, log=log)
     if asked:
         on_all_ranks(lambda: stream.skip(asked))
@@ -223,11 +226,6 @@ def _open(data: DataConfigLike, options: DataOptions) -> Stream:
         objects=options.objects,
         on_change=options.on_change,
     )
-
-
-def _open_log(directory: str | os.PathLike[str]) -> RankLog:
-    launch = on_rank_0(time.time_ns)
-    return on_all_ranks(lambda: RankLog(directory, rank=rank(), launch=launch))
 
 
 def attach_loader(
