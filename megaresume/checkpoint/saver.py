@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megaresume.checkpoint.file_errors import writing
-from megaresume.checkpoint.host import Data, Host
+from megaresume.checkpoint.host import Data, Host, Loaded
 from megaresume.checkpoint.lock.lock import take
 from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import gather, on_rank_0, written_by_all
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
+from megaresume.checkpoint.records.names import manifest_path, same_place, step_path
+from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.roots import Roots
 from megaresume.checkpoint.save.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.save.durability import Durability
@@ -270,3 +273,32 @@ def announce(root: Path, envelope: Envelope, tag: str, topology: Topology | None
         topology=topology,
         **kwargs,
     )
+
+
+def record_loaded(root: Path, loaded: Loaded, *, beside: Sequence[FileEntry], replaces: bool) -> Loaded:
+    """Write the records of what was loaded from the root where the run saves, if a kill or a copy lost them. On rank 0,
+    after `Session.resume`: for a host whose framework moves a pointer of its own, after which a checkpoint counts.
+
+    Args:
+        root: where the run saves; nothing is written if it was loaded from elsewhere.
+        loaded: what was loaded.
+        beside: files of that save in ``<save>/megaresume``.
+        replaces: also in place of those of another save of the step.
+
+    Returns:
+        what was loaded, with the records that it has now.
+
+    Raises:
+        CheckpointError: see `commit_save`.
+    """
+    envelope, tag = loaded.envelope, loaded.choice.tag
+    if not same_place(loaded.choice.load_dir, root) or not (root / tag).is_dir():
+        return loaded
+    path = step_path(root, envelope.iteration, tag)
+    if path.exists() and manifest_path(root, envelope.iteration, tag).exists():
+        record = read_step_file(path, iteration=envelope.iteration, tag=tag)
+        if record.state == envelope.state or not replaces:
+            return loaded
+    pending = announce(root, envelope, tag, loaded.topology, latest=False, tracker=False)
+    commit_save(pending, beside=beside)
+    return replace(loaded, choice=replace(loaded.choice, record=pending.record))

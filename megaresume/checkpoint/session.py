@@ -22,7 +22,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,17 +48,14 @@ from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.records.envelope import DataState, Envelope
-from megaresume.checkpoint.records.manifest import FileEntry
-from megaresume.checkpoint.records.names import manifest_path, same_place, step_path
 from megaresume.checkpoint.records.position import Positions
-from megaresume.checkpoint.records.step_file import StepFile, new_id, read_step_file
+from megaresume.checkpoint.records.step_file import StepFile, new_id
 from megaresume.checkpoint.replay import METRICS, Replay
 from megaresume.checkpoint.roots import Roots
-from megaresume.checkpoint.save.commit import commit_save
 from megaresume.checkpoint.save.durability import Durability
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.save.retries import Retries
-from megaresume.checkpoint.saver import Save, Saver, announce
+from megaresume.checkpoint.saver import Save, Saver
 from megaresume.checkpoint.starter import Starter
 from megaresume.checkpoint.starts import MAX_STARTS, check_progress, record_end
 from megaresume.checkpoint.stopping import StopConditions, Stopped, Stopper, check_clocks
@@ -354,34 +350,6 @@ class Session:
             print(self.resumed.line(), flush=True)
             for line in data.describe():
                 print(line, flush=True)
-
-    def record_loaded(self, *, beside: Sequence[FileEntry] = (), replaces: bool = True) -> None:
-        """Write the records of what was loaded from ``save_dir``, if a kill or a copy lost them. After `resume`: for a
-        host whose framework moves a pointer of its own, after which a checkpoint counts.
-
-        Args:
-            beside: files of that save in ``<save>/megaresume``.
-            replaces: also in place of those of another save of the step.
-
-        Raises, on every rank:
-            CheckpointError: see `commit_save`.
-        """
-        on_rank_0(lambda: self._record_loaded(beside, replaces))
-
-    def _record_loaded(self, beside: Sequence[FileEntry], replaces: bool) -> None:
-        loaded, root = self.loaded, self.roots.save_dir
-        assert loaded is not None
-        envelope, tag = loaded.envelope, loaded.choice.tag
-        if root is None or not same_place(loaded.choice.load_dir, root) or not (root / tag).is_dir():
-            return
-        path = step_path(root, envelope.iteration, tag)
-        if path.exists() and manifest_path(root, envelope.iteration, tag).exists():
-            record = read_step_file(path, iteration=envelope.iteration, tag=tag)
-            if record.state == envelope.state or not replaces:
-                return
-        pending = announce(root, envelope, tag, loaded.topology, latest=False, tracker=False)
-        commit_save(pending, beside=beside)
-        self.loaded = replace(loaded, choice=replace(loaded.choice, record=pending.record))
 
     # Steps
 

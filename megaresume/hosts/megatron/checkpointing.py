@@ -8,7 +8,7 @@
            -> `Session.accept`; the data resumes from it when it is built -> `Session.resume`, `Session.begin`
 
 The state in the checkpoint is the truth: it is in the same file as the weights. What lies beside is its copy; a kill
-between Megatron's tracker and the copy costs nothing, since the next start writes it (`Session.record_loaded`).
+between Megatron's tracker and the copy costs nothing, since the next start writes it (`record_loaded`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.names import megatron_tag
-from megaresume.checkpoint.saver import Save
+from megaresume.checkpoint.saver import Save, record_loaded
 from megaresume.hosts.loader_states import LoaderRecord
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.calls import check_save
@@ -336,14 +336,19 @@ def after_data_is_built(host: MegatronHost) -> None:
 
 def _record_loaded(host: MegatronHost) -> None:
     """Megatron moves its tracker by itself: a kill after that costs nothing but the records."""
-    loaded, args = host.session.loaded, host.args
-    if loaded is None or host.project.kind != "megatron-lm":
+    session, loaded, root = host.session, host.session.loaded, host.session.roots.save_dir
+    if loaded is None or root is None or host.project.kind != "megatron-lm":
         return
     envelope = loaded.envelope
     files: tuple[FileEntry, ...] = ()
     if envelope.kind == "loader":  # whose states were written before Megatron's own files
         files = LoaderRecord.from_state(envelope.state).entries(envelope.iteration, loaded.choice.tag)
-    host.session.record_loaded(beside=files, replaces=not getattr(args, "non_persistent_ckpt_type", None))
+    replaces = not getattr(host.args, "non_persistent_ckpt_type", None)
+
+    def record() -> None:
+        session.loaded = record_loaded(root, loaded, beside=files, replaces=replaces)
+
+    on_rank_0(record)
 
 
 def _random_state(args: Any, saved_with: Any) -> str | None:
