@@ -49,7 +49,6 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.source import same_corpora
-from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
 
@@ -121,7 +120,7 @@ def attach(
     )
     if kind == "items":
         return _attach_items(engine, data, started)
-    session = started(lambda: attached.stream)
+    session = started()
     balance = on_all_ranks(lambda: loader_options.balanced)
 
     @functools.cache
@@ -148,7 +147,7 @@ def attach(
     if log_samples is not None:
         launch = on_rank_0(time.time_ns)
         log = on_all_ranks(lambda: RankLog(log_samples, rank=rank(), launch=launch))
-    attached: TrainingData = TrainingData(engine, stream, session, loader_options, schedule=schedule, log=log)
+    attached = TrainingData(engine, stream, session, loader_options, schedule=schedule, log=log)
     if asked:
         on_all_ranks(lambda: stream.skip(asked))
     _put_hooks(engine, attached)
@@ -158,7 +157,6 @@ def attach(
 def _started(
     engine: Any,
     checkpoints: Checkpoints,
-    stream: Callable[[], Stream],
     *,
     stop: StopConditions | None,
     on_stop: Callable[[], None] | None,
@@ -176,10 +174,7 @@ def _started(
             action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=...), stop=...)",
         )
 
-    def adopt_state(samples: int, note: str) -> StreamState:
-        return stream().state_at(samples, batches=((0, int(engine.train_batch_size())),), overrides=(note,))
-
-    host = EngineHost(engine, elastic=elastic, adopt=adopt_state if adopt else None)
+    host = EngineHost(engine, elastic=elastic, adopts=adopt)
     # By name: the method is hooked later.
     save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
     session = _session_of(host, checkpoints, stop=stop, on_stop=save, metrics=metrics)
@@ -263,13 +258,13 @@ def attach_loader(
     return attached
 
 
-def _attach_items(engine: Any, loader: Any, started: Callable[[Callable[[], Stream]], Session]) -> ItemData:
-    """Give an engine the items of a `DataLoader`. `_started` is called with a function that gives their stream."""
+def _attach_items(engine: Any, loader: Any, started: Callable[[], Session]) -> ItemData:
+    """Give an engine the items of a `DataLoader`."""
     on_all_ranks(lambda: check_loader(engine, loader))
     feed = ItemFeed(loader)
     check_shares(feed)
     loader.ends_elsewhere = True
-    session = started(lambda: feed.stream)
+    session = started()
     assert isinstance(session.host, EngineHost)
     _refuse_losses(session.host, loader)
     check_same_data(feed)

@@ -13,11 +13,11 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import read_on_all_ranks, writing
-from megaresume.checkpoint.host import Data, Restored
+from megaresume.checkpoint.host import Data, Restored, StreamData
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.meetings import Meeting
 from megaresume.checkpoint.random_state import RandomState, SeedCount
@@ -42,7 +42,6 @@ from megaresume.hosts.schedulers import warn_of_scheduler
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
-from megaresume.stream.state import StreamState
 
 #: the one key that we add to DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
 KEY = "megaresume"
@@ -84,21 +83,15 @@ class EngineHost:
     Args:
         engine: what ``deepspeed.initialize`` returned first.
         elastic: convert a ZeRO checkpoint of another number of ranks by itself.
-        adopt: makes up the state of a checkpoint that was written without megaresume, from the samples that DeepSpeed
-            has trained; None if such a checkpoint is refused.
+        adopts: whether it takes a checkpoint that was written without megaresume: its data, of a stream, begins after
+            the samples that DeepSpeed has trained.
     """
 
     forgotten = "engine.load_checkpoint was forgotten, was given another directory, or load_module_only=True"
     load = "engine.load_checkpoint({directory!r}) before the first step"
     begin_anew = BEGIN_ANEW
 
-    def __init__(
-        self,
-        engine: Any,
-        *,
-        elastic: bool = False,
-        adopt: Callable[[int, str], StreamState] | None = None,
-    ) -> None:
+    def __init__(self, engine: Any, *, elastic: bool = False, adopts: bool = False) -> None:
         self.engine = engine
         self.framework = f"deepspeed {importlib.metadata.version('deepspeed')}"
         self.elastic = elastic
@@ -106,7 +99,7 @@ class EngineHost:
         self.batches: Batches | None = None
         #: of each micro-batch, if they are asked for.
         self.losses: LogitLosses | None = None
-        self._adopt = adopt
+        self._adopts = adopts
         #: whether the first save has looked for schedulers.
         self._is_looked_at = False
 
@@ -263,7 +256,7 @@ class EngineHost:
             is_read = not module_only
             samples, within = int(self.engine.global_samples), (client_state or {}).get(KEY)
             envelope = None if within is None or module_only else on_all_ranks(lambda: Envelope.read(within))
-            if envelope is None and self._adopt is not None and not module_only:
+            if envelope is None and self._adopts and not module_only:
                 envelope = self._adopted(choice, samples)
             return Restored(
                 envelope=envelope,
@@ -281,7 +274,7 @@ class EngineHost:
                 read_files,
                 pick=self.pick(load_dir, tag),
                 weights_only=module_only,
-                adopts=self._adopt is not None or universal,
+                adopts=self._adopts or universal,
             )
         except MegaresumeError as error:
             if is_read and self.batches is not None:
@@ -336,11 +329,11 @@ class EngineHost:
 
     def _adopted(self, choice: Choice, samples: int) -> Envelope:
         """The state after as many samples as DeepSpeed has counted: trained, though nobody knows which they were."""
-        assert self._adopt is not None
         note = f"{samples} samples up to {choice.tag} were trained without megaresume, in another order"
         if is_rank_0():
             print(f"megaresume: {note}; the stream begins after them", flush=True)
-        state = self._adopt(samples, note)
+        sizes = ((0, int(self.engine.train_batch_size())),)
+        state = cast(StreamData, self.batches).stream.state_at(samples, batches=sizes, overrides=(note,))
         return Envelope(state=state, iteration=self.iteration(), framework=self.framework)
 
 
