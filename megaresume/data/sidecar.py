@@ -173,8 +173,7 @@ def write_json_atomically(path: Path, data: object) -> None:
 def written_atomically(path: Path) -> Iterator[BinaryIO]:
     """A temporary file to write to, which replaces `path` at the end; see `write_json_atomically`.
 
-    Raises:
-        OSError: it cannot be written; the temporary file is gone.
+    If the block raises, the temporary file is gone, and so it is if it cannot be written (OSError).
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -183,7 +182,7 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise

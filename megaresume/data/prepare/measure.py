@@ -21,7 +21,6 @@ and nothing of the machine, the time or the workers: the same shards and encoder
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +36,7 @@ from megaresume.data.prepare.work import WorkDirectory, disk_error
 from megaresume.data.record_index import IndexWriter, ShardIndex
 from megaresume.data.shard_files import MAX_RECORD_BYTES, BlockFile, Place, ShardFiles
 from megaresume.data.shard_source import UNMEASURED
+from megaresume.data.sidecar import written_atomically
 from megaresume.data.tar import RecordExtent, content_hash, parse_record, walk
 from megaresume.encoding.images.document import Measure
 from megaresume.encoding.images.encoder import ImageTextEncoder
@@ -315,8 +315,7 @@ def merge_parts(
     for first, stop in (energon or {}).get("parts", {}).values():
         ranges.setdefault((first, stop), _Range(first, stop))
     totals, at = _Totals(), 0
-    new = index.with_name(f".{index.name}.new")
-    with open(new, "wb") as file:
+    with written_atomically(index) as file:
         writer = IndexWriter(file, ShardIndex, records)
         for task, (head, columns) in zip(tasks, parts, strict=True):
             writer.add(columns)
@@ -327,9 +326,6 @@ def merge_parts(
             tick(head["records"])
         fingerprints = [part.entry() for part in ranges.values()]
         header = writer.finish(_header(index, spec, tasks, heads, totals, energon) | {"fingerprints": fingerprints})
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, index)
     fsync_dir(index.parent)
     return header
 
