@@ -20,6 +20,7 @@ weights under the same numbers: they are to load those of the checkpoint before 
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,8 @@ from typing import Any, NamedTuple
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_hash import item_hash
 from megaresume.batches.rank_loader import process_rank
-from megaresume.checkpoint.records.prompt_ledger import PromptLedger
+from megaresume.checkpoint.records.prompt_ledger import STATE, PromptLedger
+from megaresume.files import write_atomic
 from megaresume.hosts.prompt_order import OF_ORDER, PromptOrder, loader_of
 from megaresume.hosts.tickets import Tickets, reached_of
 from megaresume.stream.arguments import unknown_name
@@ -167,10 +169,15 @@ class Prompts:
                 )
             ]
 
-    def begin(self) -> None:
-        """Begin with the first prompt; the first `issue` does it. See there for what is refused."""
+    def begin(self, *, is_saved: bool = True) -> None:
+        """Begin with the first prompt; the first `issue` does it. See there for what is refused.
+
+        Args:
+            is_saved: whether there is a checkpoint that is whole. If not, what the ledger has is of a first save that
+                was killed.
+        """
         self._check_rank()  # there may be a process group by now
-        if self._ledger is not None:
+        if self._ledger is not None and is_saved:
             self._ledger.check_begins()
         self.is_begun = True
 
@@ -388,6 +395,14 @@ class Prompts:
     def version(self) -> int:
         """Of the weights, as `advance` said."""
         return self._flights.weights_version
+
+
+def write_state(prompts: Prompts, directory: Path, step: int) -> dict[str, Any]:
+    """Write the state into the directory of a checkpoint of this step, for people and `verify`; returns it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    state = prompts.state_dict()
+    write_atomic(directory / STATE, json.dumps({"step": step, "prompts": state}).encode())
+    return state
 
 
 def _check_names(order: Mapping[str, Any]) -> None:

@@ -41,19 +41,16 @@ import torch
 from transformers import TrainerCallback
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _AsyncRolloutLoop
 
-from megaresume.checkpoint.records.prompt_ledger import PROMPTS
-from megaresume.files import write_atomic
+from megaresume.checkpoint.records.prompt_ledger import PROMPTS, STATE
 from megaresume.hosts.attach import SLOT, check_new, hook
 from megaresume.hosts.hugging_face_data import check_processes
-from megaresume.hosts.prompts import Prompts
+from megaresume.hosts.prompts import Prompts, write_state
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.in_flight import STALE, OnStale
 
 log = logging.getLogger(__name__)
 
-#: the file of the state, in a checkpoint's directory.
-FILE = "prompts.json"
 _OTHER = "load another checkpoint; or start from its weights as a new model"
 #: the key of a micro-batch's number.
 BATCH = "megaresume_batch"
@@ -361,9 +358,7 @@ def _start(trainer: Any, prompts: Prompts, start: Any) -> None:
 
 def _save(trainer: Any, prompts: Prompts, save: Any, *args: Any, **kwargs: Any) -> None:
     directory = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}")
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {"step": trainer.state.global_step, "prompts": prompts.state_dict()}
-    write_atomic(directory / FILE, json.dumps(state).encode())
+    write_state(prompts, directory, trainer.state.global_step)
     save(*args, **kwargs)
 
 
@@ -372,18 +367,9 @@ def _train(trainer: Any, prompts: Prompts, train: Any, *args: Any, **kwargs: Any
         prompts.load_state_dict(_read(Path(os.fspath(found))))
         log.info("megaresume: %d prompts in flight are issued again", len(prompts.in_flight))
     else:
-        begin(prompts, Path(trainer.args.output_dir))
+        # Here, so that what is refused is raised in the trainer, and not in the thread that a worker asks.
+        prompts.begin(is_saved=any(Path(trainer.args.output_dir).glob("checkpoint-*/trainer_state.json")))
     return train(*args, **kwargs)
-
-
-def begin(prompts: Prompts, output_dir: Path) -> None:
-    """Begin a run: here, so that what is refused is raised in the trainer, and not in the thread that a worker asks.
-
-    Without any checkpoint that is whole, what the ledger has is of a first save that was killed.
-    """
-    if any(output_dir.glob("checkpoint-*/trainer_state.json")):
-        prompts.begin()
-    prompts.is_begun = True
 
 
 def newest_whole(output_dir: Path) -> str | None:
@@ -408,23 +394,23 @@ def _read(directory: Path) -> Any:
     """The state in a checkpoint. Raises StateError: there is none, or it is of another step."""
     step = int(json.loads((directory / "trainer_state.json").read_bytes())["global_step"])
     try:
-        found = json.loads((directory / FILE).read_bytes())
+        found = json.loads((directory / STATE).read_bytes())
     except FileNotFoundError as error:
         raise StateError(
             "the checkpoint has no state of its prompts",
-            found=f"no {FILE} in {directory}",
+            found=f"no {STATE} in {directory}",
             expected="the file that was saved with the weights",
             cause="it was saved without megaresume, or the file was not copied along",
             action=_OTHER,
         ) from error
     except ValueError as error:
         raise StateError.unreadable(
-            "the state of the prompts", error, "JSON", at=directory / FILE, action=_OTHER
+            "the state of the prompts", error, "JSON", at=directory / STATE, action=_OTHER
         ) from error
     if not isinstance(found, dict) or found.get("step") != step:
         raise StateError(
             "weights and prompts are from different steps",
-            found=f"weights of step {step}, {FILE} of step {found.get('step') if isinstance(found, dict) else None}",
+            found=f"weights of step {step}, {STATE} of step {found.get('step') if isinstance(found, dict) else None}",
             expected="the same step",
             cause="a file was copied from another checkpoint",
             action="load another checkpoint",

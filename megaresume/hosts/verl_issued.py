@@ -11,22 +11,19 @@ Importing this does not import VeRL.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.files import write_atomic
-from megaresume.hosts.prompts import Prompt, Prompts
+from megaresume.checkpoint.records.names import TRACKER
+from megaresume.hosts.prompts import Prompt, Prompts, write_state
 from megaresume.hosts.trainer import Carried
 from megaresume.stream.errors import StateError
 
 #: what of ours is in place of torchdata's state.
 KEY = Carried.KEY
-#: the file of the state, for people and `verify`, in a checkpoint's directory.
-FILE = "prompts.json"
 
 
 class SavedPrompts:
@@ -49,11 +46,9 @@ class SavedPrompts:
 
     def state_dict(self) -> dict[str, Any]:
         """What VeRL saves as ``data.pt``, when the weights are saved."""
-        step, state = self.step, self.prompts.state_dict()
+        step = self.step
         directory = Path(self.trainer.config.trainer.default_local_dir, f"global_step_{step}")
-        directory.mkdir(parents=True, exist_ok=True)
-        write_atomic(directory / FILE, json.dumps({"step": step, "prompts": state}).encode())
-        return {KEY: state, "step": step}
+        return {KEY: write_state(self.prompts, directory, step), "step": step}
 
     def load_state_dict(self, state: Any) -> None:
         """What VeRL has found there.
@@ -86,11 +81,9 @@ class SavedPrompts:
         if step and not self.is_loaded:
             raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
         if not step:
-            # Here, so that what is refused is raised before workers are sent prompts. Without any checkpoint that is
-            # whole, what the ledger has is of a first save that was killed.
-            if Path(self.trainer.config.trainer.default_local_dir, "latest_checkpointed_iteration.txt").exists():
-                self.prompts.begin()
-            self.prompts.is_begun = True
+            # Here, so that what is refused is raised before workers are sent prompts.
+            tracker = Path(self.trainer.config.trainer.default_local_dir, TRACKER)
+            self.prompts.begin(is_saved=tracker.exists())
 
 
 class IssuedPrompts(SavedPrompts):

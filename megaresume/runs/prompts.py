@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.records.prompt_ledger import PROMPTS, PromptHistory
+from megaresume.checkpoint.records.prompt_ledger import PROMPTS, STATE, PromptHistory
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs.answer import Answer, optional, told
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
@@ -77,7 +77,7 @@ def prove(directory: Path, find: str | None = None) -> PromptProof:
         UsageError: no ordinals.
     """
     history = PromptHistory.read(directory / PROMPTS)
-    found = {path: _state(path) for path in sorted(directory.glob("*/prompts.json"))}
+    found = {path: _state(path) for path in sorted(directory.glob(f"*/{STATE}"))}
     states = {path: state for path, state in found.items() if state["line"] is not None}
     known = [(state["step"], path) for path, state in states.items() if state["line"] in history.lines]
     newest = max(known, default=None)

@@ -36,6 +36,8 @@ from megaresume.stream.state import is_version
 FORMAT, VERSION = "megaresume.prompts", 1
 #: its name, in the directory of a run.
 PROMPTS = "prompts.jsonl"
+#: the file of their state in a checkpoint's directory, under trainers that write it there.
+STATE = "prompts.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

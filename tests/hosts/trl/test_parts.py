@@ -18,7 +18,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _Asy
 
 import megaresume
 from megaresume import Prompts
-from megaresume.hosts.trl import FILE, Arrivals, GroupMember, Issuer, Sample, _read, begin, newest_whole
+from megaresume.checkpoint.records.prompt_ledger import STATE
+from megaresume.hosts.trl import Arrivals, GroupMember, Issuer, Sample, _read, _train, newest_whole
 from megaresume.runs.prompts import prove
 from megaresume.stream.errors import StateError
 from tests.hosts.prompts.simulated import Texts
@@ -95,10 +96,10 @@ def test_a_checkpoint_without_its_prompts(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
     with pytest.raises(StateError, match="no state of its prompts"):
         _read(tmp_path)
-    (tmp_path / FILE).write_text('{"step": 3, "prompts": {}}')
+    (tmp_path / STATE).write_text('{"step": 3, "prompts": {}}')
     with pytest.raises(StateError, match="from different steps"):
         _read(tmp_path)
-    (tmp_path / FILE).write_text('{"step": 3, "pro')
+    (tmp_path / STATE).write_text('{"step": 3, "pro')
     with pytest.raises(StateError, match="cannot be read"):
         _read(tmp_path)
 
@@ -108,12 +109,12 @@ def test_a_save_that_was_killed_is_passed_over(tmp_path: Path) -> None:
     for step in (3, 6, 9, 12):
         path = tmp_path / f"checkpoint-{step}"
         path.mkdir()
-        (path / FILE).write_text(f'{{"step": {step}, "prompts": {{}}}}')
+        (path / STATE).write_text(f'{{"step": {step}, "prompts": {{}}}}')
         (path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
     (tmp_path / "checkpoint-12" / "trainer_state.json").unlink()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"global_st')
     assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
-    (tmp_path / "checkpoint-6" / FILE).unlink()  # saved without megaresume
+    (tmp_path / "checkpoint-6" / STATE).unlink()  # saved without megaresume
     with pytest.raises(StateError, match="no state of its prompts"):
         newest_whole(tmp_path)
 
@@ -122,6 +123,7 @@ def test_a_run_begins_again_only_if_it_has_no_checkpoint(tmp_path: Path) -> None
     def made() -> Prompts:
         return Prompts(Texts("data", 20), ledger=tmp_path / "prompts.jsonl")
 
+    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)))
     prompts = made()
     (first,) = prompts.issue(1)
     assert prompts.done(0, first.ticket)
@@ -129,11 +131,11 @@ def test_a_run_begins_again_only_if_it_has_no_checkpoint(tmp_path: Path) -> None
     prompts.state_dict()
     (tmp_path / "checkpoint-1").mkdir()  # and killed while it saved
     again = made()
-    begin(again, tmp_path)
+    _train(trainer, again, lambda: None)
     assert [prompt.ordinal for prompt in again.issue(1)] == [0]
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
     with pytest.raises(StateError, match="no state was loaded"):
-        begin(made(), tmp_path)
+        _train(trainer, made(), lambda: None)
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

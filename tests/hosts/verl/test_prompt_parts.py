@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaresume.hosts.verl_issued import FILE, IssuedPrompts, parsed_uid, uid_of
+from megaresume.checkpoint.records.prompt_ledger import STATE
+from megaresume.hosts.verl_issued import IssuedPrompts, parsed_uid, uid_of
 from megaresume.hosts.verl_prompts import attach
 from megaresume.runs.prompts import prove
 from megaresume.stream.errors import StateError, UsageError
@@ -187,4 +188,4 @@ def test_the_state_lies_in_two_files(tmp_path: Path) -> None:
     attach(driver)
     driver.hand_out(3)
     assert isinstance(driver.train_dataloader, IssuedPrompts)
-    assert (tmp_path / "global_step_3" / FILE).is_file()
+    assert (tmp_path / "global_step_3" / STATE).is_file()
