@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,16 @@ class AcceleratorHost(TrainerHost):
         accelerator = self.trainer
         check_schedulers(
             (optimizer for one in accelerator._optimizers for optimizer in (one, one.optimizer)),
-            [*(one.scheduler for one in accelerator._schedulers), *accelerator._custom_objects],
+            self.kept(),
             "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
             "megaresume.attach",
             searches=searches,
         )
+
+    def kept(self) -> Iterable[Any]:
+        """See `TrainerHost`."""
+        accelerator = self.trainer
+        return [*(one.scheduler for one in accelerator._schedulers), *accelerator._custom_objects]
 
     def check_processes(self) -> None:
         """See `TrainerHost`."""

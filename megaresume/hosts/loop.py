@@ -17,7 +17,7 @@ See docs/torch.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -111,10 +111,14 @@ class LoopHost(TrainerHost):
         """See the function."""
         check_schedulers(
             (optimizer for optimizer, _ in self.objects.optimizers.values()),
-            self.objects.others.values(),
+            self.kept(),
             "make it before: megaresume.attach({'model': model, 'optimizer': optimizer, 'scheduler': scheduler}, ...)",
             searches=searches,
         )
+
+    def kept(self) -> Iterable[Any]:
+        """See `TrainerHost`."""
+        return self.objects.others.values()
 
     def read(self, choice: Choice) -> Restored:
         """Read the files of this rank: for `Session.load`."""

@@ -1,16 +1,18 @@
-"""Learning-rate schedulers of which no checkpoint knows: each resume would begin them anew, and nothing would say so.
+"""Learning-rate schedulers that a resume would begin anew, or a step late, and nothing would say so.
 
-torch's schedulers leave a mark in their optimizer, by which they are found; ``ReduceLROnPlateau`` leaves none.
+torch's schedulers leave a mark in their optimizer, by which those are found of which no checkpoint knows;
+``ReduceLROnPlateau`` leaves none.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from megaresume.checkpoint.ranks import is_rank_0
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.errors import UsageError
 
@@ -44,6 +46,31 @@ def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str
         )
 
 
+def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
+    """A save has ended: what is to be asked when the next step begins.
+
+    Args:
+        kept: see `check_schedulers`.
+
+    Returns:
+        whether a scheduler was stepped since, which its checkpoint does not know. It then says so.
+    """
+    saved = [(held, held.last_epoch) for one in kept for held in _parts(one) if isinstance(held, _SCHEDULERS)]
+
+    def ask() -> bool:
+        late = [held for held, at in saved if held.last_epoch != at]
+        if late and is_rank_0():
+            print(
+                f"megaresume: WARNING: {type(late[0]).__name__} was stepped between the save and the next step. A "
+                "resume would begin that step with the learning rate as it was saved: from then on one step of the "
+                "scheduler is missing. Step it before the save",
+                flush=True,
+            )
+        return bool(late)
+
+    return ask
+
+
 def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:
     """Say that DeepSpeed does not know, and so does not save, a learning-rate scheduler. Nothing is refused: it may be
     in a file of the program's own.
@@ -64,6 +91,9 @@ def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:
             )
             return
         optimizer = getattr(optimizer, "optimizer", None)
+
+
+_SCHEDULERS = LRScheduler, ReduceLROnPlateau
 
 
 def _is_scheduled(optimizer: Any) -> bool:

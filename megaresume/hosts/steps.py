@@ -81,6 +81,8 @@ class Steps(Count[str]):
     loaded_step: int
     #: told of every step that was made: its number, and the samples trained with it.
     on_step: Callable[[int, int], object] | None = None
+    #: called once, when the next step begins.
+    on_next_step: Callable[[], object] | None = None
 
     def __init__(self, feed: Feed, words: Words | None = None) -> None:
         self.feed = feed
@@ -170,6 +172,9 @@ class Steps(Count[str]):
                     self._ranges.clear()
                     self._trained.clear()
                     self.session.step_begins()
+                    if self.on_next_step is not None:
+                        on_next_step, self.on_next_step = self.on_next_step, None
+                        on_next_step()
                     self.begin(self.feed.size_at(self.samples))
                 batch = self.session.clocks.wait(next, batches, _END)
                 if batch is _END:

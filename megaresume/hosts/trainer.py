@@ -41,6 +41,7 @@ from megaresume.hosts.attach import SLOT, hook
 from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
+from megaresume.hosts.schedulers import stepped_after_save
 from megaresume.hosts.steps import Steps, loop_words
 from megaresume.stream.errors import UsageError
 
@@ -55,7 +56,7 @@ class TrainerHost(Host):
 
     A host must have: ``package``, ``words``, ``forgotten``, ``load``, ``begin_anew``, `check`, `settings`, `feed`,
     `begin`, `hooks`, `save_now`; ``device``, if the trainer has no attribute of that name. It may have:
-    `check_first_save`, `expected_files`, `Host.committed`, ``background``.
+    `check_first_save`, `kept`, `expected_files`, `Host.committed`, ``background``.
 
     Its hooks must call
         steps.stepped()                      after an optimizer step, or `steps.check_step()` before it as well
@@ -83,6 +84,8 @@ class TrainerHost(Host):
     background: Background | None = None
     #: whether `check_first_save` was called.
     is_save_checked = False
+    #: whether a scheduler was stepped after a save, which is said once.
+    is_scheduler_late = False
     #: whether files are written or read. torch then makes the state of an optimizer by a step that changes nothing.
     is_at_files = False
 
@@ -130,6 +133,11 @@ class TrainerHost(Host):
 
     def check_first_save(self) -> None:
         """Before the first save of a start: refuse, or warn of, what its checkpoint would not restore. Collective."""
+
+    def kept(self) -> Iterable[Any]:
+        """What a checkpoint holds besides models and optimizers, if a loop of the user's own steps a scheduler in it:
+        see `check_schedulers`."""
+        return ()
 
     def save_now(self) -> Any:
         """Save, since the run is to stop."""
@@ -318,7 +326,11 @@ class TrainerHost(Host):
             return write(save)
 
         on_all_ranks(self.steps.check_save)
-        return self.session.save(save_dir, write_files, tag=tag, **kwargs)
+        result = self.session.save(save_dir, write_files, tag=tag, **kwargs)
+        if not self.is_scheduler_late:
+            is_late = stepped_after_save(self.kept())
+            self.steps.on_next_step = lambda: setattr(self, "is_scheduler_late", is_late())
+        return result
 
 
 class Carried:

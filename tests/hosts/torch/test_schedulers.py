@@ -122,6 +122,32 @@ def test_one_that_an_object_holds_is_known(tmp_path: Path, held: Any) -> None:
     run.loop.close()
 
 
+@pytest.mark.parametrize("when", ["before the save", "after the save", "after the epoch"])
+def test_one_stepped_after_the_save_is_named_once(tmp_path: Path, when: str, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    scheduler = run.objects["scheduler"] = run.scheduler()
+    run.attach()
+    run.loop.load()
+    said = []
+    for _ in range(3):
+        for _ in run.loop:
+            said.append("was stepped between the save and the next step" in capfd.readouterr().out)
+            run.objects["optimizer"].step()
+            if when == "before the save":
+                scheduler.step()
+            run.loop.stepped()
+            run.loop.save()
+            if when == "after the save":
+                scheduler.step()
+        if when == "after the epoch":
+            scheduler.step()
+    run.loop.close()
+    steps = len(run.loop)
+    first = {"before the save": None, "after the save": 1, "after the epoch": steps}[when]
+    assert [number for number, is_said in enumerate(said) if is_said] == ([] if first is None else [first])
+    assert len(said) == 3 * steps
+
+
 def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """It may be in the program's own ``client_state``, so it is not refused."""
     inner = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
