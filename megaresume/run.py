@@ -34,6 +34,8 @@ USAGE = "usage: megaresume run SCRIPT [ARGS]   or   megaresume run -m MODULE [AR
 
 #: The ways in which a script puts the checkout of Megatron on the path.
 _CHANGES_PATH = ("sys.path", "addsitedir")
+#: A script that imports one of these trains with Hugging Face's Trainer.
+_WITH_TRAINER = ("transformers", "trl", "peft", "sentence_transformers", "llamafactory", "swift", "axolotl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +188,7 @@ def _trains_with_megatron(script: str) -> bool:
     with open(script, encoding="utf-8", errors="replace") as file:
         source = file.read()
     imports_megatron = _imports(source, package_name())
-    if not imports_megatron and _imports(source, "transformers"):
+    if not imports_megatron and any(_imports(source, package) for package in _WITH_TRAINER):
         return False
     try:
         find_project()

@@ -174,9 +174,9 @@ class TransformersHost(TrainerHost):
             )
         check_new(trainer, "Trainer")
         undo_settings(trainer)
+        check_methods(trainer)  # before its settings: a class may need one that is refused
         check_settings(trainer)
         check_backend(trainer.accelerator)
-        check_methods(trainer)
         check_callbacks(trainer)
 
     def check_processes(self) -> None:

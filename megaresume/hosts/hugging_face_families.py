@@ -26,6 +26,10 @@ def _dpo(trainer: Any) -> Mapping[str, Any]:
     return {"precompute_ref_log_probs": trainer.precompute_ref_log_probs}
 
 
+def _kto(trainer: Any) -> Mapping[str, Any]:
+    return {_ESTIMATES_KL: trainer.calculate_KL and trainer.args.loss_type}
+
+
 def _swift_loader(trainer: Any) -> Mapping[str, Any]:
     args = trainer.args
     return {
@@ -65,9 +69,12 @@ def _axolotl(trainer: Any) -> Mapping[str, Any]:
 
 
 _SEVERAL, _OWN_PARAMETERS = "a train_dataset of several datasets", "a loss with parameters of its own"
+_ESTIMATES_KL = "a loss_type of KTO that estimates the KL term"
 #: what to do about a setting, if it is not to leave it out.
 _WAYS_OUT = {
     _SEVERAL: "datasets.concatenate_datasets, if they have the same columns and one loss",
+    _ESTIMATES_KL: "it wants the items in the order of the dataset; loss_type='apo_zero_unpaired' with "
+    "train_sampling_strategy='random' does not",
     _OWN_PARAMETERS: "take a loss whose parameters are all the model's: Sentence Transformers saves no others",
 }
 
@@ -103,6 +110,7 @@ KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
     ("llamafactory.train.dpo.trainer.CustomDPOTrainer", "_get_train_sampler"): _llama_factory,
     ("trl.trainer.dpo_trainer.DPOTrainer", "get_train_dataloader"): _dpo,
+    ("trl.trainer.kto_trainer.KTOTrainer", "_get_train_sampler"): _kto,
     ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
@@ -191,10 +199,15 @@ def _name_of(cls: type) -> str:
 
 
 def _refused(cls: type, method: str, what: str) -> UsageError:
+    cause = "a class that changes the order of the data, or a method that was replaced"
+    action = f"remove {method}; weigh datasets by data={{name: (dataset, weight)}}"
+    if cls.__module__.startswith("trl."):
+        cause = "it generates, and trains what it generated for one batch of prompts in several steps, or several times"
+        action = "AsyncGRPOTrainer, which can be attached; in a loop of your own, megaresume.Prompts(dataset)"
     return UsageError(
         f"this Trainer has its own {what}",
         found=f"{cls.__qualname__}.{method}",
         expected=f"transformers.Trainer.{method}",
-        cause="a class that changes the order of the data, or a method that was replaced",
-        action=f"remove {method}; weigh datasets by data={{name: (dataset, weight)}}",
+        cause=cause,
+        action=action,
     )

@@ -34,6 +34,7 @@ def trainer_of(output: Path, module: str, name: str, method: str, **members: Any
 
 LLAMA_FACTORY = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer", "_get_train_sampler")
 DPO = ("trl.trainer.dpo_trainer", "DPOTrainer", "get_train_dataloader")
+KTO = ("trl.trainer.kto_trainer", "KTOTrainer", "_get_train_sampler")
 SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
 SWIFT_SAVE = ("swift.trainers.mixin", "SwiftMixin", "_save_checkpoint")
 AXOLOTL = ("axolotl.core.trainers.base", "AxolotlTrainer", "_get_train_sampler")
@@ -112,6 +113,24 @@ def test_dpo(tmp_path: Path, computed: bool) -> None:
             megaresume.attach(trainer)
     else:
         assert len(megaresume.attach(trainer)) == 50
+
+
+@pytest.mark.parametrize("estimates", [False, True])
+def test_kto(tmp_path: Path, estimates: bool) -> None:
+    trainer = trainer_of(tmp_path / "run", *KTO, calculate_KL=estimates)
+    trainer.args.loss_type = "kto"
+    if estimates:
+        trainer.args.train_sampling_strategy = "sequential"  # its default, which TRL requires for this loss
+        with pytest.raises(UsageError, match=r"estimates the KL term cannot be used(.|\n)*apo_zero_unpaired"):
+            megaresume.attach(trainer)
+    else:
+        assert len(megaresume.attach(trainer)) == 50
+
+
+def test_a_trainer_of_trl_that_generates(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", "trl.trainer.grpo_trainer", "GRPOTrainer", "get_train_dataloader")
+    with pytest.raises(UsageError, match=r"its own loader(.|\n)*next action: +AsyncGRPOTrainer"):
+        megaresume.attach(trainer)
 
 
 @pytest.mark.parametrize("name", ["SyncRefModelCallback", "BEMACallback"])

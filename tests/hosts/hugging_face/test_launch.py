@@ -148,3 +148,11 @@ def test_flags_that_a_trainer_does_not_have(words: list[str], message: str, monk
     monkeypatch.setenv(SETTINGS_VARIABLE, "")
     with pytest.raises(UsageError, match=message):
         take_flags(["train.py", *words])
+
+
+@pytest.mark.parametrize("package", ["transformers", "trl", "peft"])
+def test_a_script_that_changes_the_path(package: str, tmp_path: Path) -> None:
+    # As TRL's grpo.py does: it names transformers nowhere, and is no script of Megatron's, whose flags are left to it.
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\n\nfrom {package} import Anything\n\nsys.path.insert(0, '.')\n")
+    assert not run._trains_with_megatron(str(script))
