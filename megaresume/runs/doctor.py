@@ -352,7 +352,16 @@ def _ranks(
             return
         before = Topology(dp=saved_dp, zero_stage=stage)
     stage = before.zero_stage if zero_stage is None else zero_stage
-    if Partitions(ranks=dp, zero_stage=stage or 0).differ_from(before):
+    now = Partitions(ranks=dp, zero_stage=stage or 0)
+    if before.zero_stage is not None and now.is_of_another_kind(before):
+        found.add(
+            "ranks",
+            "problem",
+            f"saved with ZeRO {before.zero_stage}, the launch has ZeRO {stage}",
+            cause="DeepSpeed cannot load the optimizer state of another kind of ZeRO (0, 1 or 2, 3)",
+            action=f"start with ZeRO {before.zero_stage}",
+        )
+    elif now.differ_from(before):
         into = (
             f"megaresume convert {quote(str(path.parent))} --tag {path.name}"
             if managed

@@ -41,8 +41,8 @@ def test_commands(directory: Path) -> None:
     shown = re.findall(r"\n    checkpoints\n(.*?)\nThe exit status", TEXT, flags=re.DOTALL)[0].splitlines()
     assert len(shown) == 7
     for line in shown:
-        line = re.sub(r"saved \d+ \w+ ago", "", line.strip())
-        assert line in re.sub(r"saved \d+ \w+ ago", "", printed), line
+        line = re.sub(r"saved [\d.]+ \w+ ago", "", line.strip())
+        assert line in re.sub(r"saved [\d.]+ \w+ ago", "", printed), line
 
 
 def test_the_table(tmp_path: Path) -> None:

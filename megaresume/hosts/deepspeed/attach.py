@@ -337,10 +337,10 @@ def _save(slot: _Slot, *given: Any) -> Any:
 
 
 def _load(
-    slot: _Slot, read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, _optimizer: bool
+    slot: _Slot, read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, optimizer: bool
 ) -> Any:
     data = slot.data
-    return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only)
+    return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only, optimizer)
 
 
 def _train_batch(

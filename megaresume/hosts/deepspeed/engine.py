@@ -119,6 +119,11 @@ def partitions(engine: Any) -> int:
     return int(engine.seq_dp_world_size)
 
 
+def pipeline_stages(engine: Any) -> int:
+    """Stages of its pipeline; 1: it has none."""
+    return int(engine.grid.pipe_parallel_size) if is_pipeline(engine) else 1
+
+
 def loads_universal(engine: Any) -> bool:
     """Whether ``checkpoint.load_universal`` is set."""
     return bool(engine.load_universal_checkpoint())
@@ -282,11 +287,8 @@ def topology(engine: Any) -> Topology:
     """The layout of the run, for records, without its workers."""
     world = dist.get_world_size()
     dp, sp = data_size(engine), partitions(engine) // data_size(engine)
-    if is_pipeline(engine):
-        pp = int(engine.grid.pipe_parallel_size)
-        tp = int(engine.grid.model_parallel_size)
-    else:
-        pp, tp = 1, int(engine.mp_world_size)
+    pp = pipeline_stages(engine)
+    tp = int(engine.grid.model_parallel_size if is_pipeline(engine) else engine.mp_world_size)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return Topology(
         world_size=world,

@@ -243,16 +243,24 @@ class EngineHost:
         return False if result is None else result
 
     def load_checkpoint(
-        self, session: Session, read: Callable[..., tuple[Any, Any]], load_dir: str, tag: str | None, module_only: bool
+        self,
+        session: Session,
+        read: Callable[..., tuple[Any, Any]],
+        load_dir: str,
+        tag: str | None,
+        module_only: bool,
+        optimizer: bool,
     ) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: ``read`` is DeepSpeed's method, its other arguments bound."""
+        # ZeRO's files hold the weights in float32 too, and are read in any case.
+        optimizer = not module_only and (optimizer or facts.zero_stage(self.engine) > 0)
 
         is_read = False
 
         def read_files(choice: Choice, beside: StepFile | None) -> Restored:
             nonlocal is_read
             facts.forget_gradients(self.engine)
-            choice, path, client_state = self.read(read, choice, beside, optimizer=not module_only)
+            choice, path, client_state = self.read(read, choice, beside, optimizer=optimizer)
             is_read = not module_only
             samples, within = int(self.engine.global_samples), (client_state or {}).get(KEY)
             envelope = None if within is None or module_only else on_all_ranks(lambda: Envelope.read(within))
@@ -295,7 +303,8 @@ class EngineHost:
         *,
         optimizer: bool,
     ) -> tuple[Choice, Any, Any]:
-        """Read what was chosen with DeepSpeed's method, or its universal form, where another number of ranks saved it.
+        """Read what was chosen with DeepSpeed's method, or its universal form, where another number of ranks, or of
+        stages, saved it.
 
         ``optimizer``: whether the optimizer's state is asked for; weights alone load on any number of ranks.
 
@@ -313,7 +322,11 @@ class EngineHost:
                 return read(choice.load_dir, tag=tag)
 
         if optimizer and not facts.loads_universal(engine):
-            now = Partitions(ranks=facts.partitions(engine), zero_stage=facts.zero_stage(engine))
+            now = Partitions(
+                ranks=facts.partitions(engine),
+                zero_stage=facts.zero_stage(engine),
+                stages=facts.pipeline_stages(engine),
+            )
             tag = conversion(choice, beside, now, elastic=self.elastic)
         if tag is None:
             path, client_state = read_on_all_ranks(lambda: read_tag(choice.tag), choice, meeting)

@@ -153,18 +153,40 @@ class Partitions:
     #: that it is divided over: data-parallel times context-parallel.
     ranks: int
     zero_stage: int
+    #: of a pipeline, over which the parameters themselves are divided; None: not known.
+    stages: int | None = None
 
     def differ_from(self, before: Topology | None) -> bool:
-        """Whether it was divided over another number of ranks: DeepSpeed would fail on it obscurely, or not notice at
-        all. ``before``: how the run was laid out when it saved; None if not known."""
+        """Whether it was divided in another way: DeepSpeed would fail on it obscurely, or not notice at all.
+        ``before``: how the run was laid out when it saved; None if not known."""
         if before is None or before.zero_stage is None:
             return False
+        if self._has_other_stages(before) or self.is_of_another_kind(before):
+            return True
         return before.dp * before.cp != self.ranks and max(before.zero_stage, self.zero_stage) > 0
+
+    def is_of_another_kind(self, before: Topology) -> bool:
+        """Whether DeepSpeed kept it in another form: of ZeRO 0, of ZeRO 1 and 2, or of ZeRO 3."""
+        return _kind(before.zero_stage or 0) != _kind(self.zero_stage)
+
+    def describe(self, before: Topology) -> tuple[str, str]:
+        """The layout that saved it, and this one, in words."""
+        was, now = counted(before.dp * before.cp, "data-parallel rank"), str(self.ranks)
+        if self._has_other_stages(before):
+            was, now = f"{was} and {counted(before.pp, 'pipeline stage')}", f"{now} and {self.stages}"
+        return was, now
+
+    def _has_other_stages(self, before: Topology) -> bool:
+        return self.stages not in (None, before.pp)
+
+
+def _kind(zero_stage: int) -> str:
+    return "3" if zero_stage == 3 else "1 or 2" if zero_stage else "0"
 
 
 def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: bool = False) -> Universal | None:
-    """Raise a CheckpointError if an engine could not load the optimizer state: it was divided over another number
-    of ranks, there is no conversion beside it, and none will be made.
+    """Raise a CheckpointError if an engine could not load the optimizer state: it was divided in another way, there is
+    no conversion beside it, and none will be made.
 
     Args:
         choice: what is to be loaded.
@@ -177,32 +199,36 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
     """
     if choice.record is None or not now.differ_from(choice.record.topology):
         return None
+    before, source = choice.record.topology, choice.tag_dir
+    stage, (was, ranks) = before.zero_stage or 0, now.describe(before)
+    found = f"{source.name}, saved with ZeRO {stage} on {was}; {ranks} now, with ZeRO {now.zero_stage}"
+    if now.is_of_another_kind(before):
+        raise CheckpointError(
+            "DeepSpeed cannot load the optimizer state of another kind of ZeRO",
+            found=found,
+            expected=f"ZeRO {_kind(stage)}",
+            cause="zero_optimization.stage was changed in the DeepSpeed config",
+            action=f"start with ZeRO {stage}",
+        )
+    if not stage:
+        raise CheckpointError(
+            "DeepSpeed cannot load the optimizer state of a pipeline on a different number of stages without ZeRO",
+            found=found,
+            expected=counted(before.pp, "pipeline stage"),
+            cause="num_stages of PipelineModule was changed",
+            action=f"start on {counted(before.pp, 'pipeline stage')}, and any number of data-parallel ranks",
+        )
     there = read_universal(choice.tag_dir, choice.record.save_id, checksums=checksums)
-    if there is None:
-        before, source = choice.record.topology, choice.tag_dir
-        stage, saved = before.zero_stage or 0, before.dp * before.cp
-        error = CheckpointError(
-            "DeepSpeed cannot load ZeRO optimizer state on a different number of data-parallel ranks",
-            found=f"{source.name}, saved with ZeRO {before.zero_stage} on {counted(saved, 'data-parallel rank')}; "
-            f"{now.ranks} now, with ZeRO {now.zero_stage}",
-            expected=f"{counted(saved, 'data-parallel rank')}, or a universal checkpoint",
-            cause="the job was started on another number of nodes or GPUs",
+    if there is None and not elastic:
+        raise CheckpointError(
+            "DeepSpeed cannot load ZeRO optimizer state on a different number of data-parallel ranks or stages",
+            found=found,
+            expected=f"{was}, or a universal checkpoint",
+            cause="the job was started on another number of nodes or GPUs, or num_stages of PipelineModule was changed",
             action=f"megaresume convert {source.parent} --tag {source.name}, and start again as you did; or let the "
             "job do it: attach(..., elastic=True), --megaresume-elastic. The data needs no "
             "conversion",
         )
-        if not (stage and now.zero_stage and (stage == 3) == (now.zero_stage == 3)):
-            kind = "3" if stage == 3 else "1 or 2" if stage else "0"
-            error.expected = f"{counted(saved, 'data-parallel rank')}, or ZeRO {kind}"
-            error.cause = (
-                "both the number of ranks and the kind of ZeRO changed; DeepSpeed can convert for only one of them"
-            )
-            error.action = (
-                f"start with ZeRO {stage} on any number of ranks, or on {counted(saved, 'data-parallel rank')}"
-            )
-            raise error
-        if not elastic:
-            raise error
     return there
 
 

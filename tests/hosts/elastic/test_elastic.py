@@ -6,6 +6,7 @@ steps of Adam carry that on. Seen are differences up to 5e-8 of the loss in thes
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_it_says_what_goes_on(one: dict[str, Any]) -> None:
     lines = [line for line in one["output"].splitlines() if line.startswith("megaresume: convert")]
     lines = [line for line in lines if " written in " not in line]  # said every 15 s, on a machine that is busy
     assert len(lines) == 2 * len(CASES)
-    assert lines[0].startswith("megaresume: converting global_step4 into global_step4_universal; needs 0.1 MB")
+    assert re.match(r"megaresume: converting global_step4 into global_step4_universal; needs [0-9.]+ KB of ", lines[0])
     assert lines[1].startswith("megaresume: converted in ")
 
 
