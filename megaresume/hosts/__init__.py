@@ -9,7 +9,7 @@
     prompts.py   `Prompts`: those of reinforcement learning, each trained once in whatever order rollouts end;
                  prompt_order.py: which item each is; tickets.py: what comes back with a rollout
     files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file; replicas.py: is
-                 what they hold once alike on every rank; schedulers.py: learning rates that they do not hold, or
+                 what they hold once alike on every rank; left_out.py: learning rates that they do not hold, or
                  hold too early
     contract.py  `HostContract`: what every host must do, as tests for people who write one; driver.py: its runs
 

@@ -53,9 +53,9 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last
 from megaresume.hosts.feeds import Feed, feed_of
+from megaresume.hosts.left_out import check_inner, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
-from megaresume.hosts.schedulers import check_schedulers
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
 from megaresume.stream.errors import UsageError
@@ -198,6 +198,14 @@ class AcceleratorHost(TrainerHost):
     def check_first_save(self) -> None:
         """See `TrainerHost`."""
         on_all_ranks(lambda: self.check_schedulers(searches=True))
+        on_all_ranks(
+            lambda: check_inner(
+                (one.optimizer for one in self.trainer._optimizers),
+                self.kept(),
+                "accelerator.register_for_checkpointing(optimizer.base_optimizer), of the optimizer as it was before "
+                "prepare",
+            )
+        )
         registered = [one for one in self.trainer._custom_objects if one is not self.record]
         named = {f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}
         warn_of_differing(hashes_of_states(named))

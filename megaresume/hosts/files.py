@@ -100,7 +100,7 @@ class Objects:
         states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
         for name, (optimizer, module) in self.optimizers.items():
             is_new = not optimizer.state
-            with _steps_without_closure(optimizer):
+            with _steps_as_torch_calls_it(optimizer):
                 states[name] = get_optimizer_state_dict(module, optimizer, options=options)
             if is_new:  # torch has made a step without gradients to create a state: training must not start from it
                 optimizer.state.clear()
@@ -116,7 +116,7 @@ class Objects:
             optimizer.zero_grad()  # of a step that is given up
         states: dict[str, Any] = {n: get_model_state_dict(one) for n, one in self.modules.items()}
         for name, (optimizer, module) in self.optimizers.items():
-            with _steps_without_closure(optimizer):
+            with _steps_as_torch_calls_it(optimizer):
                 states[name] = get_optimizer_state_dict(module, optimizer)
         return states
 
@@ -138,7 +138,7 @@ class Objects:
         for name, (optimizer, module) in self.optimizers.items():
             # torch fails with full_state_dict if there is no tensor to be sharded, as in SGD without momentum.
             options = StateDictOptions(full_state_dict=full and _has_tensors(blank[name]["state"]), strict=False)
-            with _steps_without_closure(optimizer):
+            with _steps_as_torch_calls_it(optimizer):
                 set_optimizer_state_dict(module, optimizer, states[name], options=options)
             if full:
                 _forget_unused(optimizer, blank[name]["param_groups"], states[name]["state"])
@@ -255,7 +255,7 @@ def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_steps_alone(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step without arguments, as LBFGS: see `_steps_without_closure`."""
+    """Refuse an optimizer that cannot step without arguments, as LBFGS: see `_steps_as_torch_calls_it`."""
     # Of the class: a scheduler puts a function of its own in the place of the instance's.
     _self, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     if needed := [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]:
@@ -269,10 +269,20 @@ def _check_steps_alone(name: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _steps_without_closure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """To create a state torch calls ``step(closure=None)``, which not every optimizer takes: Muon often does not."""
-    step: Callable[[], Any] = optimizer.step
-    with replaced(optimizer, step=lambda closure=None: step()):
+def _steps_as_torch_calls_it(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """To create a state torch calls ``step(closure=None)``, with gradients of zero. Not every optimizer takes that:
+    Muon often has no such argument, and SAM asserts that it is given."""
+    step: Callable[..., Any] = optimizer.step
+
+    def step_anyhow(closure: None = None) -> Any:
+        try:
+            return step()
+        except Exception:
+            if "closure" not in inspect.signature(type(optimizer).step).parameters:
+                raise
+            return step(closure=lambda: torch.zeros(()))
+
+    with replaced(optimizer, step=step_anyhow):
         yield
 
 

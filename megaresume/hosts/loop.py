@@ -35,8 +35,8 @@ from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
+from megaresume.hosts.left_out import check_inner, check_schedulers
 from megaresume.hosts.replicas import warn_of_differing
-from megaresume.hosts.schedulers import check_schedulers
 from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
 
@@ -105,6 +105,14 @@ class LoopHost(TrainerHost):
     def check_first_save(self) -> None:
         """See `TrainerHost`."""
         on_all_ranks(lambda: self.check_schedulers(searches=True))
+        on_all_ranks(
+            lambda: check_inner(
+                (optimizer for optimizer, _ in self.objects.optimizers.values()),
+                self.kept(),
+                "save both: megaresume.attach({'model': model, 'optimizer': optimizer, 'inner': "
+                "optimizer.base_optimizer}, ...)",
+            )
+        )
         warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
 
     def check_schedulers(self, *, searches: bool = False) -> None:

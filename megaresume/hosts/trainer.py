@@ -41,7 +41,7 @@ from megaresume.hosts.attach import SLOT, hook
 from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
-from megaresume.hosts.schedulers import stepped_after_save
+from megaresume.hosts.left_out import stepped_after_save
 from megaresume.hosts.steps import Steps, loop_words
 from megaresume.stream.errors import UsageError
 

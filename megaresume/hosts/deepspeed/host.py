@@ -38,7 +38,7 @@ from megaresume.hosts.deepspeed.load_rules import (
     is_zero_file,
     remove_converted,
 )
-from megaresume.hosts.schedulers import warn_of_scheduler
+from megaresume.hosts.left_out import warn_of_scheduler
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError

@@ -255,6 +255,23 @@ def test_a_scheduler_that_is_in_no_checkpoint(tmp_path: Path, of: str) -> None:
     loop.close()
 
 
+def test_an_optimizer_within_another_one(tmp_path: Path) -> None:
+    accelerator = accelerator_of(tmp_path, 1)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1, momentum=0.9)  # type: ignore[attr-defined]
+    accelerator.prepare(optimizer)
+    loop = megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
+    next(iter(loop))
+    for one in optimizer.param_groups[0]["params"]:
+        one.grad = torch.ones_like(one)
+    optimizer.inner.step()  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"within another one(.|\n)*register_for_checkpointing"):
+        loop.host.check_first_save()
+    accelerator._custom_objects.insert(0, optimizer.inner)  # type: ignore[attr-defined]  # as before attach
+    loop.host.check_first_save()
+    loop.close()
+
+
 def test_what_comes_after_attach(tmp_path: Path) -> None:
     tried = Tried(tmp_path / "run")
     for one in (tried.loader, tried.loop):

@@ -186,3 +186,66 @@ def test_one_that_needs_a_closure(tmp_path: Path) -> None:
 
     whole = train(tmp_path / "whole", steps=END)
     assert train(tmp_path / "parts", steps=3) + train(tmp_path / "parts", steps=END) == whole
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM as it is often written: it asserts that it is given a closure, and its state lacks the inner optimizer's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    self.state[one]["up"] = 0.05 * one.grad
+                    one.add_(self.state[one]["up"])
+        with torch.enable_grad():
+            loss = closure()
+        for one, state in self.state.items():
+            one.sub_(state["up"])
+        self.base_optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_one_that_steps_by_another(tmp_path: Path, writer: Any) -> None:
+    """Refused while the momentum of the inner one is in no checkpoint; then it continues as if nobody had stopped."""
+
+    def train(directory: Path, *, steps: int, inner: bool = True) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = Sharpness(model.parameters())
+        objects = {"model": model, "optimizer": optimizer} | ({"inner": optimizer.base_optimizer} if inner else {})
+        loop = megaresume.attach(
+            objects, megaresume.DataLoader(Numbers(), batch_size=4), checkpoints=directory, writer=writer
+        )
+        loop.load()
+        losses = []
+        for batch in loop:
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = (model(batch.float() / 100) - 1).pow(2).mean()
+                loss.backward()
+                return loss
+
+            closure()
+            losses.append(float(optimizer.step(closure).detach()))
+            loop.stepped()
+            if loop.step == steps:
+                break
+        try:
+            loop.save()
+        finally:
+            loop.close()
+        return losses
+
+    with pytest.raises(UsageError, match=r"within another one(.|\n)*Sharpness, whose(.|\n)*SGD(.|\n)*base_optimizer"):
+        train(tmp_path / "refused", steps=1, inner=False)
+    whole = train(tmp_path / "whole", steps=END)
+    assert train(tmp_path / "parts", steps=3) + train(tmp_path / "parts", steps=END) == whole

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.schedulers import warn_of_scheduler
+from megaresume.hosts.left_out import warn_of_scheduler
 from megaresume.stream.errors import UsageError
 from tests.hosts.torch.program import Numbers
 

@@ -1,4 +1,5 @@
-"""Learning-rate schedulers that a resume would begin anew, or a step late, and nothing would say so.
+"""What a checkpoint would leave out, so that a resume begins it anew or a step late, and nothing would say so: learning
+rate schedulers, and optimizers within optimizers.
 
 torch's schedulers leave a mark in their optimizer, by which those are found of which no checkpoint knows;
 ``ReduceLROnPlateau`` leaves none.
@@ -10,7 +11,9 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
 
 from megaresume.checkpoint.ranks import is_rank_0
 from megaresume.hosts.attach import kind_of
@@ -44,6 +47,35 @@ def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str
             expected="the scheduler in the checkpoint",
             action=action,
         )
+
+
+def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> None:
+    """Refuse an optimizer that steps by another one, as SAM does, whose state it leaves out of its own.
+
+    Args:
+        optimizers, kept: see `check_schedulers`.
+        action: for the error.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    optimizers = list(optimizers)
+    known = {id(one) for one in optimizers}
+    for held in (held for one in kept for held in _parts(one)):
+        known |= {id(held), id(getattr(held, "__self__", None))}  # it, or a method of it
+    for outer in optimizers:
+        for inner in _parts(outer):
+            if not isinstance(inner, torch.optim.Optimizer) or id(inner) in known:
+                continue
+            saved = {id(one) for one in tree_leaves(outer.state_dict())}
+            state = tree_leaves(list(inner.state.values()))
+            if any(isinstance(one, torch.Tensor) and id(one) not in saved for one in state):
+                raise UsageError(
+                    "the state of an optimizer within another one would begin anew at each resume",
+                    found=f"{kind_of(outer)}, whose state_dict lacks that of its {kind_of(inner)}",
+                    expected="both in the checkpoint",
+                    action=action,
+                )
 
 
 def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
