@@ -27,19 +27,20 @@ def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str
         optimizers: in a checkpoint.
         kept: whatever else is in a checkpoint; a scheduler may be an attribute of one, or in a list or mapping that is.
         action: for the error.
-        searches: also look for a ``ReduceLROnPlateau``, which leaves no trace in its optimizer, among all objects: a
+        searches: also look for a ``ReduceLROnPlateau``, which leaves no mark in its optimizer, among all objects: a
             tenth of a second.
 
     Raises:
-        UsageError: torch's schedulers wrap ``step`` of their optimizer, and this one has none that is kept.
+        UsageError: one of torch's schedulers is of an optimizer of which none is kept.
     """
     known = [getattr(held, "optimizer", None) for one in kept for held in _parts(one)]
     unknown = [one for one in optimizers if not any(one is other for other in known)]
-    found = [one for one in unknown if _is_scheduled(one)]
-    if searches and unknown and not found:
-        # Not by isinstance, which asks proxies of somebody else's for their class.
-        plateaus = [one for one in gc.get_objects() if issubclass(type(one), ReduceLROnPlateau)]
-        found = [one for one in unknown if any(one is other.optimizer for other in plateaus)]
+    if not unknown or not (searches or any(_is_scheduled(one) for one in unknown)):
+        return
+    # The mark stays when a scheduler is gone, as that of a search for the first rate. Not by isinstance, which asks
+    # proxies of somebody else's for their class.
+    living = [one.optimizer for one in gc.get_objects() if issubclass(type(one), _SCHEDULERS)]
+    found = [one for one in unknown if any(one is other for other in living)]
     if found:
         raise UsageError(
             "a learning-rate scheduler would begin anew at each resume",

@@ -60,14 +60,23 @@ def test_a_rate_continues(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before attach", "after the load"])
 def test_a_rate_that_would_begin_anew_is_refused(tmp_path: Path, when: str) -> None:
     run = Run(tmp_path)
-    if when == "before attach":
-        run.scheduler()
+    scheduler = run.scheduler() if when == "before attach" else None
     run.attach()
     run.loop.load()
-    if when == "after the load":
-        run.scheduler()
+    scheduler = scheduler or run.scheduler()
     with pytest.raises(UsageError, match=r"begin anew(.|\n)*SGD with a scheduler(.|\n)*'scheduler': scheduler"):
         next(iter(run.loop))
+    run.loop.close()
+
+
+def test_one_that_is_gone_is_of_no_interest(tmp_path: Path) -> None:
+    """As that of a search for the first rate: it leaves its mark in the optimizer."""
+    run = Run(tmp_path)
+    run.scheduler().step()
+    run.attach()
+    run.loop.load()
+    next(iter(run.loop))
+    run.loop.save()
     run.loop.close()
 
 
