@@ -238,11 +238,7 @@ def _interval(state: StreamState, before: RunPoint, after: RunPoint) -> RunInter
 
 def _fill(state: StreamState, first: int, stop: int, tokens: int) -> float | None:
     """The tokens of documents by places in samples ``first .. stop``; None: no sample."""
-    ends = [*(record.first for record in state.stages[1:]), max(stop, state.stages[-1].first)]
-    places = sum(
-        max(min(end, stop) - max(record.first, first), 0) * int(record.config["seq_length"])
-        for record, end in zip(state.stages, ends, strict=True)
-    )
+    places = state.places(first, stop)
     return tokens / places if places else None
 
 

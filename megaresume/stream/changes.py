@@ -71,7 +71,7 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
     total = sum(source.weight for source in config.sources)
     length = float(config.seq_length)
     if state.samples:
-        length *= min(state.tokens / (state.samples * float(_seq_length(state))), 1.0)
+        length *= min(state.tokens / state.places(0, state.samples), 1.0)
     result = []
     for source in config.sources:
         cursor, fingerprint = state.sources.get(source.name), state.fingerprints.get(source.name)
@@ -116,13 +116,6 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
             )
         )
     return result
-
-
-def _seq_length(state: StreamState) -> int:
-    """The average over the stages so far, by samples."""
-    ends = [stage.first for stage in state.stages[1:]] + [state.samples]
-    weighted = sum((end - s.first) * int(s.config["seq_length"]) for s, end in zip(state.stages, ends, strict=True))
-    return max(weighted // max(state.samples, 1), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

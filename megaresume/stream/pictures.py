@@ -26,10 +26,9 @@ COLUMNS = 28
 def picture_of_state(state: Any) -> str:
     """The samples that a `StreamState` has trained, and how far each source is. HTML."""
     names = list(state.sources)
-    config = state.stages[-1].config if state.stages else state.config
-    weights = {name: float(source["weight"]) for name, source in config["sources"].items()}
+    weights = {name: float(source["weight"]) for name, source in state.stages[-1].config["sources"].items()}
     drawn = [cursor.tokens for cursor in state.sources.values()]
-    room = state.samples * int(state.config["seq_length"])
+    room = state.places(0, state.samples)
     facts = [f"{state.samples:,} samples", f"{state.tokens:,} tokens", f"{state.documents:,} documents"]
     facts += [f"{state.tokens / room:.2%} of all positions filled"] if room else []
     facts += [f"{len(state.stages)} stages"] if len(state.stages) > 1 else []

@@ -170,6 +170,14 @@ class StreamState:
         """The position of the stream, counted with the samples that were left out."""
         return reached(self.skips.ranges, self.samples)
 
+    def places(self, first: int, stop: int) -> int:
+        """Tokens that samples ``first .. stop`` have room for, by the stages that have begun."""
+        ends = [*(stage.first for stage in self.stages[1:]), max(stop, self.stages[-1].first)]
+        return sum(
+            max(min(end, stop) - max(stage.first, first), 0) * int(stage.config["seq_length"])
+            for stage, end in zip(self.stages, ends, strict=True)
+        )
+
     @property
     def waiting(self) -> list[Segment]:
         """The segments that were drawn and are in no sample yet."""

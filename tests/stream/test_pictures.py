@@ -32,6 +32,13 @@ def test_a_state(stream_of: StreamOf) -> None:
     assert f"{state.tokens / (40 * 64):.2%} of all positions filled" in picture and state.digest in picture
 
 
+def test_a_state_of_two_lengths(stream_of: StreamOf) -> None:
+    stages = [{"name": "long", "from_samples": 30, "seq_length": 128}]
+    state = stream_of(DATA | {"stages": stages}, LENGTHS).state_at(40)
+    room = 30 * 64 + 10 * 128
+    assert f"{state.tokens / room:.2%} of all positions filled" in state._repr_html_()
+
+
 def test_the_beginning_and_nothing(stream_of: StreamOf) -> None:
     stream = stream_of(DATA, LENGTHS)
     assert rows(stream.state_at(0)._repr_html_())[1][1:] == ["0", "0.0% (75.0%)", "0.00"]
