@@ -24,7 +24,6 @@ from megaresume.command_line import at_least
 from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.directory import Run
-from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError, counted, listed
 from megaresume.stream.state import StreamState
 
@@ -291,7 +290,7 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
     fillers = [name for name, source in config.get("sources", {}).items() if source.get("packing")]
     order |= {"packing": packing.pop("mode", None), **packing, "filled with": ", ".join(fillers) or None}
     order["blend by"] = config.get("blend", {}).get("unit")
-    unit = _unit(state)
+    unit = state.config_now.unit
     rows = [
         *([] if unit == "items" else [["documents", f"{state.documents:,}"]]),
         [unit, f"{state.tokens:,}"],
@@ -317,11 +316,6 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
     return [*rows, *(["accepted", override] for override in state.overrides)]
 
 
-def _unit(state: StreamState) -> str:
-    """The unit of the stream; of a map-style dataset that is not packed, each item counts as one token."""
-    return "items" if StreamConfig.recorded(state.stages[-1].config).is_of_items else "tokens"
-
-
 def _order_block(found: Inspection) -> str:
     record = found.record
     if record is None or record.state.kind != "order":
@@ -339,7 +333,7 @@ def _source_table(state: StreamState) -> str:
         return ""
     weights = state.config.get("sources", {})
     drawn = sum(cursor.tokens for cursor in state.sources.values()) or 1
-    rows = [["source", "weight", "epoch", "position", "of", _unit(state), "share", "skipped", ""]]
+    rows = [["source", "weight", "epoch", "position", "of", state.config_now.unit, "share", "skipped", ""]]
     for name, cursor in state.sources.items():
         documents = state.fingerprints[name].documents if name in state.fingerprints else 0
         size = cursor.size or documents

@@ -257,7 +257,7 @@ def _stage(first: int, name: str, config: Any) -> RunStage:
 
 def _sources(state: StreamState) -> list[RunSource]:
     rows = []
-    for source in outlook(state, StreamConfig.from_dict(state.stages[-1].config)):
+    for source in outlook(state, state.config_now):
         cursor = state.sources[source.name]
         rows.append(
             RunSource(

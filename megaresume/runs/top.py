@@ -29,7 +29,6 @@ from megaresume.runs.answer import Answer, optional
 from megaresume.runs.directory import Run
 from megaresume.runs.history import Membership, memberships
 from megaresume.stream.changes import outlook
-from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.state import StreamState
 
@@ -173,7 +172,7 @@ def look(root: Path) -> Now:
         cache_misses=figures.get("megaresume.cache.misses"),
         memberships=memberships(entries),
         sources=_sources(figures, state),
-        unit="items" if state is not None and StreamConfig.recorded(state.stages[-1].config).is_of_items else "tokens",
+        unit="tokens" if state is None else state.config_now.unit,
         next=[] if state is None else _next(state, last.samples, seconds, size),
         notes=notes,
         prompts=proof,
@@ -246,14 +245,14 @@ def _sources(figures: Mapping[str, Any], state: StreamState | None) -> list[Sour
             weight=row.share,
             epoch=state.sources[row.name].epochs if row.name in state.sources else 0.0,
         )
-        for row in outlook(state, StreamConfig.recorded(state.stages[-1].config))
+        for row in outlook(state, state.config_now)
     ]
 
 
 def _next(state: StreamState, samples: int, seconds: float | None, size: int | None) -> list[str]:
     """The coming events: the end of an epoch of each source, and declared stages."""
     found: list[tuple[float, str]] = []
-    for row in outlook(state, StreamConfig.recorded(state.stages[-1].config)):
+    for row in outlook(state, state.config_now):
         if row.samples_left is not None:
             left = state.samples + row.samples_left - samples
             found.append((left, f"epoch {row.epoch} of {row.name} ends {_when(left, seconds, size)}"))

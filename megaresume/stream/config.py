@@ -227,6 +227,11 @@ class StreamConfig:
         return self.packing.traits.is_one_document and self.seq_length == 1
 
     @property
+    def unit(self) -> Literal["tokens", "items"]:
+        """What is counted: of a map-style dataset that is not packed, each item counts as one token."""
+        return "items" if self.is_of_items else "tokens"
+
+    @property
     def packed_by(self) -> str:
         """The packing in words: ``best_fit``; with sources that fill, ``best_fit filled with web``."""
         names = [source.label for source, fills in zip(self.sources, self.fillers, strict=True) if fills]

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, NewerFormatError, StateError, as_count, parse_json
 from megaresume.stream.left_out import NO_FAULTS, NO_SKIPS, Faults, Skips
 from megaresume.stream.skips import reached
@@ -169,6 +170,11 @@ class StreamState:
     def reached(self) -> int:
         """The position of the stream, counted with the samples that were left out."""
         return reached(self.skips.ranges, self.samples)
+
+    @property
+    def config_now(self) -> StreamConfig:
+        """The config of the stage that it is in."""
+        return StreamConfig.recorded(self.stages[-1].config)
 
     def places(self, first: int, stop: int) -> int:
         """Tokens that samples ``first .. stop`` have room for, by the stages that have begun."""

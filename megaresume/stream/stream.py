@@ -207,7 +207,7 @@ class Stream:
         elif past is not None:
             course = Course.recorded(past)
             given = resolved(config, past.config["sources"])
-            last = StreamConfig.recorded(past.stages[-1].config)
+            last = past.config_now
             config = extended(given, [s.name for s in last.sources], last)
         else:
             given, course = config, Course.of(config)

@@ -280,7 +280,7 @@ class Trace:
     @property
     def is_of_items(self) -> bool:
         """See `StreamConfig.is_of_items`."""
-        return StreamConfig.recorded(self.history.state.stages[-1].config).is_of_items
+        return self.history.state.config_now.is_of_items
 
     def place(self, sample: int) -> tuple[int | None, int | None, int | None]:
         """(step, rank, micro-batch) of a sample; None if no record tells.
