@@ -199,7 +199,7 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
         overrides=list(state.overrides),
         losses=None if log is None else _thinned(log.steps),
         validations={} if log is None else {name: _thinned(by) for name, by in log.validations.items()},
-        notes=[*history.notes, *(str(p) for p in ledger.problems if p.kind == "damaged")],
+        notes=history.notes,
         unsaved=_unsaved(run, history.newest.iteration),
         figures=read_figures(run),
     )

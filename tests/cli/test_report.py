@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from megaresume.checkpoint.records.names import ledger_path
 from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.checkpoint.starts import record_membership, record_start
 from megaresume.checkpoint.system import Topology
@@ -62,6 +63,14 @@ def test_what_a_restart_lost(run, capsys):
     starts = report(capsys, run.save)["starts"]
     assert [(s["step"], s["lost"], s["lost_is_exact"]) for s in starts] == [(0, 0, True), (4, 8, False)]
     assert starts[1]["layout"].startswith("dp 4")
+
+
+def test_a_damaged_line_is_named_once(run, capsys):
+    ledger = ledger_path(run.save)
+    first, *rest = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(first + rest[0].replace(b"samples", b"sampled", 1) + b"".join(rest[1:]))
+    (note,) = report(capsys, run.save)["notes"]
+    assert note.startswith("ledger line 2 ")
 
 
 def test_replicas_that_leave_and_join(run, capsys):
