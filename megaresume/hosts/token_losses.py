@@ -54,7 +54,7 @@ class TokenLosses:
         try:
             self._take(losses, counts)
         except UsageError as error:
-            self.stop(f"{error.headline}: {error.found}")
+            self.stop(error.line)
 
     def stop(self, why: str) -> None:
         """Take no more, and say so."""

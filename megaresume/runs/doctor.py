@@ -179,7 +179,7 @@ def _newest(run: Run, layout: Layout, found: DirectoryReport) -> Newest | None:
     except UsageError:
         raise
     except MegaresumeError as error:
-        found.add("newest", "problem", _words(error), cause=error.cause, action=error.action)
+        found.add("newest", "problem", error.line, cause=error.cause, action=error.action)
         return None
     if newest is None or newest.path is None:
         found.add("newest", "note", f"no checkpoint of {layout.title}, or only a first save that was killed")
@@ -203,7 +203,7 @@ def _state(root: Path, iteration: int, tag: str, found: DirectoryReport) -> None
         if isinstance(state, StreamState):
             check_recorded(state)
     except MegaresumeError as error:
-        found.add("data state", "problem", f"{tag}: {_words(error)}", cause=error.cause, action=error.action)
+        found.add("data state", "problem", f"{tag}: {error.line}", cause=error.cause, action=error.action)
 
 
 def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: DirectoryReport) -> None:
@@ -302,7 +302,7 @@ def _ledger(run: Run, found: DirectoryReport) -> Sequence[LedgerEntry]:
     try:
         reading = run.ledger
     except StateError as error:
-        found.add("ledger", "problem", f"{error.headline}: {error.found}", action=error.action)
+        found.add("ledger", "problem", error.line, action=error.action)
         return ()
     for problem in reading.problems:
         status: Status = "warning" if problem.kind == "damaged" else "note"
@@ -381,9 +381,3 @@ def _ranks(
         words = f"saved on {counted(before.dp, 'data-parallel rank')}"
         zero = "" if before.zero_stage is None else f" with ZeRO {before.zero_stage}"
         found.add("ranks", "ok", f"{words}{zero}; {dp} can load it")
-
-
-def _words(error: MegaresumeError) -> str:
-    if error.found is None:
-        return error.headline
-    return f"{error.headline}{'' if str(error.found).startswith(chr(10)) else ': '}{error.found}"

@@ -99,7 +99,7 @@ class History:
         except NewerFormatError:
             raise
         except StateError as error:
-            reason = f"{error.headline}: {error.found}"
+            reason = error.line
         else:
             if (state.samples, state.digest) != (point.samples, point.digest):
                 reason = f"holds another state than its line of the ledger says (digest {state.digest})"
@@ -195,7 +195,7 @@ def _usable(path: Path, read_step: ReadStep, notes: list[str]) -> StepFile | Non
     except NewerFormatError:
         raise
     except StateError as error:
-        notes.append(f"not used: {path.name}: {error.headline}: {error.found}")
+        notes.append(f"not used: {path.name}: {error.line}")
         return None
 
 

@@ -133,7 +133,7 @@ def _differences(state: dict[str, Any], history: PromptHistory) -> list[str]:
     try:
         fates = history.fates(str(state["line"]))
     except MegaresumeError as error:
-        return [f"{error.headline}: {error.found}"]
+        return [error.line]
     there = {"step": fates.step, "next": fates.next, "open": list(fates.in_flight())}
     words = {"step": "its step", "next": "the next ordinal", "open": "what is in flight"}
     return [f"{words[name]} is not as the ledger says" for name, value in there.items() if state[name] != value]

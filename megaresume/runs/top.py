@@ -131,7 +131,7 @@ def look(root: Path) -> Now:
     try:
         state = run.history.state
     except MegaresumeError as error:
-        notes.append(f"{error.headline}: {error.found}")
+        notes.append(error.line)
     pulse, reading = read_pulse(directory), newest_reading(directory)
     marks = all_marks(marks_of(read_lines(directory / "run.jsonl"), pulse), entries, read_position(root))
     spent = goodput_of(marks)
@@ -205,7 +205,7 @@ def _prompts(root: Path, notes: list[str]) -> tuple[prompts.PromptProof | None, 
     try:
         return prompts.prove(root), (root / PROMPTS).stat().st_mtime
     except MegaresumeError as error:
-        notes.append(f"{error.headline}: {error.found}")
+        notes.append(error.line)
         return None, 0.0
 
 

@@ -35,7 +35,7 @@ def check_recorded(state: StreamState) -> None:
     except ConfigError as error:
         raise StateError(
             "the data config in the data state cannot be read",
-            found=f"{error.headline}: {error.found}",
+            found=error.line,
             expected=error.expected,
             cause="the state was written by a faulty release of megaresume",
             action="resume from an older checkpoint: megaresume inspect DIR lists those that are whole",

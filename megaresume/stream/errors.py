@@ -76,6 +76,13 @@ class MegaresumeError(Exception):
         lines = [f"  {name + ':':<14}{value}" for name, value in parts if value is not None]
         return visible("\n".join([self.headline, *lines]))
 
+    @property
+    def line(self) -> str:
+        """What is wrong and what was found, for a note or a log."""
+        if self.found is None:
+            return self.headline
+        return f"{self.headline}{'' if str(self.found).startswith(chr(10)) else ': '}{self.found}"
+
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the fields when a worker process sends the error to its parent."""
         fields = {name: getattr(self, name) for name in ("found", "expected", "cause", "action")}

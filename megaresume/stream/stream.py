@@ -245,7 +245,7 @@ class Stream:
             except MegaresumeError as error:
                 raise StateError(
                     "the data state that is to be saved cannot be read again",
-                    found=f"{error.headline}: {error.found}" if error.found else error.headline,
+                    found=error.line,
                     expected="a state that a run can resume from",
                     cause="a fault of megaresume, which this check keeps out of the checkpoint",
                     action="resume from the checkpoint before this one without the last change of the data config, and "

@@ -97,8 +97,7 @@ class LaunchDriver:
 
     def say_refused(self, what: str, error: MegaresumeError) -> None:
         """Say that nothing is started, and what to do."""
-        found = "" if error.found is None else f": {error.found}"
-        self.say(f"{what}: {error.headline}{found}")
+        self.say(f"{what}: {error.line}")
         if error.action:
             self.say(f"  action: {error.action}")
 

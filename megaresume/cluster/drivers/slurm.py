@@ -387,7 +387,7 @@ class SlurmDriver(LaunchDriver):
         try:
             return ledgers.progress(status=status)
         except MegaresumeError as error:
-            self.say(f"{error.headline}: {error.found}: taken for no progress")
+            self.say(f"{error.line}: taken for no progress")
             return AttemptProgress()
 
     def _end(self, status: Status, ledgers: Ledgers) -> int:
@@ -412,7 +412,7 @@ class SlurmDriver(LaunchDriver):
         try:
             write_attempts(self._attempts_file, attempts)
         except MegaresumeError as error:
-            self.say(f"{error.headline}: {error.found}")
+            self.say(error.line)
 
     def _act(self, decision: Decision) -> None:
         self._done = decision

@@ -152,7 +152,7 @@ class OrderRecord:
         except ConfigError as error:
             raise StateError(
                 "the recorded order of Megatron's datasets lacks a field or has one of the wrong kind",
-                found=f"{error.headline}: {error.found}, in a state of kind {state.kind}",
+                found=f"{error.line}, in a state of kind {state.kind}",
                 expected="the fields that the guard records",
                 cause="the record was edited by hand",
                 action="load an older checkpoint with --ckpt-step N",

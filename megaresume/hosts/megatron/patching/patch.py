@@ -163,7 +163,7 @@ def check(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
             return Checked(status="unpatched", reason="it is not patched", action=f"megaresume patch {name}")
         before = revert(data, name)
     except PatchError as error:
-        return Checked(status="edited", reason=f"{error.headline}: {error.found}", action=error.action)
+        return Checked(status="edited", reason=error.line, action=error.action)
     status, reason, action = _judge(before, name, recipes, beside)
     marker = before.marker
     return Checked(status=status, recipe=marker.recipe, version=marker.version, reason=reason, action=action)
@@ -186,7 +186,7 @@ def _judge(
     try:
         now = revert(apply(before.data, name, [recipe], beside).data, name).marker
     except PatchError as error:
-        return "stale", f"the recipe does not fit any more: {error.headline}: {error.found}", error.action
+        return "stale", f"the recipe does not fit any more: {error.line}", error.action
     if now.hunks != marker.hunks:
         return "stale", "the script was edited, and the recipe would now patch it differently", again
     return "patched", None, None
