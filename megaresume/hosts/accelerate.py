@@ -36,7 +36,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.host import Restored, Resume
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.meetings import all_come, meeting_group
-from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.names import hugging_face_tag, parse_record_name, records_dir
 from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
@@ -194,6 +194,19 @@ class AcceleratorHost(TrainerHost):
         }
         refuse(refused)
         check_backend(accelerator)
+        self._warn_of_schedules(loader)
+
+    def _warn_of_schedules(self, loader: Any) -> None:
+        """See `warn_of_length`."""
+        if not isinstance(loader, DataLoader):
+            return
+        epochs = [source.max_epochs for source in loader.stream.config.sources]
+        if epochs[0] is None or epochs != [epochs[0]] * len(epochs):
+            return
+        steps = epochs[0] * len(loader) // loader.accumulation
+        for one in self.trainer._schedulers:
+            if one.step_with_optimizer and not one.split_batches:
+                warn_of_length(one.scheduler, steps, self.trainer.num_processes)
 
     def check_first_save(self) -> None:
         """See `TrainerHost`."""
@@ -483,4 +496,24 @@ def _check_name(directory: Path, step: int) -> None:
             expected="a different name for each checkpoint",
             cause="it would be overwritten in place: a kill in the middle leaves neither",
             action="save_state() with automatic_checkpoint_naming; or a path with the number of the step in it",
+        )
+
+
+def warn_of_length(scheduler: Any, steps: int, times: int) -> None:
+    """Say that a schedule would be over long before the run.
+
+    Args:
+        scheduler: torch's.
+        steps: of the run, as a program counts them: epochs times the steps of one.
+        times: how often the scheduler is stepped in one step.
+    """
+    plans = [getattr(one, "keywords", {}).get("num_training_steps") for one in getattr(scheduler, "lr_lambdas", ())]
+    length = next((plan for plan in [*plans, getattr(scheduler, "total_steps", None)] if plan is not None), None)
+    if times > 1 and length == steps and is_rank_0():
+        print(
+            f"megaresume: WARNING: {type(scheduler).__name__} is planned for {length} steps, as many as the run has. "
+            "Accelerate steps a prepared scheduler once for each rank in each of them, so it would be over after "
+            f"{length // times}. len(loader) is that of one rank, before prepare as well. Multiply the number of steps "
+            "by accelerator.num_processes",
+            flush=True,
         )

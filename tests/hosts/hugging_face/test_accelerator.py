@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
 
 import torch
+import transformers
 from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin, ProjectConfiguration
 
 import megaresume
 from megaresume.checkpoint.load.choose import choose
+from megaresume.hosts import accelerate as accelerate_host
 from megaresume.hosts import steps
+from megaresume.hosts.accelerate import warn_of_length
 from megaresume.program import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.conftest import write_corpus
@@ -270,6 +274,31 @@ def test_an_optimizer_within_another_one(tmp_path: Path) -> None:
     accelerator._custom_objects.insert(0, optimizer.inner)  # type: ignore[attr-defined]  # as before attach
     loop.host.check_first_save()
     loop.close()
+
+
+@pytest.mark.parametrize(("length", "times", "warned"), [(30, 2, True), (60, 2, False), (30, 1, False), (29, 2, False)])
+def test_a_schedule_that_is_planned_for_the_steps_of_one_rank(
+    length: int, times: int, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    for scheduler in (
+        transformers.get_cosine_schedule_with_warmup(optimizer, 0, length),
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=length),
+    ):
+        warn_of_length(scheduler, 30, times)
+        assert ("over after 15" in capsys.readouterr().out) == warned
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_a_loop_says_how_long_it_is(tmp_path: Path, epochs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, int]] = []
+    monkeypatch.setattr(accelerate_host, "warn_of_length", lambda _, steps, times: said.append((steps, times)))
+    accelerator = accelerator_of(tmp_path, 2)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    loader = megaresume.DataLoader(Numbers(), batch_size=4, accumulation=2, max_epochs=epochs)
+    megaresume.attach(accelerator, loader).close()
+    assert said == ([] if epochs is None else [(epochs * -(-len(Numbers()) // 8), 1)])
 
 
 def test_what_comes_after_attach(tmp_path: Path) -> None:
