@@ -53,7 +53,7 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last
 from megaresume.hosts.feeds import Feed, feed_of
-from megaresume.hosts.left_out import check_inner, check_schedulers
+from megaresume.hosts.left_out import check_inner, check_schedulers, warn_of_forgotten
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
 from megaresume.hosts.steps import loop_words
@@ -219,6 +219,9 @@ class AcceleratorHost(TrainerHost):
                 "prepare",
             )
         )
+        accelerator = self.trainer
+        optimizers = [optimizer for one in accelerator._optimizers for optimizer in (one, one.optimizer)]
+        warn_of_forgotten(accelerator._models, optimizers, [*self.kept(), accelerator])  # it saves its scaler
         registered = [one for one in self.trainer._custom_objects if one is not self.record]
         named = {f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}
         warn_of_differing(hashes_of_states(named))

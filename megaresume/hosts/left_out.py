@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 from megaresume.checkpoint.ranks import is_rank_0
@@ -61,9 +62,7 @@ def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> 
         UsageError: naming the first.
     """
     optimizers = list(optimizers)
-    known = {id(one) for one in optimizers}
-    for held in (held for one in kept for held in _parts(one)):
-        known |= {id(held), id(getattr(held, "__self__", None))}  # it, or a method of it
+    known = _known(optimizers, kept)
     for outer in optimizers:
         for inner in _parts(outer):
             if not isinstance(inner, torch.optim.Optimizer) or id(inner) in known:
@@ -77,6 +76,37 @@ def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> 
                     expected="both in the checkpoint",
                     action=action,
                 )
+
+
+def warn_of_forgotten(modules: Iterable[torch.nn.Module], optimizers: Iterable[Any], kept: Iterable[Any]) -> None:
+    """Say which objects that steps of these modules change are in no checkpoint. Nothing is refused: they may be in
+    a file of the program's own. Searches all objects: a tenth of a second.
+
+    Args:
+        modules: in a checkpoint.
+        optimizers, kept: see `check_schedulers`.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    parameters = {id(one) for part in parts for one in part.parameters(recurse=False)}
+    optimizers = list(optimizers)
+    known = _known([*parts, *optimizers, *(held for one in optimizers for held in _parts(one))], kept)
+
+    def trains(one: Any) -> bool:
+        if issubclass(type(one), torch.optim.Optimizer):
+            groups = getattr(one, "param_groups", ())  # none while it is being made
+            return bool(one.state) and any(id(p) in parameters for group in groups for p in group["params"])
+        if issubclass(type(one), AveragedModel):
+            return bool(one.n_averaged)
+        return issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() and one._scale is not None
+
+    gc.collect()  # those of a training that is over
+    found = sorted({kind_of(one) for one in gc.get_objects() if trains(one) and id(one) not in known})
+    if found and is_rank_0():
+        print(
+            f"megaresume: WARNING: no checkpoint holds the state of {', '.join(found)}: each resume would begin it "
+            "anew. Give it to what saves, before the first step",
+            flush=True,
+        )
 
 
 def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
@@ -127,6 +157,13 @@ def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:
 
 
 _SCHEDULERS = LRScheduler, ReduceLROnPlateau
+
+
+def _known(saved: Iterable[Any], kept: Iterable[Any]) -> set[int]:
+    """By their ``id``: what was saved, and whatever else is in a checkpoint, or has a method there."""
+    # A scheduler has its optimizer as an attribute, and not in its state.
+    held = [held for one in kept for held in ([one] if isinstance(one, _SCHEDULERS) else _parts(one))]
+    return {id(one) for one in (*saved, *held, *(getattr(one, "__self__", None) for one in held))}
 
 
 def _is_scheduled(optimizer: Any) -> bool:

@@ -35,7 +35,7 @@ from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.left_out import check_inner, check_schedulers
+from megaresume.hosts.left_out import check_inner, check_schedulers, warn_of_forgotten
 from megaresume.hosts.replicas import warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
@@ -113,6 +113,8 @@ class LoopHost(TrainerHost):
                 "optimizer.base_optimizer}, ...)",
             )
         )
+        optimizers = [optimizer for optimizer, _ in self.objects.optimizers.values()]
+        warn_of_forgotten(self.objects.modules.values(), optimizers, self.kept())
         warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
 
     def check_schedulers(self, *, searches: bool = False) -> None:
@@ -156,7 +158,7 @@ class StepLoop:
     """A training loop over `Steps`, and its checkpoints. Every method is called on every rank."""
 
     def __init__(self, host: TrainerHost) -> None:
-        self.steps, self.session = host.steps, host.session
+        self.steps, self.session, self._release = host.steps, host.session, host.release
 
     @property
     def step(self) -> int:
@@ -203,8 +205,7 @@ class StepLoop:
 
     def close(self) -> None:
         """Wait until all saves are complete and on the disk, and let other jobs save there."""
-        self.session.host.settle()
-        self.session.close()
+        self._release()
 
 
 class Loop(StepLoop):

@@ -229,7 +229,14 @@ class TrainerHost(Host):
     def end(self) -> None:
         """The run is complete: record that in the ledger, where launch scripts look, and release the lock."""
         self.session.finish()
+        self.release()
+
+    def release(self) -> None:
+        """Wait until all saves are complete and on the disk, and let other jobs save there."""
+        self.settle()
         self.session.close()
+        if self.background is not None:
+            atexit.unregister(self.background.look_at_exit)  # which would keep what was trained until then
 
     def iteration(self) -> int:
         """See `Host`."""

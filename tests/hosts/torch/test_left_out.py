@@ -1,7 +1,10 @@
-"""A learning rate continues where it was, or the run does not begin. In this process."""
+"""A learning rate continues where it was, or the run does not begin; what else a checkpoint lacks is named. In this
+process."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +158,61 @@ def test_one_stepped_after_the_save_is_named_once(tmp_path: Path, when: str, cap
     first = {"before the save": None, "after the save": 1, "after the epoch": steps}[when]
     assert [number for number, is_said in enumerate(said) if is_said] == ([] if first is None else [first])
     assert len(said) == 3 * steps
+
+
+def test_what_was_trained_is_let_go(tmp_path: Path) -> None:
+    """When its loop is closed: another one may need the memory."""
+    run = Run(tmp_path)
+    run.attach()
+    run.loop.load()
+    for _ in run.loop:
+        run.objects["optimizer"].step()
+        run.loop.stepped()
+        break
+    run.loop.save()
+    run.loop.close()
+    model = weakref.ref(run.objects["model"])
+    del run
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("forgotten", ["", "optimizer", "average", "scaler"])
+@pytest.mark.parametrize("is_method", [False, True])
+def test_what_was_forgotten_is_named(
+    tmp_path: Path, forgotten: str, is_method: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    model = run.objects["model"]
+    run.objects["optimizer"] = optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    run.objects |= {
+        "scheduler": run.scheduler(),
+        "average": torch.optim.swa_utils.AveragedModel(model),
+        "scaler": torch.amp.GradScaler("cpu"),
+    }
+    held = dict(run.objects)
+    if is_method and forgotten != "optimizer":
+        run.objects["optimizer"] = SimpleNamespace(
+            state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict
+        )
+    run.objects.pop(forgotten, None)
+    run.attach()
+    run.loop.load()
+    for batch in run.loop:
+        held["scaler"].scale(model(batch.float()).mean()).backward()
+        held["scaler"].step(optimizer)
+        held["scaler"].update()
+        held["average"].update_parameters(model)
+        run.loop.stepped()
+        if run.loop.step == 2:
+            break
+    capfd.readouterr()
+    run.loop.save()
+    run.loop.close()
+    said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    named = {"optimizer": "SGD", "average": "AveragedModel", "scaler": "GradScaler"}
+    assert len(said) == bool(forgotten)
+    assert [name for name in named if said and named[name] in said[0]] == [forgotten] * len(said)
 
 
 def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixture[str]) -> None:
