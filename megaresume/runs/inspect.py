@@ -267,7 +267,7 @@ def _state_block(found: Inspection) -> str:
     if record.stream.reached != record.stream.samples:
         rows[1][1] += f" trained, {record.stream.reached:,} with those left out"
     return (
-        f"data state of {record.tag}\n" + text_table(rows + _stream_rows(record.stream)) + _source_table(record.stream)
+        f"data state of {record.tag}\n" + text_table(rows + _stream_rows(record.stream)) + source_table(record.stream)
     )
 
 
@@ -328,20 +328,21 @@ def _order_block(found: Inspection) -> str:
         return str(error)
 
 
-def _source_table(state: StreamState) -> str:
+def source_table(state: StreamState) -> str:
+    """How far each source is, by the weights of the stage in which the state is; "": the stream has none."""
     if not state.sources:
         return ""
-    weights = state.config.get("sources", {})
+    declared, now = (config.get("sources", {}) for config in (state.config, state.stages[-1].config))
     drawn = sum(cursor.tokens for cursor in state.sources.values()) or 1
     rows = [["source", "weight", "epoch", "position", "of", state.config_now.unit, "share", "skipped", ""]]
     for name, cursor in state.sources.items():
         documents = state.fingerprints[name].documents if name in state.fingerprints else 0
         size = cursor.size or documents
-        names = weights.get(name, {}).get("names")
+        names = declared.get(name, {}).get("names")
         rows.append(
             [
                 f"{name} (now {names[-1]})" if names else name,
-                str(weights.get(name, {}).get("weight", "?")),
+                str(now.get(name, {}).get("weight", "?")),
                 str(cursor.epoch),
                 f"{size - (cursor.left or size):,}",
                 f"{size:,}",

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.save.commit import begin_save
 from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
+from megaresume.runs.inspect import source_table
 
 
 def _helpers() -> ModuleType:
@@ -140,6 +144,29 @@ def test_without_megaresume(tmp_path: Path, inspect: Inspect) -> None:
     assert status == 1
     assert "NOT RESUMABLE: iter_0000100 has no data state (written without megaresume)" in out
     assert "iter_0000100, unmanaged" in out
+
+
+def test_weights_are_those_of_the_stage() -> None:
+    class Texts:
+        def __len__(self) -> int:
+            return 200
+
+        def length(self, i: int) -> int:
+            return 10 + i % 2
+
+        def get(self, i: int) -> np.ndarray:
+            return np.zeros(self.length(i), int)
+
+    data = {
+        "seed": 1,
+        "seq_length": 64,
+        "packing": "best_fit",
+        "sources": {"web": {"weight": 7}, "code": {"weight": 3}},
+        "stages": [{"from_samples": 8, "weights": {"web": 1, "code": 4}}],
+    }
+    stream = open_stream(data, objects={"web": Texts(), "code": Texts()})
+    shown = [re.findall(r"^  (\w+) +(\d+) ", source_table(stream.state_at(samples)), re.M) for samples in (4, 16)]
+    assert shown == [[("web", "7"), ("code", "3")], [("web", "1"), ("code", "4")]]
 
 
 def test_a_tag_directory(root: Path, inspect: Inspect, report: Report) -> None:
