@@ -71,7 +71,7 @@ class Objects:
         self.modules = {n: one for n, one in objects.items() if isinstance(one, torch.nn.Module)}
         optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
         for name, one in optimizers.items():
-            _check_steps_alone(name, one)
+            _check_optimizer(name, one)
         self.optimizers = {n: (one, _owner(n, one, self.modules)) for n, one in optimizers.items()}
         self.others = {n: one for n, one in objects.items() if n not in self.modules and n not in self.optimizers}
         if not self.modules:
@@ -254,8 +254,16 @@ def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _check_steps_alone(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step without arguments, as LBFGS: see `_steps_as_torch_calls_it`."""
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot step without arguments, as LBFGS (see `_steps_as_torch_calls_it`), or whose state
+    cannot be had at any time."""
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):  # it may not be importable
+        raise UsageError(
+            f"'{name}' cannot be saved",
+            found=f"{kind_of(optimizer)}, which gives its state only after a collective of its own, on one rank",
+            expected="an optimizer with its state on every rank, whole or in DTensors",
+            action="leave ZeroRedundancyOptimizer out; FSDP2 (fully_shard) divides an optimizer's state over the ranks",
+        )
     # Of the class: a scheduler puts a function of its own in the place of the instance's.
     _self, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     if needed := [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]:

@@ -40,7 +40,7 @@ def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str
         return
     # The mark stays when a scheduler is gone, as that of a search for the first rate. Not by isinstance, which asks
     # proxies of somebody else's for their class.
-    living = [one.optimizer for one in gc.get_objects() if issubclass(type(one), _SCHEDULERS)]
+    living = [getattr(one, "optimizer", None) for one in gc.get_objects() if issubclass(type(one), _SCHEDULERS)]
     found = [one for one in unknown if any(one is other for other in living)]
     if found:
         raise UsageError(
@@ -63,7 +63,9 @@ def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> 
     """
     optimizers = list(optimizers)
     known = _known(optimizers, kept)
-    for outer in optimizers:
+    for outer in (
+        one for one in optimizers if isinstance(one, torch.optim.Optimizer)
+    ):  # ZeRO's are saved in another way
         for inner in _parts(outer):
             if not isinstance(inner, torch.optim.Optimizer) or id(inner) in known:
                 continue
@@ -94,10 +96,10 @@ def warn_of_forgotten(modules: Iterable[torch.nn.Module], optimizers: Iterable[A
     def trains(one: Any) -> bool:
         if issubclass(type(one), torch.optim.Optimizer):
             groups = getattr(one, "param_groups", ())  # none while it is being made
-            return bool(one.state) and any(id(p) in parameters for group in groups for p in group["params"])
+            return any(id(p) in parameters for group in groups for p in group["params"]) and bool(one.state)
         if issubclass(type(one), AveragedModel):
-            return bool(one.n_averaged)
-        return issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() and one._scale is not None
+            return bool(getattr(one, "n_averaged", 0))
+        return issubclass(type(one), torch.amp.GradScaler) and getattr(one, "_scale", None) is not None
 
     gc.collect()  # those of a training that is over
     found = sorted({kind_of(one) for one in gc.get_objects() if trains(one) and id(one) not in known})

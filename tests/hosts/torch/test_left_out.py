@@ -160,6 +160,44 @@ def test_one_stepped_after_the_save_is_named_once(tmp_path: Path, when: str, cap
     assert len(said) == 3 * steps
 
 
+class HalfScheduler(torch.optim.lr_scheduler.LRScheduler):
+    """As one whose `__init__` failed, and which an error still holds."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class HalfOptimizer(torch.optim.Optimizer):
+    def __init__(self) -> None:
+        pass
+
+
+class HalfAverage(torch.optim.swa_utils.AveragedModel):
+    def __init__(self) -> None:
+        pass
+
+
+class Proxy:
+    """It asks what is not there yet."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_objects_that_are_of_no_interest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    others = [HalfScheduler(), HalfOptimizer(), HalfAverage(), Proxy()]
+    run = Run(tmp_path)
+    run.attach()
+    run.loop.load()
+    for _ in run.loop:
+        run.objects["optimizer"].step()
+        run.loop.stepped()
+        break
+    run.loop.save()
+    run.loop.close()
+    assert len(others) == 4 and "WARNING" not in capfd.readouterr().out
+
+
 def test_what_was_trained_is_let_go(tmp_path: Path) -> None:
     """When its loop is closed: another one may need the memory."""
     run = Run(tmp_path)

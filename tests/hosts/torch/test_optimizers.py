@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import megaresume
 from megaresume import Checkpoints
@@ -186,6 +188,18 @@ def test_one_that_needs_a_closure(tmp_path: Path) -> None:
 
     whole = train(tmp_path / "whole", steps=END)
     assert train(tmp_path / "parts", steps=3) + train(tmp_path / "parts", steps=END) == whole
+
+
+def test_one_that_gives_its_state_after_a_collective(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    loader = megaresume.DataLoader(Numbers(), batch_size=4)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(UsageError, match=r"cannot be saved(.|\n)*ZeroRedundancyOptimizer(.|\n)*fully_shard"):
+            megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=tmp_path)
+    finally:
+        dist.destroy_process_group()
 
 
 class Sharpness(torch.optim.Optimizer):
