@@ -34,13 +34,12 @@ def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str
     Raises:
         UsageError: one of torch's schedulers is of an optimizer of which none is kept.
     """
-    known = [getattr(held, "optimizer", None) for one in kept for held in _parts(one)]
+    known = [_of(held, "optimizer") for one in kept for held in _parts(one)]
     unknown = [one for one in optimizers if not any(one is other for other in known)]
     if not unknown or not (searches or any(_is_scheduled(one) for one in unknown)):
         return
-    # The mark stays when a scheduler is gone, as that of a search for the first rate. Not by isinstance, which asks
-    # proxies of somebody else's for their class.
-    living = [getattr(one, "optimizer", None) for one in gc.get_objects() if issubclass(type(one), _SCHEDULERS)]
+    # The mark stays when a scheduler is gone, as that of a search for the first rate.
+    living = [_of(one, "optimizer") for one in _living(*_SCHEDULERS)]
     found = [one for one in unknown if any(one is other for other in living)]
     if found:
         raise UsageError(
@@ -67,7 +66,7 @@ def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> 
         one for one in optimizers if isinstance(one, torch.optim.Optimizer)
     ):  # ZeRO's are saved in another way
         for inner in _parts(outer):
-            if not isinstance(inner, torch.optim.Optimizer) or id(inner) in known:
+            if not issubclass(type(inner), torch.optim.Optimizer) or id(inner) in known:
                 continue
             saved = {id(one) for one in tree_leaves(outer.state_dict())}
             state = tree_leaves(list(inner.state.values()))
@@ -94,15 +93,13 @@ def warn_of_forgotten(modules: Iterable[torch.nn.Module], optimizers: Iterable[A
     known = _known([*parts, *optimizers, *(held for one in optimizers for held in _parts(one))], kept)
 
     def trains(one: Any) -> bool:
-        if issubclass(type(one), torch.optim.Optimizer):
-            groups = getattr(one, "param_groups", ())  # none while it is being made
-            return any(id(p) in parameters for group in groups for p in group["params"]) and bool(one.state)
-        if issubclass(type(one), AveragedModel):
-            return bool(getattr(one, "n_averaged", 0))
-        return issubclass(type(one), torch.amp.GradScaler) and getattr(one, "_scale", None) is not None
+        if isinstance(one, torch.optim.Optimizer):
+            parameters_of = (p for group in _of(one, "param_groups") or () for p in group["params"])
+            return any(id(parameter) in parameters for parameter in parameters_of) and bool(one.state)
+        return bool(_of(one, "n_averaged")) or _of(one, "_scale") is not None
 
-    gc.collect()  # those of a training that is over
-    found = sorted({kind_of(one) for one in gc.get_objects() if trains(one) and id(one) not in known})
+    living = _living(torch.optim.Optimizer, AveragedModel, torch.amp.GradScaler)
+    found = sorted({kind_of(one) for one in living if id(one) not in known and trains(one)})
     if found and is_rank_0():
         print(
             f"megaresume: WARNING: no checkpoint holds the state of {', '.join(found)}: each resume would begin it "
@@ -120,7 +117,7 @@ def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
     Returns:
         whether a scheduler was stepped since, which its checkpoint does not know. It then says so.
     """
-    saved = [(held, held.last_epoch) for one in kept for held in _parts(one) if isinstance(held, _SCHEDULERS)]
+    saved = [(held, held.last_epoch) for one in kept for held in _parts(one) if issubclass(type(held), _SCHEDULERS)]
 
     def ask() -> bool:
         late = [held for held, at in saved if held.last_epoch != at]
@@ -164,8 +161,8 @@ _SCHEDULERS = LRScheduler, ReduceLROnPlateau
 def _known(saved: Iterable[Any], kept: Iterable[Any]) -> set[int]:
     """By their ``id``: what was saved, and whatever else is in a checkpoint, or has a method there."""
     # A scheduler has its optimizer as an attribute, and not in its state.
-    held = [held for one in kept for held in ([one] if isinstance(one, _SCHEDULERS) else _parts(one))]
-    return {id(one) for one in (*saved, *held, *(getattr(one, "__self__", None) for one in held))}
+    held = [held for one in kept for held in ([one] if issubclass(type(one), _SCHEDULERS) else _parts(one))]
+    return {id(one) for one in (*saved, *held, *(_of(one, "__self__") for one in held))}
 
 
 def _is_scheduled(optimizer: Any) -> bool:
@@ -175,7 +172,22 @@ def _is_scheduled(optimizer: Any) -> bool:
 def _parts(one: Any) -> Iterator[Any]:
     """An object, its attributes, and what is in those that are lists or mappings."""
     yield one
-    for value in getattr(one, "__dict__", {}).values():
+    for value in (_of(one, "__dict__") or {}).values():
         yield value
-        if isinstance(value, (list, tuple, dict)):
+        if issubclass(type(value), (list, tuple, dict)):
             yield from value.values() if isinstance(value, dict) else value
+
+
+def _of(one: Any, name: str) -> Any:
+    """An attribute; None: an object of somebody else's has none, or raises whatever it likes, as a proxy does."""
+    try:
+        return getattr(one, name, None)
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _living(*classes: type) -> list[Any]:
+    """All objects of these classes, without those of a training that is over. By their type: isinstance would ask
+    proxies for their class."""
+    gc.collect()
+    return [one for one in gc.get_objects() if issubclass(type(one), classes)]

@@ -75,7 +75,13 @@ def test_a_rate_that_would_begin_anew_is_refused(tmp_path: Path, when: str) -> N
 def test_one_that_is_gone_is_of_no_interest(tmp_path: Path) -> None:
     """As that of a search for the first rate: it leaves its mark in the optimizer."""
     run = Run(tmp_path)
-    run.scheduler().step()
+    gc.collect()
+    gc.disable()
+    scheduler = run.scheduler()
+    scheduler.step()
+    scheduler.itself = scheduler  # until it is collected
+    del scheduler
+    gc.enable()
     run.attach()
     run.loop.load()
     next(iter(run.loop))
@@ -187,6 +193,11 @@ class Proxy:
 def test_objects_that_are_of_no_interest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     others = [HalfScheduler(), HalfOptimizer(), HalfAverage(), Proxy()]
     run = Run(tmp_path)
+    owner = Numbers()
+    gone = weakref.proxy(owner)
+    run.objects["model"].owner = run.objects["optimizer"].owner = gone
+    run.objects["other"] = SimpleNamespace(gone=[gone], state_dict=dict, load_state_dict=print)
+    del owner
     run.attach()
     run.loop.load()
     for _ in run.loop:
@@ -194,6 +205,7 @@ def test_objects_that_are_of_no_interest(tmp_path: Path, capfd: pytest.CaptureFi
         run.loop.stepped()
         break
     run.loop.save()
+    next(iter(run.loop))
     run.loop.close()
     assert len(others) == 4 and "WARNING" not in capfd.readouterr().out
 
