@@ -37,7 +37,7 @@ def test_a_disk_that_is_cleaned(small_disk: Path, capfd: pytest.CaptureFixture[s
     megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_retry_wait=0.01))
     trainer.train(resume_from_checkpoint=True)
     out = capfd.readouterr().out
-    assert tries == ["checkpoint-5", "checkpoint-5", "checkpoint-10"]
+    assert tries == ["checkpoint-5", "checkpoint-5", "checkpoint-10"], out
     assert "checkpoint-5 was not saved: " in out and "try 1 of 3 in 0.01 s" in out
     newest, older = choose(small_disk / "run"), choose(small_disk / "run", tag="checkpoint-5", checksums=True)
     assert newest is not None and (newest.tag, newest.rejected) == ("checkpoint-10", ())
