@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last
 from megaresume.hosts.feeds import Feed, feed_of
-from megaresume.hosts.left_out import check_inner, check_schedulers, warn_of_forgotten
+from megaresume.hosts.left_out import check_all, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
 from megaresume.hosts.steps import loop_words
@@ -113,6 +113,13 @@ class DataRecord:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` returned."""
         self.carried = state
+
+
+_SCHEDULER = (
+    "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
+    "megaresume.attach"
+)
+_INNER = "accelerator.register_for_checkpointing(optimizer.base_optimizer), of the optimizer as it was before prepare"
 
 
 class AcceleratorHost(TrainerHost):
@@ -210,34 +217,23 @@ class AcceleratorHost(TrainerHost):
 
     def check_first_save(self) -> None:
         """See `TrainerHost`."""
-        on_all_ranks(lambda: self.check_schedulers(searches=True))
+        kept = [*self.kept(), self.trainer.scaler]  # which Accelerate saves by itself
         on_all_ranks(
-            lambda: check_inner(
-                (one.optimizer for one in self.trainer._optimizers),
-                self.kept(),
-                "accelerator.register_for_checkpointing(optimizer.base_optimizer), of the optimizer as it was before "
-                "prepare",
-            )
+            lambda: check_all(self.trainer._models, self._optimizers, kept, scheduler=_SCHEDULER, inner=_INNER)
         )
-        accelerator = self.trainer
-        optimizers = [optimizer for one in accelerator._optimizers for optimizer in (one, one.optimizer)]
-        warn_of_forgotten(accelerator._models, optimizers, [*self.kept(), accelerator])  # it saves its scaler
         registered = [one for one in self.trainer._custom_objects if one is not self.record]
         named = {f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}
         warn_of_differing(hashes_of_states(named))
 
-    def check_schedulers(self, *, searches: bool = False) -> None:
+    def check_schedulers(self) -> None:
         """See the function."""
-        accelerator = self.trainer
-        check_schedulers(
-            (optimizer for one in accelerator._optimizers for optimizer in (one, one.optimizer)),
-            self.kept(),
-            "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
-            "megaresume.attach",
-            searches=searches,
-        )
+        check_schedulers(self._optimizers, self.kept(), _SCHEDULER)
 
-    def kept(self) -> Iterable[Any]:
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [optimizer for one in self.trainer._optimizers for optimizer in (one, one.optimizer)]
+
+    def kept(self) -> Sequence[Any]:
         """See `TrainerHost`."""
         accelerator = self.trainer
         return [*(one.scheduler for one in accelerator._schedulers), *accelerator._custom_objects]

@@ -8,7 +8,7 @@ torch's schedulers leave a mark in their optimizer, by which those are found of 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,26 +21,48 @@ from megaresume.hosts.attach import kind_of
 from megaresume.stream.errors import UsageError
 
 
-def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str, *, searches: bool) -> None:
+def check_all(
+    modules: Iterable[torch.nn.Module], optimizers: Sequence[Any], kept: Sequence[Any], *, scheduler: str, inner: str
+) -> None:
+    """Refuse, or warn of, whatever a checkpoint would leave out. Searches all objects: a fifth of a second.
+
+    Args:
+        modules: in a checkpoint.
+        optimizers, kept: see `check_schedulers`.
+        scheduler, inner: for the errors, what to do about a scheduler, and about an optimizer within another one.
+
+    Raises:
+        UsageError: see `check_schedulers` and `check_inner`.
+    """
+    living = _living(*_SCHEDULERS, torch.optim.Optimizer, AveragedModel, torch.amp.GradScaler)
+    check_schedulers(optimizers, kept, scheduler, living)
+    check_inner(optimizers, kept, inner)
+    warn_of_forgotten(modules, optimizers, kept, living)
+
+
+def check_schedulers(
+    optimizers: Sequence[Any], kept: Sequence[Any], action: str, living: Sequence[Any] | None = None
+) -> None:
     """Refuse learning-rate schedulers of which no checkpoint knows: each resume would begin theirs anew.
 
     Args:
         optimizers: in a checkpoint.
         kept: whatever else is in a checkpoint; a scheduler may be an attribute of one, or in a list or mapping that is.
         action: for the error.
-        searches: also look for a ``ReduceLROnPlateau``, which leaves no mark in its optimizer, among all objects: a
-            tenth of a second.
+        living: objects of this process, among them its schedulers; None: they are looked for if an optimizer has the
+            mark of one. ``ReduceLROnPlateau`` leaves none.
 
     Raises:
         UsageError: one of torch's schedulers is of an optimizer of which none is kept.
     """
     known = [_of(held, "optimizer") for one in kept for held in _parts(one)]
     unknown = [one for one in optimizers if not any(one is other for other in known)]
-    if not unknown or not (searches or any(_is_scheduled(one) for one in unknown)):
-        return
-    # The mark stays when a scheduler is gone, as that of a search for the first rate.
-    living = [_of(one, "optimizer") for one in _living(*_SCHEDULERS)]
-    found = [one for one in unknown if any(one is other for other in living)]
+    if living is None:
+        if not any(_is_scheduled(one) for one in unknown):
+            return
+        living = _living(*_SCHEDULERS)  # the mark stays when a scheduler is gone, as of a search for the first rate
+    scheduled = [_of(one, "optimizer") for one in living if issubclass(type(one), _SCHEDULERS)]
+    found = [one for one in unknown if any(one is other for other in scheduled)]
     if found:
         raise UsageError(
             "a learning-rate scheduler would begin anew at each resume",
@@ -50,7 +72,7 @@ def check_schedulers(optimizers: Iterable[Any], kept: Iterable[Any], action: str
         )
 
 
-def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> None:
+def check_inner(optimizers: Sequence[Any], kept: Sequence[Any], action: str) -> None:
     """Refuse an optimizer that steps by another one, as SAM does, whose state it leaves out of its own.
 
     Args:
@@ -60,11 +82,10 @@ def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> 
     Raises:
         UsageError: naming the first.
     """
-    optimizers = list(optimizers)
     known = _known(optimizers, kept)
-    for outer in (
-        one for one in optimizers if isinstance(one, torch.optim.Optimizer)
-    ):  # ZeRO's are saved in another way
+    for outer in optimizers:
+        if not isinstance(outer, torch.optim.Optimizer):  # ZeRO's are saved in another way
+            continue
         for inner in _parts(outer):
             if not issubclass(type(inner), torch.optim.Optimizer) or id(inner) in known:
                 continue
@@ -79,26 +100,29 @@ def check_inner(optimizers: Iterable[Any], kept: Iterable[Any], action: str) -> 
                 )
 
 
-def warn_of_forgotten(modules: Iterable[torch.nn.Module], optimizers: Iterable[Any], kept: Iterable[Any]) -> None:
+def warn_of_forgotten(
+    modules: Iterable[torch.nn.Module], optimizers: Sequence[Any], kept: Sequence[Any], living: Sequence[Any]
+) -> None:
     """Say which objects that steps of these modules change are in no checkpoint. Nothing is refused: they may be in
-    a file of the program's own. Searches all objects: a tenth of a second.
+    a file of the program's own.
 
     Args:
         modules: in a checkpoint.
         optimizers, kept: see `check_schedulers`.
+        living: objects of this process, among them those of which it is asked.
     """
     parts = [part for module in modules for part in module.modules()]
     parameters = {id(one) for part in parts for one in part.parameters(recurse=False)}
-    optimizers = list(optimizers)
     known = _known([*parts, *optimizers, *(held for one in optimizers for held in _parts(one))], kept)
 
     def trains(one: Any) -> bool:
         if isinstance(one, torch.optim.Optimizer):
             parameters_of = (p for group in _of(one, "param_groups") or () for p in group["params"])
             return any(id(parameter) in parameters for parameter in parameters_of) and bool(one.state)
-        return bool(_of(one, "n_averaged")) or _of(one, "_scale") is not None
+        if isinstance(one, AveragedModel):
+            return bool(_of(one, "n_averaged"))
+        return isinstance(one, torch.amp.GradScaler) and _of(one, "_scale") is not None
 
-    living = _living(torch.optim.Optimizer, AveragedModel, torch.amp.GradScaler)
     found = sorted({kind_of(one) for one in living if id(one) not in known and trains(one)})
     if found and is_rank_0():
         print(

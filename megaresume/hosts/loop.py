@@ -17,7 +17,7 @@ See docs/torch.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -35,13 +35,19 @@ from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.left_out import check_inner, check_schedulers, warn_of_forgotten
+from megaresume.hosts.left_out import check_all, check_schedulers
 from megaresume.hosts.replicas import warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.checkpoint.metrics.meter import Meter
+
+
+_SCHEDULER = "make it before: megaresume.attach({'model': model, 'optimizer': optimizer, 'scheduler': scheduler}, ...)"
+_INNER = (
+    "save both: megaresume.attach({'model': model, 'optimizer': optimizer, 'inner': optimizer.base_optimizer}, ...)"
+)
 
 
 class LoopHost(TrainerHost):
@@ -104,31 +110,24 @@ class LoopHost(TrainerHost):
 
     def check_first_save(self) -> None:
         """See `TrainerHost`."""
-        on_all_ranks(lambda: self.check_schedulers(searches=True))
         on_all_ranks(
-            lambda: check_inner(
-                (optimizer for optimizer, _ in self.objects.optimizers.values()),
-                self.kept(),
-                "save both: megaresume.attach({'model': model, 'optimizer': optimizer, 'inner': "
-                "optimizer.base_optimizer}, ...)",
+            lambda: check_all(
+                self.objects.modules.values(), self._optimizers, self.kept(), scheduler=_SCHEDULER, inner=_INNER
             )
         )
-        optimizers = [optimizer for optimizer, _ in self.objects.optimizers.values()]
-        warn_of_forgotten(self.objects.modules.values(), optimizers, self.kept())
         warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
 
-    def check_schedulers(self, *, searches: bool = False) -> None:
+    def check_schedulers(self) -> None:
         """See the function."""
-        check_schedulers(
-            (optimizer for optimizer, _ in self.objects.optimizers.values()),
-            self.kept(),
-            "make it before: megaresume.attach({'model': model, 'optimizer': optimizer, 'scheduler': scheduler}, ...)",
-            searches=searches,
-        )
+        check_schedulers(self._optimizers, self.kept(), _SCHEDULER)
 
-    def kept(self) -> Iterable[Any]:
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [optimizer for optimizer, _ in self.objects.optimizers.values()]
+
+    def kept(self) -> Sequence[Any]:
         """See `TrainerHost`."""
-        return self.objects.others.values()
+        return list(self.objects.others.values())
 
     def read(self, choice: Choice) -> Restored:
         """Read the files of this rank: for `Session.load`."""
@@ -144,7 +143,7 @@ class LoopHost(TrainerHost):
             action="give it the same names and writer on every rank",
         )
         self._group, self.meeting = files.own_group(), meeting_group()
-        self.watch((optimizer for optimizer, _ in self.objects.optimizers.values()), once=True)
+        self.watch(self._optimizers, once=True)
 
     def put_hooks(self) -> None:
         """Hook nothing: the loop calls what `Loop` has, and a mapping has no attribute to note that it is attached."""

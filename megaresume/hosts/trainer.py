@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -134,7 +134,7 @@ class TrainerHost(Host):
     def check_first_save(self) -> None:
         """Before the first save of a start: refuse, or warn of, what its checkpoint would not restore. Collective."""
 
-    def kept(self) -> Iterable[Any]:
+    def kept(self) -> Sequence[Any]:
         """What a checkpoint holds besides models and optimizers, if a loop of the user's own steps a scheduler in it:
         see `check_schedulers`."""
         return ()
