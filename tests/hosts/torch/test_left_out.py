@@ -35,6 +35,12 @@ class Run:
     def scheduler(self) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(self.objects["optimizer"], lambda n: 1 / (1 + n))
 
+    def step_and_save(self) -> None:
+        next(iter(self.loop))
+        self.objects["optimizer"].step()
+        self.loop.stepped()
+        self.loop.save()
+
     def train(self, scheduler: Any, stop: int) -> list[float]:
         rates = []
         for _ in self.loop:
@@ -200,11 +206,7 @@ def test_objects_that_are_of_no_interest(tmp_path: Path, capfd: pytest.CaptureFi
     del owner
     run.attach()
     run.loop.load()
-    for _ in run.loop:
-        run.objects["optimizer"].step()
-        run.loop.stepped()
-        break
-    run.loop.save()
+    run.step_and_save()
     next(iter(run.loop))
     run.loop.close()
     assert len(others) == 4 and "WARNING" not in capfd.readouterr().out
@@ -215,11 +217,7 @@ def test_what_was_trained_is_let_go(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.attach()
     run.loop.load()
-    for _ in run.loop:
-        run.objects["optimizer"].step()
-        run.loop.stepped()
-        break
-    run.loop.save()
+    run.step_and_save()
     run.loop.close()
     model = weakref.ref(run.objects["model"])
     del run

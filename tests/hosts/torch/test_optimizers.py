@@ -156,6 +156,29 @@ def test_steps_that_are_one_for_each_batch(tmp_path: Path, made: Any) -> None:
     loop.close()
 
 
+def train_by_closure(loop: Any, model: torch.nn.Module, optimizer: Any, steps: int) -> list[float]:
+    """Load, train to this step, save: the losses."""
+    loop.load()
+    losses = []
+    for batch in loop:
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(batch.float() / 100) - 1).pow(2).mean()
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure).detach()))
+        loop.stepped()
+        if loop.step == steps:
+            break
+    try:
+        loop.save()
+    finally:
+        loop.close()
+    return losses
+
+
 def test_one_that_needs_a_closure(tmp_path: Path) -> None:
     """Its checkpoints could not be loaded; as an object of another kind they can."""
 
@@ -168,23 +191,7 @@ def test_one_that_needs_a_closure(tmp_path: Path) -> None:
             megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=directory)
         held = types.SimpleNamespace(state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict)
         loop = megaresume.attach({"model": model, "optimizer": held}, loader, checkpoints=directory)
-        loop.load()
-        losses = []
-        for batch in loop:
-
-            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss: torch.Tensor = (model(batch.float() / 100) - 1).pow(2).mean()
-                loss.backward()
-                return loss
-
-            losses.append(float(optimizer.step(closure).detach()))
-            loop.stepped()
-            if loop.step == steps:
-                break
-        loop.save()
-        loop.close()
-        return losses
+        return train_by_closure(loop, model, optimizer, steps)
 
     whole = train(tmp_path / "whole", steps=END)
     assert train(tmp_path / "parts", steps=3) + train(tmp_path / "parts", steps=END) == whole
@@ -213,6 +220,8 @@ class Sharpness(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is not None
+        with torch.enable_grad():
+            closure()
         for group in self.param_groups:
             for one in group["params"]:
                 if one.grad is not None:
@@ -238,26 +247,7 @@ def test_one_that_steps_by_another(tmp_path: Path, writer: Any) -> None:
         loop = megaresume.attach(
             objects, megaresume.DataLoader(Numbers(), batch_size=4), checkpoints=directory, writer=writer
         )
-        loop.load()
-        losses = []
-        for batch in loop:
-
-            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss: torch.Tensor = (model(batch.float() / 100) - 1).pow(2).mean()
-                loss.backward()
-                return loss
-
-            closure()
-            losses.append(float(optimizer.step(closure).detach()))
-            loop.stepped()
-            if loop.step == steps:
-                break
-        try:
-            loop.save()
-        finally:
-            loop.close()
-        return losses
+        return train_by_closure(loop, model, optimizer, steps)
 
     with pytest.raises(UsageError, match=r"within another one(.|\n)*Sharpness, whose(.|\n)*SGD(.|\n)*base_optimizer"):
         train(tmp_path / "refused", steps=1, inner=False)
