@@ -12,13 +12,23 @@ from tests.hosts.megatron.layouts import write_flat, write_lm, write_wheel
 
 
 @pytest.fixture
-def find(monkeypatch):
-    """Find a project on exactly these roots, without the packages of this environment; nothing may be imported."""
+def install(monkeypatch):
+    """Import from exactly these roots, without the packages of this environment, imported or not."""
 
-    def at(*roots, package=None):
+    def at(*roots):
         monkeypatch.setattr(sys, "path", [str(root) for root in roots])
         for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
             monkeypatch.delitem(sys.modules, name)
+
+    return at
+
+
+@pytest.fixture
+def find(install):
+    """Find a project on exactly these roots; nothing may be imported."""
+
+    def at(*roots, package=None):
+        install(*roots)
         before = set(sys.modules)
         try:
             return find_project(package)
@@ -110,8 +120,8 @@ def test_megatron_without_deepspeed_of_old(find, tmp_path):
         find(write_flat(tmp_path, "plain"))
 
 
-def test_locate_finds_what_python_would_import(find, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(write_lm(tmp_path, (0, 12)))])
+def test_locate_finds_what_python_would_import(install, tmp_path):
+    install(write_lm(tmp_path, (0, 12)))
     samplers = tmp_path / "megatron" / "legacy" / "data" / "data_samplers.py"  # two namespaces down
     assert locate("megatron.legacy.data.data_samplers") == samplers
     assert locate("megatron.legacy.data") is None
