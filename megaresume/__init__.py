@@ -30,11 +30,13 @@ stream/        the order of samples: ids and lengths alone
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import importlib
 import os
 from collections.abc import Iterator
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -105,9 +107,16 @@ _EXTRAS = {
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """While modules are imported, all of whose objects stay: the collector would look through everything that torch
-    has made, twice. Afterwards they are as old as that is: it looks at them only in a full collection."""
+def importing() -> Iterator[None]:
+    """While modules of ours are imported, and numba with them: see `_uncollected` and `_findable_print`."""
+    with _uncollected(), _findable_print():
+        yield
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """All objects of these modules stay: the collector would look through everything that torch has made, twice.
+    Afterwards they are as old as that is: it looks at them only in a full collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -120,6 +129,29 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _findable_print() -> Iterator[None]:
+    """Programs put a ``print`` of their own in place of Python's, to print on rank 0 alone. Numba fails to be imported
+    then, if it does not find that function by its name in its module."""
+    global _their_print
+    if isinstance(builtins.print, BuiltinFunctionType) or builtins.print is _print:
+        yield
+        return
+    _their_print, builtins.print = builtins.print, _print
+    try:
+        yield
+    finally:
+        builtins.print = _their_print
+
+
+_their_print: Any = print
+
+
+def _print(*args: Any, **kwargs: Any) -> None:
+    """What is at ``print`` meanwhile, for other threads."""
+    _their_print(*args, **kwargs)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
@@ -127,7 +159,7 @@ def __getattr__(name: str) -> Any:
 
     show_refusals()
     try:
-        with uncollected():
+        with importing():
             return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         from megaresume.stream.errors import missing_package

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, overload
 
-from megaresume import uncollected
+from megaresume import importing
 from megaresume.checkpoint.replay import Replay
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
@@ -272,7 +272,7 @@ def _unknown(thing: Any, names: Sequence[tuple[str, str]]) -> UsageError:
 
 def _function_of(trainer: KnownTrainer) -> Callable[..., Any]:
     try:
-        with uncollected():
+        with importing():
             function: Callable[..., Any] = importlib.import_module(trainer.module).attach
     except ModuleNotFoundError as error:
         explained = missing_package(error, "megaresume.attach", trainer.extra)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megaresume import uncollected
+from megaresume import importing
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
@@ -225,7 +225,7 @@ def wait(future: Future[Any]) -> None:
 
 def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
     """Read a checkpoint that any of the writers wrote, on any number of ranks; what else it holds. On every rank."""
-    with uncollected():
+    with importing():
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 

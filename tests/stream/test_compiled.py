@@ -177,6 +177,34 @@ print((gc.isenabled(), gc.get_freeze_count() > 0) == before)
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("before", ["import megaresume", ""])
+def test_a_program_that_prints_on_rank_0_alone(installed: Installed, before: str) -> None:
+    """Numba looks at its import where ``print`` comes from: a function within a function, in many references."""
+    installed.program = f"""
+import builtins
+{before}
+
+def setup_for_distributed(is_master):
+    builtin_print = builtins.print
+
+    def print(*args, **kwargs):
+        if is_master:
+            builtin_print(*args, **kwargs)
+
+    builtins.print = print
+
+setup_for_distributed(True)
+theirs = builtins.print
+import megaresume
+megaresume.Stream
+{PROGRAM}
+print(builtins.print is theirs)
+"""
+    done = installed.run()
+    assert (done.stderr, done.stdout.splitlines()[-1:]) == ("", ["True"])
+
+
+@pytest.mark.process
 def test_what_a_function_calls_in_another_file_is_part_of_it(installed: Installed) -> None:
     """An upgrade that changes the mixing function changes the order, on every machine and at once."""
     stream = installed.package / "stream"
