@@ -119,6 +119,8 @@ class Count(Generic[T]):
         self.size = 0
         #: whether all of them are out.
         self.is_whole = False
+        #: whether the micro-batch that was handed out last is the last one of its step; also after `stepped`.
+        self.ends_step = False
         #: how many micro-batches that are out may be in the gradients.
         self.used = 0
         #: the error that ended the training; whether the weights are still those of `step`, so that they may be saved.
@@ -147,7 +149,7 @@ class Count(Generic[T]):
         self.check_more()
         self.out.append(Taken(batch, end))
         self.end = end
-        self.is_whole = is_last or end - self.samples >= self.size
+        self.is_whole = self.ends_step = is_last or end - self.samples >= self.size
 
     def use(self) -> None:
         """One more micro-batch that is out goes into the gradients."""

@@ -224,8 +224,8 @@ class Loop(StepLoop):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the micro-batch handed out last is the last one of its step."""
-        return self.steps.is_whole
+        """Whether the micro-batch handed out last is the last one of its step; the same before and after `stepped`."""
+        return self.steps.ends_step
 
     def stepped(self) -> None:
         """Say that an optimizer step was made, of all micro-batches since the one before; also one that a GradScaler

@@ -245,6 +245,29 @@ def test_an_accumulation_that_the_loader_was_not_told(directory: Path) -> None:
     four.loop.close()
 
 
+def test_whether_a_step_ends_is_said_before_and_after_it(directory: Path) -> None:
+    """A loop may save by it, after ``stepped``."""
+    three = Tried(directory, accumulation=3, max_epochs=1)
+    said = []
+    for batch in three.loop:
+        three.model(batch.float()).sum().backward()
+        before = three.loop.ends_step
+        if before:
+            three.optimizer.step()
+            three.loop.stepped()
+        said.append((before, three.loop.ends_step))
+        if three.loop.ends_step:
+            three.loop.save()
+        if three.loop.step == 2:
+            break
+    assert said == [(False, False), (False, False), (True, True)] * 2
+    three.loop.load()
+    assert not three.loop.ends_step
+    three.loop.close()
+    ledger = read_ledger(ledger_path(directory))
+    assert [e.iteration for e in ledger.entries if e.kind == "checkpoint"] == [1, 2]
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_loop_that_counts_micro_batches(directory: Path, drop_last: bool) -> None:
     three = Tried(directory, accumulation=3, max_epochs=1, drop_last=drop_last)
