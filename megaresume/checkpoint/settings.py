@@ -93,9 +93,9 @@ class LoaderOptions:
     )
     balance: Objective | None = setting(
         None,
-        "deal the samples of each global batch to the ranks so that all have as much to do, by the lengths of their "
+        "deal the samples of each global batch to the ranks so that all have equal work, by the lengths of their "
         "documents. step: over a step. micro-step: in every micro-batch, for ZeRO 3, FSDP and pipelines. Default: in "
-        "the order of the stream. How much there is to gain: megaresume plan DIR --balance step",
+        "the order of the stream. megaresume plan DIR --balance step shows what it would gain",
         hosts="megatron training plan",
     )
     balance_token_cost: int = setting(
@@ -163,8 +163,8 @@ class Checkpoints:
     )
     save_retries: int = setting(
         3,
-        "retry a failed save this many times if the cause may pass: a full disk or quota, an I/O error, a "
-        "server that is away",
+        "retry a failed save this many times if the cause may be temporary: a full disk or quota, an I/O error, a "
+        "server that is down",
         hosts="megatron trainer training",
         metavar="N",
     )
@@ -188,7 +188,7 @@ class Checkpoints:
     checksums: bool = setting(
         True,
         "compute checksums of all files after every save, in the background, and compare them at every load (otherwise "
-        "only sizes): a checkpoint that the storage damaged is passed over",
+        "only sizes): a checkpoint that the storage damaged is skipped",
         hosts="megatron trainer training",
     )
 

@@ -26,7 +26,7 @@ OPTIONS = {
 WORDS = {word: kind.help for word, kind in SINKS.items()} | OPTIONS
 #: of the setting.
 HELP = (
-    f"live figures of the run, and their sinks: {', '.join([*SINKS, 'trainer'])}, each with =WHERE if need be; "
+    f"live figures of the run, and their sinks: {', '.join([*SINKS, 'trainer'])}, each optionally with =WHERE; "
     "losses by source and document (losses=N: of every Nth micro-batch); every=SECONDS between two readings"
 )
 
