@@ -286,7 +286,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
         "--train-turns",
         choices=("all", "last"),
         default="all",
-        help="all of these messages, or those after the last one of the user (default: all)",
+        help="all of these messages, or only those after the user's last one (default: all)",
     )
     chat.add_argument(
         "--train-parts",

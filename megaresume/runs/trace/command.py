@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         action="store_true",
-        help="the text of every segment, by the corpus's tokenizer; ⟦⟧ stand around what is trained, if not all is",
+        help="the text of every segment, by the corpus's tokenizer; ⟦⟧ marks what is trained, if not all is",
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="its tokenizer.json; byte tokens need none")
     parser.add_argument("--eod-token", metavar="TEXT", help="as given to megaresume prepare")
