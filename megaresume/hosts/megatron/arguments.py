@@ -269,18 +269,29 @@ def ignores_rampup(args: Any, project: Any = None) -> bool:
     return newer or (project is not None and project.kind == "megatron-lm" and project.at_least(0, 18))
 
 
+def data_parallel_size(args: Any) -> int:
+    """Ranks that read samples of their own, as Megatron's samplers count them.
+
+    Since core 0.19, ``args.data_parallel_size`` leaves out the ranks that share out the weights of a layer
+    (``--tensor-parallel-num-weight-shards``). They read different samples all the same.
+    """
+    names = ("data_parallel_size", "gtp_weight_remat_size")
+    size, apart = (int(getattr(args, name, None) or 1) for name in names)
+    return size * apart
+
+
 def _running(args: Any) -> Callable[[int], int]:
     """The batch size in force: with ``--decrease-batch-size-if-needed``, the part that divides over the ranks."""
     if not getattr(args, "decrease_batch_size_if_needed", False):
         return lambda size: size
-    stride = int(args.micro_batch_size) * int(args.data_parallel_size)
+    ranks = data_parallel_size(args)
+    stride = int(args.micro_batch_size) * ranks
 
     def rounded(size: int) -> int:
         if size < stride:
             raise UsageError(
                 "the global batch is smaller than one micro-batch on every rank",
-                found=f"global batch size {size}, micro-batch size {args.micro_batch_size}, "
-                f"data-parallel size {args.data_parallel_size}",
+                found=f"global batch size {size}, micro-batch size {args.micro_batch_size}, data-parallel size {ranks}",
                 expected=f"at least {stride}",
                 action="fewer ranks, or a smaller --micro-batch-size",
             )

@@ -34,7 +34,7 @@ from megaresume.checkpoint.records.names import TRACKER
 from megaresume.files import read_file
 from megaresume.hosts.count import Count, Words
 from megaresume.hosts.importing import wrap
-from megaresume.hosts.megatron.arguments import Settings
+from megaresume.hosts.megatron.arguments import Settings, data_parallel_size
 from megaresume.hosts.megatron.project import current_project, package_name
 from megaresume.hosts.megatron.seams import (
     ITERATORS,
@@ -217,7 +217,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
     samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
     if current.taken and current.taken[0].begin != samples:  # a further phase; else a further chunk
         current.taken.clear()
-    size = int(current.args.micro_batch_size) * int(current.args.data_parallel_size)
+    size = int(current.args.micro_batch_size) * data_parallel_size(current.args)
     counted = Counted(batches, samples, size, current.session.clocks, keeps=current.losses is not None)
     current.taken.append(counted)
     if inner is None:
@@ -450,7 +450,7 @@ def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the 
 def _step_size(args: Any) -> int:
     """Samples of the step under way; 0: not known."""
     module = sys.modules.get(f"{package_name()}.core.num_microbatches_calculator")
-    size = int(args.micro_batch_size) * int(args.data_parallel_size)
+    size = int(args.micro_batch_size) * data_parallel_size(args)
     return 0 if module is None else size * int(module.get_num_microbatches())
 
 

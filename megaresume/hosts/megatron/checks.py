@@ -18,7 +18,7 @@ from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.step_file import StepFile
-from megaresume.hosts.megatron.arguments import Settings, ignores_rampup
+from megaresume.hosts.megatron.arguments import Settings, data_parallel_size, ignores_rampup
 from megaresume.hosts.megatron.host import MegatronHost, can_be_written, switch_on
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_tracker, mend_tracker, newer_copy
 from megaresume.hosts.megatron.project import Project, current_project, parse_version
@@ -223,10 +223,8 @@ def _check_batch_size(args: Any, saved: Any) -> None:
     steps = getattr(args, "step_batch_size_schedule", None) or getattr(saved, "step_batch_size_schedule", None)
     if steps or not before or not now or before == now or _is_batch_size_given(args):
         return
-    dp, mbs = (
-        f"{getattr(saved, name, '?')} -> {getattr(args, name, '?')}"
-        for name in ("data_parallel_size", "micro_batch_size")
-    )
+    dp = f"{data_parallel_size(saved)} -> {data_parallel_size(args)}"
+    mbs = f"{getattr(saved, 'micro_batch_size', '?')} -> {getattr(args, 'micro_batch_size', '?')}"
     raise UsageError(
         "the global batch size changed because --global-batch-size is left out",
         found=f"{now} samples a step (data-parallel size {dp}, micro-batch size {mbs})",
@@ -259,8 +257,8 @@ def _check_cyclic(args: Any, saved: Any) -> None:
         )
 
     def layout(source: Any) -> tuple[Any, ...]:
-        sizes = (getattr(source, "data_parallel_size", None), getattr(source, "micro_batch_size", None))
-        return (*sizes, bool(getattr(source, "data_sharding", True)))
+        sharding = bool(getattr(source, "data_sharding", True))
+        return data_parallel_size(source), getattr(source, "micro_batch_size", None), sharding
 
     old, new = layout(saved), layout(args)
     if old != new:

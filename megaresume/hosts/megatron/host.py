@@ -47,7 +47,7 @@ from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import EngineHost, around_load, around_save
 from megaresume.hosts.megatron import losses
-from megaresume.hosts.megatron.arguments import Settings, schedule_from_args
+from megaresume.hosts.megatron.arguments import Settings, data_parallel_size, schedule_from_args
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
 
@@ -261,7 +261,7 @@ def topology_of(args: Any, samples: int, project: Any = None) -> Topology:
         size = None  # information for people: a namespace that lacks it is no error
     return Topology(
         world_size=count("world_size"),
-        dp=count("data_parallel_size"),
+        dp=data_parallel_size(args),
         tp=count("tensor_model_parallel_size"),
         pp=count("pipeline_model_parallel_size"),
         cp=count("context_parallel_size"),

@@ -148,6 +148,20 @@ def test_the_data_is_replaced_in_the_middle(mini: Mini, corpus: Path, tmp_path: 
     assert checkpoints(tmp_path / "save") == []
 
 
+ARGUMENTS, GLOBAL_VARS = "megatron/training/arguments.py", "megatron/training/global_vars.py"
+SIZE = "    args.data_parallel_size = args.world_size // model_parallel\n"
+SHARED = "    args.gtp_weight_remat_size = 2\n" + SIZE.replace("model_parallel", "(2 * model_parallel)")
+
+
+def test_ranks_that_share_out_weights(mini: Mini, corpus: Path, tmp_path: Path) -> None:
+    """Since core 0.19 ``args.data_parallel_size`` leaves out ranks that read samples of their own all the same."""
+    calculator = (GLOBAL_VARS, "        args.data_parallel_size,\n", "        args.data_parallel_size * 2,\n")
+    script, save = fork(tmp_path, (ARGUMENTS, SIZE, SHARED), calculator), tmp_path / "save"
+    run = mini(*flags(corpus, save), script=str(script))
+    assert run.status == 0 and len(run.steps()) == 4, run.output
+    assert checkpoints(save) == ["iter_0000002", "iter_0000004"]
+
+
 LOOP = "    iteration = args.iteration\n\n    def save"
 COUNT = "        args.consumed_train_samples += size\n        stop"
 

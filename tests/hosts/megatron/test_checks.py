@@ -406,6 +406,15 @@ def test_cyclic_on_other_ranks() -> None:
     checks.after_load(host_of(cyclic(dp=4, dataloader_type="single")), 10, cyclic(dataloader_type="single"))
 
 
+def test_cyclic_on_ranks_that_share_out_weights() -> None:
+    """Since core 0.19: they read samples of their own, and ``args.data_parallel_size`` leaves them out."""
+    shared = cyclic(dp=2, gtp_weight_remat_size=2)
+    checks.after_load(host_of(shared), 10, cyclic(dp=4))
+    with pytest.raises(UsageError, match="deals out the samples in a different order") as error:
+        checks.after_load(host_of(shared), 10, cyclic(dp=2, gtp_weight_remat_size=1))
+    assert "data-parallel size 4 x micro-batch size 2" in str(error.value.found)
+
+
 # Iterations to skip
 
 

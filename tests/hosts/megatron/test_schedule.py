@@ -83,6 +83,9 @@ def test_constant() -> None:
         global_batch_size=24, decrease_batch_size_if_needed=True, micro_batch_size=5, data_parallel_size=2
     )
     assert schedule_from_args(decreased) == BatchSchedule.constant(20)
+    # since 0.19: two ranks with the same weights, each of which shares them with another
+    decreased.gtp_weight_remat_size, decreased.micro_batch_size = 2, 4
+    assert schedule_from_args(decreased) == BatchSchedule.constant(16)
     # from 0.18 on the flag is parsed, and ignored
     ignored = Namespace(global_batch_size=24, rampup_batch_size=[8, 8, 100], step_batch_size_schedule=None)
     assert schedule_from_args(ignored) == BatchSchedule.constant(24)
