@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from megaresume.stream.errors import MegaresumeError, UsageError
@@ -41,9 +42,15 @@ class LaunchSettings:
             f"there is no DATA={self.data}{where}", action="set DATA to your data.yaml, with its whole path"
         )
 
+    @property
+    def data_config(self) -> str:
+        """DATA, if the command names it; else "": Megatron's own datasets need none."""
+        named = any(self.data in (word, word.partition("=")[2]) for word in (*self.train, *self.flags))
+        return self.data if named else ""
+
     def check_data(self, where: str = "") -> None:
-        """Raise `no_data` if there is none."""
-        if not Path(self.data).is_file():
+        """Raise `no_data` if there is none, and the command names it."""
+        if self.data_config and not Path(self.data).is_file():
             raise self.no_data(where)
 
     def no_script(self, where: str = "") -> UsageError:
@@ -85,7 +92,8 @@ class LaunchDriver:
         checkpoints = str(run_dir / "checkpoints")
         ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
         ours += ["--megaresume-stop-file", str(self.stop_file), "--megaresume-elastic"]
-        ours += ["--megaresume-log-samples", str(run_dir / "samples.jsonl")]
+        if knows_samples((*settings.train, *settings.flags)):
+            ours += ["--megaresume-log-samples", str(run_dir / "samples.jsonl")]
         #: the words after PYTHON.
         self.training = (*settings.train, *ours, *settings.flags)
         #: the first one that came.
@@ -122,6 +130,13 @@ def script_of(training: Sequence[str]) -> str:
     """The script that a training command starts, also by ``-m megaresume.run``; "": none, or nobody can tell."""
     words = training[2:] if tuple(training[:2]) == _RUN else training
     return words[0] if words and not words[0].startswith("-") else ""
+
+
+def knows_samples(training: Sequence[str]) -> bool:
+    """Whether it can log which samples it trains: Megatron's own datasets, and a loader of the script's, cannot."""
+    words = [part.replace("_", "-") for word in training for part in word.split("=", 1)]
+    is_stream = "--megaresume-data" in words or ("--megaresume-mode", "stream") in pairwise(words)
+    return is_stream or _RUN not in pairwise(words)
 
 
 def modules_of(training: Sequence[str]) -> list[str]:

@@ -229,7 +229,7 @@ class SlurmDriver(LaunchDriver):
             return None
         gpus = ranks if self.job.asked_for_gpus() else 0
         words = [*self.settings.container, self.settings.python, "-m", "megaresume.cluster.drivers.node_check"]
-        words += [str(self.run_dir), self.settings.data, str(gpus)]
+        words += [str(self.run_dir), self.settings.data_config, str(gpus)]
         words += [self.layout.address, str(self.layout.port), str(len(self.nodes)), self.settings.launcher]
         words += [*self.settings.train, *self.settings.flags]
         command, env = self.settings.srun(self.nodes, 1, ["--export=ALL", *words])

@@ -37,6 +37,34 @@ def test_a_script_that_is_not_there(tmp_path: Path, launcher: str, train: tuple[
         driver(tmp_path, launcher, train=train)._check()
 
 
+RUN = ("-m", "megaresume.run", __file__)
+
+
+def test_megatrons_own_datasets_need_no_data_config(tmp_path: Path) -> None:
+    nowhere = {"data": "nowhere.yaml"}
+    guard = driver(tmp_path, train=(*RUN, "--data-path", "corpus"), **nowhere)
+    assert guard._check() == 1
+    # refused there: nobody knows which samples they are
+    assert "--megaresume-log-samples" not in guard.training
+    for flags in (("--megaresume-data", "nowhere.yaml"), ("--megaresume_data=nowhere.yaml",)):
+        with pytest.raises(UsageError, match=r"there is no DATA=nowhere\.yaml"):
+            driver(tmp_path, train=RUN, flags=flags, **nowhere)._check()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        (*RUN, "--megaresume-data", "data.yaml"),
+        (*RUN, "--megaresume_data=data.yaml"),
+        (*RUN, "--megaresume-mode", "stream", "--data-path", "corpus"),
+        ("-m", "megaresume.cluster.training"),
+        ("my_training.py",),
+    ],
+)
+def test_the_samples_of_a_stream_are_logged(tmp_path: Path, train: tuple[str, ...]) -> None:
+    assert "--megaresume-log-samples" in driver(tmp_path, train=train).training
+
+
 @pytest.mark.parametrize("changes", [{"max_restarts": "2"}, {"nnodes": "1:3"}])
 def test_torchrun_would_begin_at_the_same_step_each_time(tmp_path: Path, changes: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="each restart in place would begin at --ckpt-step 20 again"):

@@ -36,7 +36,7 @@ def driver(directory: Path, *, job: str = "17", **changes: str) -> SlurmDriver:
         "script": "train.sbatch",
         "heard": "-",
     }
-    settings = SlurmSettings(**(words | changes), container=(), train=("-m", "x"), flags=())
+    settings = SlurmSettings(**(words | changes), container=(), train=("-m", "x", words["data"]), flags=())
     slurm = SlurmJob(id=job, attempt=0, name="x", nodes=("n1",), node_list="n1", partition="batch")
     return SlurmDriver(settings, slurm)
 
