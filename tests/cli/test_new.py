@@ -30,6 +30,7 @@ PRELUDE = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_com
 PRETRAIN = f"""
 import runpy, sys
 sys.path.insert(0, {str(MINI)!r})
+assert "--eval-interval" in sys.argv, "since core 0.17 there is no default, and Megatron divides by it"
 start = sys.argv.index("--num-layers")
 end = sys.argv.index("--micro-batch-size")
 del sys.argv[start:end]

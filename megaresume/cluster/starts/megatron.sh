@@ -12,7 +12,7 @@ MODEL=(
 )
 TRAINING=(
   --micro-batch-size 4 --global-batch-size 8 --seq-length 128 --train-iters 160 --lr 0.01 --seed 1
-  --eval-iters 0 --log-interval 1 --num-workers 2
+  --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 2
 )
 CHECKPOINTS=(--save checkpoints --load checkpoints --save-interval 20)
 DATA=(--megaresume-data data.yaml --megaresume-keep-last 3)
