@@ -53,7 +53,7 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last
 from megaresume.hosts.feeds import Feed, feed_of
-from megaresume.hosts.left_out import check_all, check_schedulers
+from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
 from megaresume.hosts.steps import loop_words
@@ -142,6 +142,7 @@ class AcceleratorHost(TrainerHost):
     )
     forgotten = "accelerator.load_state() was not called"
     load = "accelerator.load_state() before the first step"
+    _beginning: Beginning | None = None
     begin_anew = "load its weights with safetensors.torch.load_model, and save to another directory"
     loop: AcceleratedLoop
 
@@ -219,7 +220,9 @@ class AcceleratorHost(TrainerHost):
         """See `TrainerHost`."""
         kept = [*self.kept(), self.trainer.scaler]  # which Accelerate saves by itself
         on_all_ranks(
-            lambda: check_all(self.trainer._models, self._optimizers, kept, scheduler=_SCHEDULER, inner=_INNER)
+            lambda: check_all(
+                self.trainer._models, self._optimizers, kept, self._beginning, scheduler=_SCHEDULER, inner=_INNER
+            )
         )
         registered = [one for one in self.trainer._custom_objects if one is not self.record]
         named = {f"{type(one).__qualname__} ({k})": one for k, one in enumerate(registered)}
@@ -228,6 +231,7 @@ class AcceleratorHost(TrainerHost):
     def check_schedulers(self) -> None:
         """See the function."""
         check_schedulers(self._optimizers, self.kept(), _SCHEDULER)
+        self._beginning = self._beginning or Beginning(self.trainer._models, self.kept())
 
     @property
     def _optimizers(self) -> list[Any]:

@@ -35,7 +35,7 @@ from megaresume.hosts import files
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.left_out import check_all, check_schedulers
+from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
 from megaresume.hosts.replicas import warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
@@ -63,6 +63,7 @@ class LoopHost(TrainerHost):
     background: Background
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
+    _beginning: Beginning | None = None
     begin_anew = "read its weights with torch.distributed.checkpoint or torch.load, and save to another directory"
 
     def __init__(
@@ -112,7 +113,12 @@ class LoopHost(TrainerHost):
         """See `TrainerHost`."""
         on_all_ranks(
             lambda: check_all(
-                self.objects.modules.values(), self._optimizers, self.kept(), scheduler=_SCHEDULER, inner=_INNER
+                self.objects.modules.values(),
+                self._optimizers,
+                self.kept(),
+                self._beginning,
+                scheduler=_SCHEDULER,
+                inner=_INNER,
             )
         )
         warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
@@ -120,6 +126,7 @@ class LoopHost(TrainerHost):
     def check_schedulers(self) -> None:
         """See the function."""
         check_schedulers(self._optimizers, self.kept(), _SCHEDULER)
+        self._beginning = self._beginning or Beginning(self.objects.modules.values(), self.kept())
 
     @property
     def _optimizers(self) -> list[Any]:

@@ -124,6 +124,40 @@ def test_a_plateau_that_would_begin_anew_is_refused(tmp_path: Path, kept: str | 
     run.loop.close()
 
 
+@pytest.mark.parametrize("kept", ["another", "both", "in a chain", "in a sequence"])
+def test_a_warm_up_beside_the_scheduler_that_is_saved(tmp_path: Path, kept: str) -> None:
+    """torchvision's references for detection make one in the function of the first epoch."""
+    rates = torch.optim.lr_scheduler
+    run = Run(tmp_path)
+    optimizer = run.objects["optimizer"]
+    before = rates.ExponentialLR(optimizer, 1.1)  # of a search for the first rate
+    before.step()
+    warm_up = rates.LinearLR(optimizer, 0.1, total_iters=4)
+    steps = rates.MultiStepLR(optimizer, [100])
+    stepped = [warm_up]
+    if kept == "in a sequence":
+        stepped = [rates.SequentialLR(optimizer, [rates.ChainedScheduler([warm_up]), steps], [4])]
+    elif kept == "in a chain":
+        stepped = [rates.ChainedScheduler([warm_up, steps])]
+    run.objects["scheduler"] = steps if stepped == [warm_up] else stepped[0]
+    if kept == "both":
+        run.objects["warm_up"] = warm_up
+    run.attach()
+    run.loop.load()
+    next(iter(run.loop))
+    optimizer.step()
+    stepped[0].step()
+    run.loop.stepped()
+    if kept == "another":
+        with pytest.raises(
+            UsageError, match=r"begin anew(.|\n)*SGD with a LinearLR beside the scheduler that is saved"
+        ):
+            run.loop.save()
+    else:
+        run.loop.save()
+    run.loop.close()
+
+
 @pytest.mark.parametrize("held", [lambda one: [one], lambda one: {"rate": one}], ids=["in a list", "in a mapping"])
 def test_one_that_an_object_holds_is_known(tmp_path: Path, held: Any) -> None:
     """As programs with several optimizers hold their schedulers."""
@@ -261,6 +295,50 @@ def test_what_was_forgotten_is_named(
     named = {"optimizer": "SGD", "average": "AveragedModel", "scaler": "GradScaler"}
     assert len(said) == bool(forgotten)
     assert [name for name in named if said and named[name] in said[0]] == [forgotten] * len(said)
+
+
+class Center(torch.nn.Module):
+    """Of what the teacher says, as DINO's loss has it."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 2))
+        self.register_buffer("last", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.center = self.center * 0.9 + x.mean() * 0.1
+        self.last = x.mean()
+        return x - self.center[0, 0]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_modules_that_steps_change_are_named(tmp_path: Path, given: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A teacher is an average of the weights, made by hand; a reference does not change; a view has the weights."""
+    run = Run(tmp_path)
+    model = run.objects["model"]
+    teacher, reference = (torch.nn.Sequential(torch.nn.Linear(2, 1)) for _ in range(2))
+    view = torch.nn.Linear(2, 1)
+    view.weight = torch.nn.Parameter(model.weight.detach())
+    center = Center()
+    if given:
+        run.objects |= {"teacher": teacher, "loss": center}
+    run.attach()
+    run.loop.load()
+    batch = next(iter(run.loop))
+    loss = center(model(batch.float()) - reference(batch.float()) - view(batch.float())).mean()
+    loss.backward()
+    run.objects["optimizer"].step()
+    for ours, average in zip(model.parameters(), teacher.parameters(), strict=True):
+        average.data.mul_(0.9).add_(ours.detach(), alpha=0.1)
+    run.loop.stepped()
+    capfd.readouterr()
+    run.loop.save()
+    run.loop.close()
+    said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(said) == (not given)
+    assert given or "the state of tests.hosts.torch.test_left_out.Center, torch.nn.modules.container.Seq" in said[0]
 
 
 def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixture[str]) -> None:
