@@ -1,7 +1,7 @@
 """What planning costs one process and all of them together, from 1 rank to 4,096.
 
 Every process plans the whole stream: its cost a sample is the same whatever the number of ranks. What depends on them
-is which samples are its own (`micro_batches`): one rank of 4,096 has one range a step, one rank alone has all of them.
+is which samples are its own (`places_of`): one rank of 4,096 has one range a step, one rank alone has all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.lengths import LengthsOnDisk
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
-from megaresume.stream.batches import micro_batches
+from megaresume.stream.dealing import in_parts, places_of
 from megaresume.stream.stream import Stream
 
 #: As fast as one rank alone.
@@ -67,4 +67,6 @@ class _Process:
 
     def _own(self, first: int) -> list[range]:
         rank = self.num_ranks // 2
-        return micro_batches(first, self.step_samples, micro_batch_size=1, dp_rank=rank, dp_size=self.num_ranks)
+        sizes = in_parts(self.step_samples, micro_batch_size=1, dp_size=self.num_ranks)
+        samples = range(first, first + self.step_samples)
+        return [samples[place] for place in places_of(sizes, dp_rank=rank, dp_size=self.num_ranks)]

@@ -1,6 +1,6 @@
 """Runs a script of attempts over the real stream and proves, step by step, that the data resumed exactly.
 
-    state.to_json() -> StreamState.from_json -> Stream -> plan of the step -> micro_batches of every data-parallel rank
+    state.to_json() -> StreamState.from_json -> Stream -> plan of the step -> places_of every data-parallel rank
          ▲                                                                          │ together, in order:
          └── checkpoint ◀── every source: drawn = handed out + in open bins + left out   exactly the next samples
 
@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from benchmarks.simulated_cluster import ENDS, Attempt, Layout
 from benchmarks.simulated_documents import DocumentCounts, Wrong
-from megaresume.stream.batches import BatchSchedule, check_sizes, micro_batches
+from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.config import StreamConfig
+from megaresume.stream.dealing import in_parts, places_of
 from megaresume.stream.kernel import LENGTH, SOURCE
 from megaresume.stream.skips import SkipConfig, reached
 from megaresume.stream.source import LengthSource
@@ -162,7 +163,8 @@ class SimulatedRun:
     def _check_slices(self, sample: int, size: int, layout: Layout) -> None:
         """What all data-parallel ranks are handed, micro-step by micro-step, is exactly the next samples."""
         dp, micro = layout.dp, layout.micro_batch_size
-        slices = [micro_batches(sample, size, micro_batch_size=micro, dp_rank=r, dp_size=dp) for r in range(dp)]
+        sizes, samples = in_parts(size, micro_batch_size=micro, dp_size=dp), range(sample, sample + size)
+        slices = [[samples[place] for place in places_of(sizes, dp_rank=r, dp_size=dp)] for r in range(dp)]
         expected = sample
         for micro_step in zip(*slices, strict=True):
             for rank, handed in enumerate(micro_step):

@@ -146,9 +146,9 @@ def _seconds_of_ranks(model: Model, stream: Stream, sample: int, balance: Balanc
     seconds: list[float] = []
     for rank in range(shape.ranks):
         batches = []
-        deals: Any = {"micro_batch_size": 1, "dp_rank": rank, "dp_size": shape.ranks, "balance": balance}
-        for numbers in deal(stream, sample, shape.batch, **deals):
-            read = dataset.read(numbers)
+        plan = stream.plan(sample, sample + shape.batch)
+        for numbers in deal(plan, balance, micro_batch_size=1, dp_rank=rank, dp_size=shape.ranks):
+            read = dataset.read(numbers.tolist())
             tokens, labels = (read[name][0].to("cuda") for name in ("tokens", "labels"))
             batches.append((tokens, labels, read["cu_seqlens"][0].tolist()))
         torch.cuda.synchronize()
@@ -238,8 +238,9 @@ def _varlen(parts: list[torch.Tensor], bounds: list[int]) -> torch.Tensor:
 
 def _step(model: Model, stream: Stream, sample: int, rank: int, balance: Balance | None) -> None:
     dataset = StreamDataset(stream, fields=["labels"])
-    for numbers in deal(stream, sample, BATCH, micro_batch_size=1, dp_rank=rank, dp_size=RANKS, balance=balance):
-        batch = dataset.read(numbers)
+    plan = stream.plan(sample, sample + BATCH)
+    for numbers in deal(plan, balance, micro_batch_size=1, dp_rank=rank, dp_size=RANKS):
+        batch = dataset.read(numbers.tolist())
         model(batch["tokens"][0], batch["labels"][0], batch["cu_seqlens"][0].tolist()).backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -249,16 +250,12 @@ def _step(model: Model, stream: Stream, sample: int, rank: int, balance: Balance
 
 def _work(stream: Stream, sample: int, balance: Balance, *, dealt: bool, shape: Shape, relative: bool = False) -> float:
     """What the slowest rank is predicted to cost; or that by the mean."""
-    cost = costs(stream.plan(sample, sample + shape.batch), balance)
-    deals: Any = {"micro_batch_size": 1, "dp_size": shape.ranks, "balance": balance if dealt else None}
-    ranks = [
-        sum(
-            int(cost[number - sample])
-            for numbers in deal(stream, sample, shape.batch, dp_rank=rank, **deals)
-            for number in numbers
-        )
-        for rank in range(shape.ranks)
-    ]
+    plan = stream.plan(sample, sample + shape.batch)
+    cost, how = costs(plan, balance), balance if dealt else None
+    ranks: list[int] = []
+    for rank in range(shape.ranks):
+        mine = deal(plan, how, micro_batch_size=1, dp_rank=rank, dp_size=shape.ranks)
+        ranks.append(sum(int(cost[numbers - sample].sum()) for numbers in mine))
     return max(ranks) / (sum(ranks) / len(ranks)) if relative else max(ranks)
 
 

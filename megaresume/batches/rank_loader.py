@@ -25,8 +25,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megaresume.batches.workers import in_thread
-from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
-from megaresume.stream.dealing import dealt_order, in_even_parts, in_parts, part_of
+from megaresume.stream.batches import Balance, BatchSchedule, check_divides
+from megaresume.stream.dealing import dealt_order, in_even_parts, in_parts, places_of
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.stream import Stream
 
@@ -185,9 +185,8 @@ class RankLoader:
 
     def _check_size(self, size: int) -> None:
         """Raise a UsageError if the samples of a step do not divide over the ranks."""
-        if not self.is_live and size % (self.micro_batch_size * self.dp_size):
-            layout = {"micro_batch_size": self.micro_batch_size, "dp_rank": self.dp_rank, "dp_size": self.dp_size}
-            micro_batches(0, size, **layout)
+        if not self.is_live:
+            check_divides(size, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size)
 
     def runs_of_steps(self, first: int, *, end: int | None = None, most: int = 1) -> Iterator[tuple[range, int]]:
         """The steps from a sample on: of all ranks, and as many at a time as `most` samples make, but at least one.
@@ -249,14 +248,12 @@ class RankLoader:
             the sample with which the micro-batch of all ranks ends, and those of this rank.
         """
         order: Sequence[int] = samples if self.balance is None else self._balanced(samples, step)
-        everybody, first = self.micro_batch_size * self.dp_size, 0
-        mine = part_of(everybody, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        for size in self.parts(len(samples), step):
-            # As many of a whole one as of any other; else dealt out evenly.
-            begin, stop = mine if size == everybody else part_of(size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-            chosen = order[first + begin : first + (stop if stop > begin else begin + 1)]
-            first += size
-            yield samples.start + first, chosen
+        sizes = self.parts(len(samples), step)
+        places = places_of(sizes, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        end = samples.start
+        for size, place in zip(sizes, places, strict=True):
+            end += size
+            yield end, order[place.start : max(place.stop, place.start + 1)]
 
     def _balanced(self, samples: range, step: int) -> list[int]:
         """The samples in the order in which they are dealt out, step by step."""

@@ -33,7 +33,7 @@ from megaresume.checkpoint.ranks import gather, known_to_all, on_all_ranks, on_r
 from megaresume.checkpoint.records.envelope import DataState, stream_of
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import kind_of
-from megaresume.stream.dealing import in_parts, part_of
+from megaresume.stream.dealing import in_parts, places_of
 from megaresume.stream.errors import StateError, UsageError, listed
 from megaresume.stream.left_out import NO_FAULTS, FaultRecord, Faults
 
@@ -73,8 +73,7 @@ class Feed(StreamData, Protocol):
         """
         loader = self.loader
         if loader.balance is None:
-            begin, end = part_of(stop - first, dp_rank=loader.dp_rank, dp_size=loader.dp_size)
-            return range(first + begin, first + end)
+            return range(first, stop)[next(places_of([stop - first], dp_rank=loader.dp_rank, dp_size=loader.dp_size))]
         size = self.size_at(step)
         return next(mine for end, mine in loader.deal(range(step, step + size), size) if end == stop)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
-from megaresume.stream.dealing import in_even_parts, part_of
+from megaresume.stream.dealing import in_even_parts, places_of
 from megaresume.stream.errors import StateError
 
 #: what is used of torchft's Manager, here and in the host. Another version that lacks one is refused.
@@ -126,14 +126,11 @@ class Share:
 
     def sizes(self, samples: int, micro_batch_size: int) -> list[tuple[int, int]]:
         """The samples in each micro-batch of a step of so many: of all processes together, and of this one."""
-        return [
-            (size, 0 if self.rank is None else _size(part_of(size, dp_rank=self.rank, dp_size=self.size)))
-            for size in in_even_parts(samples, micro_batch_size=micro_batch_size, dp_size=self.size)
-        ]
-
-
-def _size(place: tuple[int, int]) -> int:
-    return place[1] - place[0]
+        sizes = in_even_parts(samples, micro_batch_size=micro_batch_size, dp_size=self.size)
+        if self.rank is None:
+            return [(size, 0) for size in sizes]
+        places = places_of(sizes, dp_rank=self.rank, dp_size=self.size)
+        return [(size, place.stop - place.start) for size, place in zip(sizes, places, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.records.rank_log import RankLog
 from megaresume.hosts.steps import Steps
 from megaresume.hosts.torchft_dealing import Contributors, Rule, Share, who_contributes
-from megaresume.stream.dealing import deal_evenly
+from megaresume.stream.dealing import deal
 from megaresume.stream.errors import StateError
 
 
@@ -208,7 +208,7 @@ class DealtSteps:
         steps, loader, first = self.steps, self.loader, self.steps.samples
         plan = loader.stream.plan(first, first + self.samples)
         place = {"micro_batch_size": loader.micro_batch_size, "dp_rank": share.rank, "dp_size": share.size}
-        samples = np.concatenate(deal_evenly(plan, loader.balance, **place))
+        samples = np.concatenate(deal(plan, loader.balance, evenly=True, **place))
         if not len(samples):
             return
         if membership != self._logged_membership:

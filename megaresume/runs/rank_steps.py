@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from megaresume.checkpoint.records.rank_log import VERSION, ranges_of
+from megaresume.checkpoint.records.rank_log import VERSION
 from megaresume.checkpoint.records.sealed import SealError, unseal
 from megaresume.files import read_file
-from megaresume.stream.batches import Balance, micro_batches
+from megaresume.stream.batches import Balance
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import is_version
 
@@ -288,21 +285,6 @@ def _read_gathered(path: Path, launches: dict[Key, _Launch], problems: list[tupl
         elif event == "step":
             launch = launches.setdefault((number, 0), _Launch(step - 1, 0, []))
             launch.lines += _gathered(record)
-
-
-def samples_of_rank(
-    order: npt.NDArray[np.int64], *, micro_batch_size: int, dp_rank: int, dp: int
-) -> tuple[tuple[int, int], ...]:
-    """The samples that a data-parallel rank gets of a step, as [first, stop) ranges.
-
-    Args:
-        order: int64[n], the samples of the step in the order in which they are dealt out (`dealt_order`).
-        micro_batch_size: samples.
-        dp_rank, dp: place among the data-parallel ranks.
-    """
-    mine = micro_batches(0, len(order), micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp)
-    ranges = ranges_of(np.concatenate([order[places.start : places.stop] for places in mine]))
-    return tuple((a, b) for a, b in ranges)
 
 
 def _gathered(record: dict[str, Any]) -> Iterable[RankStep]:

@@ -209,14 +209,8 @@ def end_of_run(
     return step + low, schedule.after(sample, low)
 
 
-def micro_batches(
-    sample: int, global_batch_size: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> list[range]:
-    """The number of samples in each micro-step of one rank, for the step at ``sample``.
-
-    Raises:
-        UsageError: the global batch is not a multiple of micro-batch size times data-parallel size.
-    """
+def check_divides(global_batch_size: int, *, micro_batch_size: int, dp_size: int) -> None:
+    """Raise a UsageError if a global batch is not a multiple of micro-batch size times data-parallel size."""
     stride = micro_batch_size * dp_size
     if global_batch_size % stride:
         low, high = global_batch_size // stride * stride, -(-global_batch_size // stride) * stride
@@ -232,21 +226,17 @@ def micro_batches(
             expected=f"a multiple of {micro_batch_size} * {dp_size} = {stride}",
             action=" or ".join(fixes),
         )
-    first = sample + dp_rank * micro_batch_size
-    return [
-        range(first + k * stride, first + k * stride + micro_batch_size) for k in range(global_batch_size // stride)
-    ]
 
 
 def check_sizes(schedule: BatchSchedule, sample: int, *, micro_batch_size: int, dp_size: int) -> None:
     """Check every global batch size from ``sample`` on: one that does not divide must fail before the ramp-up is there.
 
     Raises:
-        UsageError: as `micro_batches`.
+        UsageError: as `check_divides`.
     """
     sizes = {schedule.size_at(sample), *(size for first, size in schedule.segments if first > sample)}
     for size in sorted(sizes):
-        micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=0, dp_size=dp_size)
+        check_divides(size, micro_batch_size=micro_batch_size, dp_size=dp_size)
 
 
 @checked("docs/batches.md says what each setting of it does")

@@ -22,55 +22,21 @@ alone, and ties by place: every processor comes to the same groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from megaresume.stream.arrays import Int64Array
-from megaresume.stream.batches import ALGORITHM, Balance, micro_batches
+from megaresume.stream.batches import ALGORITHM, Balance
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import StateError
 from megaresume.stream.kernel import LENGTH
 from megaresume.stream.planner import Plan
 
-if TYPE_CHECKING:
-    from megaresume.stream.stream import Stream
-
-
 #: A largest sum that is so near to the best one is good enough: one part of so many.
 GOAL = 400
 #: Rounds of exchanges, at most: a few do most of it.
 ROUNDS = 12
-
-
-def deal(
-    stream: Stream,
-    sample: int,
-    global_batch_size: int,
-    *,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    balance: Balance | None,
-) -> Sequence[Sequence[int]]:
-    """The samples of each micro-step of one rank for the step at ``sample``.
-
-    Args:
-        balance: None: in the order of the stream, as `micro_batches` says.
-
-    Raises:
-        UsageError: the global batch is not a multiple of micro-batch size times data-parallel size.
-        StreamExhausted: the stream ends within the global batch.
-    """
-    places = micro_batches(
-        sample, global_batch_size, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size
-    )
-    if balance is None:
-        return places
-    plan = stream.plan(sample, sample + global_batch_size)
-    order = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size).tolist()
-    return [order[place.start - sample : place.stop - sample] for place in places]
 
 
 def in_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
@@ -95,39 +61,46 @@ def in_even_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[
     """Deal out a step to any number of ranks: how many samples each micro-batch has, of all ranks together.
 
     As few micro-batches as that takes, of as many samples as any other, or one more; all samples are dealt out. If the
-    step divides over the ranks, these are the micro-batches of `micro_batches`. A micro-batch may have fewer samples
-    than there are ranks: some ranks then have none of it (`part_of`).
+    step divides over the ranks, these are the micro-batches of `in_parts`. A micro-batch may have fewer samples than
+    there are ranks: some ranks then have none of it.
     """
     count = -(-samples // (micro_batch_size * dp_size))
     return [samples * (j + 1) // count - samples * j // count for j in range(count)]
 
 
-def deal_evenly(
-    plan: Plan, balance: Balance | None, *, micro_batch_size: int, dp_rank: int, dp_size: int
+def places_of(sizes: Iterable[int], *, dp_rank: int, dp_size: int) -> Iterator[slice]:
+    """Where the samples of one rank lie in a step: as many of each micro-batch as any other rank has, or one more.
+
+    Args:
+        sizes: of the micro-batches of all ranks: `in_parts`, `in_even_parts`.
+    """
+    first = 0
+    for size in sizes:
+        yield slice(first + size * dp_rank // dp_size, first + size * (dp_rank + 1) // dp_size)
+        first += size
+
+
+def deal(
+    plan: Plan, balance: Balance | None, *, micro_batch_size: int, dp_rank: int, dp_size: int, evenly: bool = False
 ) -> list[Int64Array]:
-    """The samples of each micro-batch of one rank for a step that is dealt out as `in_even_parts` says.
+    """The samples of each micro-batch of one rank for a step.
 
     Args:
         plan: of the step. See `dealt_order` for ``balance``.
+        evenly: as `in_even_parts` says; else as `in_parts` does.
 
     Returns:
         int64[m] each: numbers in the stream; none where this rank has nothing of a micro-batch.
     """
-    order, mine, first = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size), [], 0
-    for size in in_even_parts(len(plan), micro_batch_size=micro_batch_size, dp_size=dp_size):
-        begin, stop = part_of(size, dp_rank=dp_rank, dp_size=dp_size)
-        mine.append(order[first + begin : first + stop])
-        first += size
-    return mine
-
-
-def part_of(samples: int, *, dp_rank: int, dp_size: int) -> tuple[int, int]:
-    """[first, stop) of the samples of a micro-batch that one rank is given: as many as any other, or one more."""
-    return samples * dp_rank // dp_size, samples * (dp_rank + 1) // dp_size
+    order = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size)
+    divide = in_even_parts if evenly else in_parts
+    sizes = divide(len(plan), micro_batch_size=micro_batch_size, dp_size=dp_size)
+    return [order[place] for place in places_of(sizes, dp_rank=dp_rank, dp_size=dp_size)]
 
 
 def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, dp_size: int) -> Int64Array:
-    """The samples of a global batch in the order in which `micro_batches` hands them out.
+    """The samples of a global batch in the order in which they are dealt out, micro-batch by micro-batch and in each
+    rank by rank: see `places_of`.
 
     Args:
         plan: of the global batch. One that is not a whole number of micro-batches for every rank (the last one of all)

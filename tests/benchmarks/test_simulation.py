@@ -15,7 +15,7 @@ from benchmarks.simulated_cluster import NODE_RANKS, script
 from benchmarks.simulated_documents import DocumentCounts, Wrong
 from benchmarks.simulation import simulate
 from megaresume.stream import order
-from megaresume.stream.batches import micro_batches
+from megaresume.stream.dealing import places_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,13 +43,13 @@ def test_the_cluster() -> None:
 
 
 def test_a_rank_that_is_handed_other_samples_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off_by_one(sample: int, size: int, *, dp_rank: int, dp_size: int, **sizes: int) -> list[range]:
-        own = micro_batches(sample, size, dp_rank=dp_rank, dp_size=dp_size, **sizes)
-        if sample and dp_rank == dp_size - 1:
-            own[-1] = range(own[-1].start - 1, own[-1].stop - 1)
+    def off_by_one(sizes: list[int], *, dp_rank: int, dp_size: int) -> list[slice]:
+        own = list(places_of(sizes, dp_rank=dp_rank, dp_size=dp_size))
+        if dp_rank == dp_size - 1 and own[-1].start:
+            own[-1] = slice(own[-1].start - 1, own[-1].stop - 1)
         return own
 
-    monkeypatch.setattr(benchmarks.simulated_run, "micro_batches", off_by_one)
+    monkeypatch.setattr(benchmarks.simulated_run, "places_of", off_by_one)
     with pytest.raises(Wrong, match="come next"):
         simulate(50)
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.batches import BatchSchedule, check_divides
+from megaresume.stream.dealing import in_parts, places_of
 from megaresume.stream.errors import StateError, UsageError
 
 
@@ -174,7 +175,8 @@ def _megatron_slices(first: int, stop: int, micro: int, dp_rank: int, dp_size: i
 )
 def test_slices_are_megatrons_and_the_global_batch_is_the_same(dp_size: int, micro: int) -> None:
     size, first = 24, 72
-    ranks = [micro_batches(first, size, micro_batch_size=micro, dp_rank=r, dp_size=dp_size) for r in range(dp_size)]
+    sizes, samples = in_parts(size, micro_batch_size=micro, dp_size=dp_size), range(first, first + size)
+    ranks = [[samples[place] for place in places_of(sizes, dp_rank=r, dp_size=dp_size)] for r in range(dp_size)]
     for rank, batches in enumerate(ranks):
         assert [list(b) for b in batches] == _megatron_slices(first, first + size, micro, rank, dp_size)
     # In the order in which they are trained: micro-step by micro-step, rank by rank.
@@ -183,8 +185,8 @@ def test_slices_are_megatrons_and_the_global_batch_is_the_same(dp_size: int, mic
 
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(UsageError, match="the global batch does not divide over the ranks") as error:
-        micro_batches(0, 24, micro_batch_size=5, dp_rank=0, dp_size=2)
+        check_divides(24, micro_batch_size=5, dp_size=2)
     assert error.value.action == "--global-batch-size 20 or 30 or --micro-batch-size 4"
     with pytest.raises(UsageError) as error:
-        micro_batches(0, 3, micro_batch_size=1, dp_rank=0, dp_size=4)
+        check_divides(3, micro_batch_size=1, dp_size=4)
     assert error.value.action == "--global-batch-size 4"

@@ -35,7 +35,8 @@ def stream(seq_length: int = 512) -> Stream:
 def dealt(sample: int, dp: int, micro: int, balance: Balance | None, of: Stream | None = None) -> list[list[list[int]]]:
     """By rank and micro-step, each rank with a stream of its own."""
     how: Any = {"micro_batch_size": micro, "dp_size": dp, "balance": balance}
-    return [[list(part) for part in deal(of or stream(), sample, BATCH, dp_rank=rank, **how)] for rank in range(dp)]
+    plans = [(of or stream()).plan(sample, sample + BATCH) for _ in range(dp)]
+    return [[part.tolist() for part in deal(plan, dp_rank=rank, **how)] for rank, plan in enumerate(plans)]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -180,8 +181,9 @@ def test_a_stage_a_skip_and_a_global_batch_that_grows(objective: Objective) -> N
         got: list[int] = []
         for rank in range(dp):
             mine = again()
-            for numbers in deal(mine, sample, size, micro_batch_size=micro, dp_rank=rank, dp_size=dp, balance=balance):
-                for number in numbers:
+            plan = mine.plan(sample, sample + size)
+            for numbers in deal(plan, balance, micro_batch_size=micro, dp_rank=rank, dp_size=dp):
+                for number in numbers.tolist():
                     assert mine.plan(number, number + 1).hashes[0] == plain.hashes[number]
                     got.append(number)
         assert sorted(got) == list(range(sample, sample + size))

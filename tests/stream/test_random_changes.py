@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.skips import SkipConfig
@@ -77,9 +77,8 @@ class Run:
         for _ in range(steps):
             got: dict[int, list[Any]] = {}
             for rank in range(dp):
-                for samples in micro_batches(self.sample, self.batch, micro_batch_size=1, dp_rank=rank, dp_size=dp):
-                    for sample in samples:
-                        got[sample] = self._pieces(self.stream, sample)
+                for sample in range(self.sample + rank, self.sample + self.batch, dp):
+                    got[sample] = self._pieces(self.stream, sample)
             for sample in sorted(got):
                 self.model.train()
                 assert got[sample] == self.model.trained[sample], sample

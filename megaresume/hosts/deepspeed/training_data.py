@@ -178,14 +178,12 @@ class TrainingData(StreamData, EngineData):
             sample, index = sample + size, 0
             size = self._schedule.size_at(sample) if self._planned else size
         numbers = deal(
-            self.stream,
-            sample,
-            size,
+            self.stream.plan(sample, sample + size),
+            self.balance,
             micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
             dp_rank=facts.data_rank(self.engine),
             dp_size=facts.data_size(self.engine),
-            balance=self.balance,
-        )[index]
+        )[index].tolist()
         batch = StreamDataset(self.stream, **self.options.batch_kwargs).__getitems__(numbers)
         if not self._is_pipeline:
             self._witness.know(int(fingerprint(batch["tokens"])))

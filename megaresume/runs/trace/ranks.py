@@ -29,11 +29,11 @@ from megaresume.checkpoint.records.rank_log import hash_rows, hash_samples, rang
 from megaresume.data.source import Source
 from megaresume.data.spans import spans_of
 from megaresume.runs.history import StepMap
-from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
+from megaresume.runs.rank_steps import RankStep, RankSteps
 from megaresume.runs.trace.documents import of_stage
 from megaresume.runs.trace.replan import Past, Planned
 from megaresume.runs.trace.trace import Trace
-from megaresume.stream.dealing import deal_evenly, dealt_order
+from megaresume.stream.dealing import deal
 from megaresume.stream.errors import CorpusError, MegaresumeError, StateError, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan, concatenate
@@ -351,14 +351,11 @@ def _expected(line: RankStep, plan: Plan) -> tuple[tuple[int, int], ...]:
     """The samples that a rank gets in a step."""
     if line.dp_rank is None or line.dp is None or line.micro_batch_size is None:
         return ((plan.first, plan.stop),)
-    if line.evenly:
-        place = {"micro_batch_size": line.micro_batch_size, "dp_rank": line.dp_rank, "dp_size": line.dp}
-        ranges = ranges_of(np.concatenate(deal_evenly(plan, line.balance, **place)))
-        return tuple((a, b) for a, b in ranges)
-    if len(plan) % (line.dp * line.micro_batch_size):
+    if not line.evenly and len(plan) % (line.dp * line.micro_batch_size):
         return ()
-    order = dealt_order(plan, line.balance, micro_batch_size=line.micro_batch_size, dp_size=line.dp)
-    return samples_of_rank(order, micro_batch_size=line.micro_batch_size, dp_rank=line.dp_rank, dp=line.dp)
+    place = {"micro_batch_size": line.micro_batch_size, "dp_rank": line.dp_rank, "dp_size": line.dp}
+    mine = deal(plan, line.balance, evenly=line.evenly, **place)
+    return tuple((a, b) for a, b in ranges_of(np.concatenate(mine)))
 
 
 def _words(ranges: Sequence[tuple[int, int]]) -> str:

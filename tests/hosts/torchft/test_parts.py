@@ -19,8 +19,7 @@ from megaresume.hosts import torchft, torchft_dealing, torchft_dealt, torchft_st
 from megaresume.hosts.torchft import attach
 from megaresume.hosts.torchft_dealing import Ballot, Contributors, Rule, Share
 from megaresume.runs.rank_steps import read_rank_steps
-from megaresume.stream.batches import micro_batches
-from megaresume.stream.dealing import in_even_parts, part_of
+from megaresume.stream.dealing import in_even_parts, places_of
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 
@@ -84,8 +83,8 @@ def test_as_any_other_loader_where_the_step_divides() -> None:
     whole = [item for batch in itertools.islice(loader(), 12) for item in batch.tolist()]
     for rank in range(2):
         for number, step in enumerate(live(2, rank, 8)):
-            places = micro_batches(8 * number, 8, micro_batch_size=2, dp_rank=rank, dp_size=2)
-            assert step == [[whole[k] for k in place] for place in places]
+            firsts = [8 * number + 4 * part + 2 * rank for part in range(2)]
+            assert step == [whole[first : first + 2] for first in firsts]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -96,10 +95,10 @@ def test_the_ranks_make_up_the_step_in_order(size: int) -> None:
         handed: list[int] = []
         for part, samples in enumerate(in_even_parts(8, micro_batch_size=2, dp_size=size)):
             for rank in range(size):
-                first, stop = part_of(samples, dp_rank=rank, dp_size=size)
+                place = next(places_of([samples], dp_rank=rank, dp_size=size))
                 items = ranks[rank][number][part]
-                assert len(items) == max(stop - first, 1)  # the first sample, without weight, where it has none
-                handed += items[: stop - first]
+                assert len(items) == max(place.stop - place.start, 1)  # the first sample, if it has none
+                handed += items[: place.stop - place.start]
         assert handed == whole[8 * number : 8 * number + 8]
 
 

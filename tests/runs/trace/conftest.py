@@ -13,7 +13,7 @@ from megaresume.checkpoint.records.names import deepspeed_tag
 from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.checkpoint.starts import record_start
 from megaresume.checkpoint.system import Topology
-from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -89,10 +89,8 @@ class ToyRun:
         for step in range(start + 1, stop + 1):
             size = schedule.size_at(sample)
             for rank in range(dp):
-                for k, samples in enumerate(
-                    micro_batches(sample, size, micro_batch_size=micro, dp_rank=rank, dp_size=dp)
-                ):
-                    for one in samples:
+                for k, first in enumerate(range(sample + rank * micro, sample + size, dp * micro)):
+                    for one in range(first, first + micro):
                         self.trained[one] = Trained(step, rank, k, segments_of(stream, one))
             sample += size
             if step in saves:
