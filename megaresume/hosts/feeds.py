@@ -74,8 +74,13 @@ class Feed(StreamData, Protocol):
         loader = self.loader
         if loader.balance is None:
             return range(first, stop)[next(places_of([stop - first], dp_rank=loader.dp_rank, dp_size=loader.dp_size))]
-        size = self.size_at(step)
-        return next(mine for end, mine in loader.deal(range(step, step + size), size) if end == stop)
+        samples, size = next(loader.runs_of_steps(step, end=self.end))
+        return next(mine for end, mine in loader.deal(samples, size) if end == stop)
+
+    @property
+    def end(self) -> int | None:
+        """The sample at which the last step is cut off, also in the middle; None: that is where the data ends."""
+        return None
 
     def size_at(self, sample: int) -> int:
         """Samples of the step that begins there, unless the data ends before."""
@@ -138,6 +143,11 @@ class ItemFeed(Feed):
                 "collate_fn([dataset[0], dataset[1]])",
             )
         return iter(self.loader)
+
+    @property
+    def end(self) -> int | None:
+        """See `Feed`."""
+        return self.loader.stop
 
     def pass_end(self, sample: int) -> int:
         """See `Feed`: the end of the epoch."""

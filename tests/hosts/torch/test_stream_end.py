@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from itertools import chain, zip_longest
@@ -53,6 +54,12 @@ def steps_of(feed: Feed) -> Steps:
     return steps
 
 
+def samples_of(steps: Steps, batch: Any) -> list[int]:
+    """Of a micro-batch of a stream, as it says, and as a trainer is told of one that does not."""
+    assert list(steps.numbers()) == batch["samples"].tolist()
+    return list(steps.numbers())
+
+
 def trained(steps: Steps, numbers: Callable[[Any], list[int]]) -> list[list[list[int]]]:
     """By step, what this rank was given in each micro-batch."""
     found: list[list[list[int]]] = [[]]
@@ -95,7 +102,7 @@ def test_a_stream(
         options: dict[str, Any] = {"dp_rank": rank, "dp_size": ranks, "prefetch": prefetch, "balance": balance}
         feed = StreamFeed(megaresume.StreamLoader(stream_of(samples), schedule, micro_batch_size=micro, **options))
         steps = steps_of(feed)
-        of_ranks.append(trained(steps, lambda batch: batch["samples"].tolist()))
+        of_ranks.append(trained(steps, functools.partial(samples_of, steps)))
         states.append(feed.snapshot(steps.samples).to_dict())
     assert all(state == states[0] for state in states) and states[0]["samples"] == samples - left
     counts = [[len(step) for step in rank] for rank in of_ranks]
