@@ -25,6 +25,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +76,23 @@ class _Process:
 
 
 process = _Process()
+
+
+@dataclass
+class Proof:
+    """What is known of one run of this process."""
+
+    #: samples trained before it.
+    first_samples: int
+    #: whether our hook is building the data just now; whether it has.
+    is_building: bool = False
+    is_built: bool = False
+    #: the training iterators of this rank, one for every chunk; empty: none, or such as cannot be counted.
+    taken: list[Counted] = field(default_factory=list)
+    #: iterations that were saved through our hook, as Megatron's tracker names them.
+    saved: set[str] = field(default_factory=set)
+    #: what that tracker in ``--save`` said when the data was built.
+    tracker_at_start: str | None = None
 
 
 #: It imports torch, whose import calls `watch_optimizers`: so this file imports it when it is needed, not before.
@@ -152,7 +170,7 @@ def check_provider() -> None:
         SetupError: by something else than our part of ``build_train_valid_test_data_iterators``.
     """
     current = _session()
-    if _mode(current) != "off" and (current is None or not current.building):
+    if _mode(current) != "off" and (current is None or not current.proof.is_building):
         raise _refused(not_built(current, "the datasets are built"))
 
 
@@ -170,7 +188,7 @@ def before_step(what: str) -> None:
         return
     if _mode(current) == "off" or any(name in sys.modules for name in _PROOFS):
         return
-    if current is None or not current.built:
+    if current is None or not current.proof.is_built:
         raise _refused(not_built(current, what))
     _check_read(current, during="a step")
 
@@ -182,7 +200,7 @@ def check_load(current: MegatronHost) -> None:
         SetupError: the iteration is not 0, and our hook has seen no checkpoint. The same on every rank.
     """
     iteration = int(getattr(current.args, "iteration", 0) or 0)
-    if iteration == 0 or current.loaded_args is not None:
+    if iteration == 0 or current.found.args is not None:
         return
     raise _refused(not_loaded(iteration))
 
@@ -194,7 +212,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
         current: the host.
         iterators: (train, valid, test), as Megatron returns them; None if this rank reads no data.
     """
-    current.built, current.building = True, False
+    current.proof.is_built, current.proof.is_building = True, False
     if current.session.meter is not None:
         current.session.meter.start()
     if process.handle is not None:
@@ -202,7 +220,7 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
         process.handle.remove()
         process.handle = None
     if os.environ.get("RANK", "0") == "0":
-        current.tracker_at_start = _tracker(current)
+        current.proof.tracker_at_start = _tracker(current)
     if current.project.kind == "megatron-lm":  # DeepSpeed's engine has a check of its own
         _watch_saves()
     train, *others = iterators
@@ -215,11 +233,11 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
     if getattr(_rerun_machine(), "data_iterator_checkpoints", None):  # begins with batches in the checkpoint
         return iterators
     samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
-    if current.taken and current.taken[0].begin != samples:  # a further phase; else a further chunk
-        current.taken.clear()
+    if current.proof.taken and current.proof.taken[0].begin != samples:  # a further phase; else a further chunk
+        current.proof.taken.clear()
     size = int(current.args.micro_batch_size) * data_parallel_size(current.args)
     counted = Counted(batches, samples, size, current.session.clocks, keeps=current.losses is not None)
-    current.taken.append(counted)
+    current.proof.taken.append(counted)
     if inner is None:
         return (counted, *others)
     train.iterable = counted
@@ -297,7 +315,7 @@ def check_save(current: MegatronHost) -> None:
     Raises:
         SetupError: samples were trained, and no order was set (the same on every rank); or others were taken.
     """
-    if not current.built:
+    if not current.proof.is_built:
         if not _trained(current):
             return  # a conversion, or weights before the first step
         raise _refused(not_built(current, "a save, after samples were trained"))
@@ -378,7 +396,7 @@ def _finish(current: MegatronHost) -> None:
 def _passed_by(current: MegatronHost | None) -> MegaresumeError | None:
     if current is None or not _trained(current):
         return None
-    if not current.built:
+    if not current.proof.is_built:
         return not_built(current, "the end, after samples were trained")
     try:
         _check_read(current, during="the end")
@@ -387,7 +405,11 @@ def _passed_by(current: MegatronHost | None) -> MegaresumeError | None:
     if current.session.stopper is not None and SIGNALS not in called:
         return not_asked(current)
     saved = _tracker(current)
-    if saved is None or saved in {current.tracker_at_start, *current.saved} or os.environ.get("RANK", "0") != "0":
+    if (
+        saved is None
+        or saved in {current.proof.tracker_at_start, *current.proof.saved}
+        or os.environ.get("RANK", "0") != "0"
+    ):
         return None
     return saved_past_us(current, saved)
 
@@ -419,7 +441,7 @@ def _mode(current: MegatronHost | None) -> str:
 
 def _trained(current: MegatronHost) -> bool:
     """Whether the weights are not those that the process began with."""
-    return int(getattr(current.args, "consumed_train_samples", 0) or 0) > current.first_samples
+    return int(getattr(current.args, "consumed_train_samples", 0) or 0) > current.proof.first_samples
 
 
 def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the end"]) -> None:
@@ -428,10 +450,10 @@ def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the 
     Raises:
         SetupError: fewer samples, so others were trained; or more (not at the end, which may come within a step).
     """
-    if not current.taken:
+    if not current.proof.taken:
         return
     trained, is_rank_0 = int(current.args.consumed_train_samples), os.environ.get("RANK", "0") == "0"
-    for chunk, counted in enumerate(current.taken):
+    for chunk, counted in enumerate(current.proof.taken):
         if counted.is_untouched and (chunk or not is_rank_0):
             continue  # a stage that needs no tokens
         count = counted.count

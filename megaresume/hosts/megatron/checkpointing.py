@@ -18,6 +18,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.calls import check_save
 from megaresume.hosts.megatron.host import (
     KEY,
+    Found,
     MegatronHost,
     can_be_written,
     envelope_on,
@@ -61,7 +63,7 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             return None  # it saves nothing
         envelope = _put_state(host, int(iteration))
         given = _arguments(original, iteration, *args, **kwargs)
-        host.saved.add("release" if given.get("release") else str(int(iteration)))
+        host.proof.saved.add("release" if given.get("release") else str(int(iteration)))
         if host.settings.checkpoints.retention and getattr(host.args, "save_retain_interval", None):
             host.args.save_retain_interval = None  # it is part of ours, which knows what is complete
         write = functools.partial(original, iteration, *args, **kwargs)
@@ -183,7 +185,7 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         result, seen = _load(host, functools.partial(original, *args, **kwargs))
         _accept(host, int(result[0] if isinstance(result, tuple) else result), seen)
-        host.first_samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
+        host.proof.first_samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
         return result
 
     return load_checkpoint
@@ -200,18 +202,17 @@ def _load(host: MegatronHost, read: Callable[[], Any]) -> tuple[Any, Any]:
     def read_one(damaged: Mapping[Path, str]) -> tuple[Any, Any]:
         vars(host.args).update(before)
         host.session.loaded = None
-        host.choice = host.beside = host.loaded_args = None
-        choice, host.beside = checks.before_load(host, damaged)
-        host.choice, host.is_loading, load = choice, True, host.args.load
+        host.found = Found()
+        choice, beside = checks.before_load(host, damaged)
+        host.found, load = Found(choice, beside, is_loading=True), host.args.load
         if choice is not None and host.session.roots.copies_of(Path(load)) is not None:
             host.args.load = str(choice.load_dir)  # perhaps the directory of the copies
         try:
             if choice is None:
-                return _read(host, read, None), host.loaded_args
-            return read_on_all_ranks(lambda: _read(host, read, choice), choice), host.loaded_args
+                return _read(host, read, None), host.found.args
+            return read_on_all_ranks(lambda: _read(host, read, choice), choice), host.found.args
         finally:
-            host.is_loading, host.args.load = False, load
-            host.loaded_args = None
+            host.found, host.args.load = replace(host.found, args=None, is_loading=False), load
 
     return read_undamaged(read_one)
 
@@ -251,8 +252,8 @@ def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., 
 
     def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
         host = latest_host()
-        if host is not None and host.is_loading:
-            host.loaded_args = checkpoint_args
+        if host is not None and host.found.is_loading:
+            host.found = replace(host.found, args=checkpoint_args)
         return original(checkpoint_args, *args, **kwargs)
 
     return check_checkpoint_args
@@ -265,7 +266,7 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
         _begin_anew(host)
         return
     on_all_ranks(lambda: checks.after_load(host, iteration, seen))
-    host.loaded_args = seen
+    host.found = replace(host.found, args=seen)
     envelope = on_all_ranks(lambda: envelope_on(seen))
     if envelope is None:
         return
@@ -274,7 +275,7 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
     if getattr(args, "override_ckpt_iteration", None) is not None:  # asked for, and said when the data is built
         trained = envelope.iteration, envelope.samples
     root, tag = Path(os.path.abspath(args.load)), host.tag(trained[0])
-    choice = host.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], record=None, manifest=None)
+    choice = host.found.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], record=None, manifest=None)
     topology = topology_of(seen, envelope.samples)
     restored = Restored(
         envelope=envelope,
@@ -283,7 +284,7 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
         counter="consumed_train_samples",
         topology=topology,
     )
-    host.session.accept(choice, host.beside, restored)
+    host.session.accept(choice, host.found.beside, restored)
 
 
 def _begin_anew(host: MegatronHost) -> None:
@@ -320,7 +321,7 @@ def after_data_is_built(host: MegatronHost) -> None:
         session.stopper.install()
     iteration, position = host.iteration(), host.samples()
     if iteration and session.loaded is not None:
-        session.resume(position=position, words=_random_state(args, host.loaded_args))
+        session.resume(position=position, words=_random_state(args, host.found.args))
         _record_loaded(host)
     elif iteration:
         session.roots.mark_as_own(args.load)

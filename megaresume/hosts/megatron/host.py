@@ -29,7 +29,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaresume.checkpoint.file_errors import read_undamaged, reading
 from megaresume.checkpoint.host import Data
@@ -48,12 +48,9 @@ from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.host import EngineHost, around_load, around_save
 from megaresume.hosts.megatron import losses
 from megaresume.hosts.megatron.arguments import Settings, data_parallel_size, schedule_from_args
+from megaresume.hosts.megatron.calls import Proof
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
-
-if TYPE_CHECKING:
-    from megaresume.hosts.megatron.calls import Counted
-
 
 #: the attribute of Megatron's namespace that holds the state, as the text of its envelope. The namespace is in every
 #: checkpoint format. A string, because since core 0.19 it is loaded with ``weights_only=True``, where a NumPy scalar or
@@ -76,6 +73,20 @@ def can_be_written(save_dir: object) -> bool:
     return bool(save_dir) and "://" not in str(save_dir)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What a load to resume from has found."""
+
+    #: what our part of it has chosen; None if Megatron chooses by itself.
+    choice: Choice | None = None
+    #: the record beside that.
+    beside: StepFile | None = None
+    #: the namespace in the checkpoint; None if none was seen.
+    args: Any = None
+    #: it is running.
+    is_loading: bool = False
+
+
 class MegatronHost:
     """See `megaresume.checkpoint.host.Host`.
 
@@ -96,10 +107,10 @@ class MegatronHost:
         if settings.mode != "off" and (replay := Replay.asked()) is not None:
             _set_for_replay(args, replay)
         save_dir = getattr(args, "save", None)
+        #: that training calls what is wrapped.
+        self.proof = Proof(first_samples)
         #: of each micro-batch, if they are asked for.
         self.losses: losses.ScheduleLosses | None = None
-        #: the training iterators of this rank, one for every chunk; empty: none, or such as cannot be counted.
-        self.taken: list[Counted] = []
         self.session = Session(
             self,
             save_dir=save_dir if can_be_written(save_dir) else None,
@@ -114,30 +125,12 @@ class MegatronHost:
         self.session.step_now = lambda: max(int(getattr(args, "curr_iteration", 0) or 0), self.iteration())
         #: of Megatron-DeepSpeed, once it has saved or loaded.
         self.engine: EngineHost | None = None
-        #: what our part of a load has chosen; None if Megatron chooses by itself.
-        self.choice: Choice | None = None
-        #: the record beside it.
-        self.beside: StepFile | None = None
-        #: the namespace in the checkpoint that was loaded to resume from; None if nothing was.
-        self.loaded_args: Any = None
-        #: a load of ours is running.
-        self.is_loading = False
+        #: of the last load to resume from.
+        self.found = Found()
         #: a save that has begun and whose writing Megatron has not scheduled yet.
         self.unscheduled: Save | None = None
         #: whether `Session.start` was called.
         self.is_started = False
-        #: the same number on every rank, greater at every start of the run.
-        self.launch = 0
-        #: chunks of a virtual pipeline that have their data.
-        self.chunks = 0
-        #: whether our hook is building the data just now; whether it has.
-        self.building, self.built = False, False
-        #: iterations that were saved through our hook, as Megatron's tracker names them.
-        self.saved: set[str] = set()
-        #: samples trained before this process.
-        self.first_samples = first_samples
-        #: what Megatron's tracker in ``--save`` said when the data was built.
-        self.tracker_at_start: str | None = None
 
     @property
     def order(self) -> Data | None:
@@ -188,7 +181,7 @@ class MegatronHost:
             return getattr(self.order, "stream", None)
 
         self.losses = losses.ScheduleLosses(
-            every, give, project=self.project, settings=self.settings, stream=stream, read=self.taken
+            every, give, project=self.project, settings=self.settings, stream=stream, read=self.proof.taken
         )
 
     def note_step(self, result: tuple[Any, ...]) -> None:
@@ -290,7 +283,7 @@ def megatron_host() -> MegatronHost:
     if _host is None or _host.args is not args:
         first = int(getattr(args, "consumed_train_samples", 0) or 0)
         if _host is not None:  # a copy of the arguments in the middle of a run begins where the run did
-            first = min(first, _host.first_samples)
+            first = min(first, _host.proof.first_samples)
         _host = MegatronHost(project, args, Settings.from_args(args), first)
     return _host
 
@@ -428,7 +421,7 @@ def _load(
     load_optimizer_states: bool,
 ) -> Any:
     host = latest_host()
-    if host is None or not host.is_loading or load_dir is None:
+    if host is None or not host.found.is_loading or load_dir is None:
         return read(load_dir, tag=tag)
     decoupled.watch(engine)
     check_micro_batches(engine, host.args)
@@ -451,9 +444,9 @@ def _load(
     if host.session.roots.copies_of(Path(os.path.abspath(root))) is not None:
         host.session.roots.mark_as_own(root)  # also if what was loaded lies among the copies
     if not load_module_only and not getattr(host.args, "reset_iteration", False):
-        host.choice, host.beside = loaded, beside
         # bigscience does not check the arguments in a universal checkpoint, so nobody else would see them.
-        host.loaded_args = host.loaded_args or (client_state or {}).get("args")
+        args = host.found.args or (client_state or {}).get("args")
+        host.found = Found(loaded, beside, args, is_loading=True)
     return path, client_state
 
 

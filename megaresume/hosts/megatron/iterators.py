@@ -60,7 +60,7 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
         current.start()
         on_all_ranks(lambda: check_load(current))
-        current.building = True
+        current.proof.is_building = True
         ours = _guarded if current.settings.mode == "guard" else _streamed
         if current.settings.mode == "guard" and getattr(current.args, "dataloader_type", None) == "external":
             ours = build_with_loaders
@@ -85,7 +85,7 @@ def _streamed(current: MegatronHost, original: Callable[..., Any], provider: Cal
     _check_streams(current, order)
     current.order = order
     after_data_is_built(current)
-    current.launch = on_rank_0(time.time_ns)
+    order.launch = on_rank_0(time.time_ns)
     result = _build(current, original, order, form, provider)
     order.follow(current.args)  # after the start of the workers: a fork is safest if there is one thread
     return result
@@ -100,7 +100,7 @@ def _build(
 ) -> Any:
     """Megatron's own function, with our provider; a log of what is handed out where one is asked for."""
     result = original(stream_provider(current.project, current.args, order, form, provider))
-    chunk, current.chunks = current.chunks, current.chunks + 1
+    chunk, order.chunks = order.chunks, order.chunks + 1
     if current.settings.log_samples is None:
         return result
     return on_all_ranks(lambda: logged(current, order, form, result, chunk=chunk))
@@ -252,7 +252,7 @@ def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterator
     train, *others = iterators
     if directory is None or train is None:
         return iterators
-    log = RankLog(directory, rank=rank(), launch=current.launch, chunk=chunk)
+    log = RankLog(directory, rank=rank(), launch=order.launch, chunk=chunk)
     inner = getattr(train, "iterable", None)
     batches = _Logged(train if inner is None else inner, current, order, form, log)
     if inner is None:

@@ -391,7 +391,11 @@ def saved_past_us(current: MegatronHost, tracker: str) -> MegaresumeError:
     return SetupError(
         "checkpoints were written without the state of their data",
         found=f"{current.args.save}/{TRACKER} says {tracker}, and {name} "
-        + (f"was called for {', '.join(sorted(current.saved))} only" if current.saved else "was never called"),
+        + (
+            f"was called for {', '.join(sorted(current.proof.saved))} only"
+            if current.proof.saved
+            else "was never called"
+        ),
         expected=f"saves through {name}",
         cause="a fork saves with its own function, or moved the one that we wrap",
         action=f"save through {name}; these checkpoints hold no data: load them with {BEGIN_ANEW}",
@@ -403,7 +407,7 @@ def not_asked(current: MegatronHost) -> MegaresumeError:
     name = seam_name(SIGNALS)
     return SetupError(
         "nothing checked whether to stop: --megaresume-stop-file and --megaresume-stop-before-end had no effect",
-        found=f"{name} was never called while samples {current.first_samples} to "
+        found=f"{name} was never called while samples {current.proof.first_samples} to "
         f"{current.args.consumed_train_samples} were trained",
         expected="a question after every step",
         cause="a fork asks its signal handler in a different way",

@@ -362,6 +362,10 @@ class StreamOrder(StreamData):
         self.position = position
         self.balance = balance
         self._followed: Any = None
+        #: the same number on every rank, greater at every start of the run.
+        self.launch = 0
+        #: chunks of a virtual pipeline that have their data.
+        self.chunks = 0
         #: what was restored, if anything.
         self.state = saved
         self._restore(iteration)

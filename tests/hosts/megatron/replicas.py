@@ -21,7 +21,7 @@ from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.hosts.megatron import iterators
 from megaresume.hosts.megatron.arguments import Settings
-from megaresume.hosts.megatron.host import MegatronHost
+from megaresume.hosts.megatron.host import Found, MegatronHost
 from megaresume.hosts.megatron.project import Project
 from megaresume.hosts.megatron.streams import StreamOrder, open_streams
 from megaresume.stream.batches import BatchSchedule
@@ -49,7 +49,7 @@ def host_of(corpus: Path, *, iteration: int = 0, restored: bool = False, **chang
         setattr(args, name, value)
     current = MegatronHost(project, args, Settings(mode="stream"))
     if iteration:
-        current.loaded_args = args
+        current.found = Found(args=args)
     if restored:
         whole = open_streams(args, None)
         order = StreamOrder(whole, saved=None, position=0, iteration=0, schedule=BatchSchedule.constant(8))

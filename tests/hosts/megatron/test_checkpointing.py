@@ -277,7 +277,7 @@ def test_save(loading: Loading, stream: Stream) -> None:
     assert records(loading) == []
     current.order = Fixed(stream)
     current.session.roots.mark_as_own(loading.root)
-    current.built = True
+    current.proof.is_built = True
     loading.args.consumed_train_samples = 80
     text = save_with(loading, 10)
     assert text is not None
