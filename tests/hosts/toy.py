@@ -108,6 +108,19 @@ def train(engine: Any, data: Any, steps: int, save: Path | None = None, every: i
     return seen
 
 
+def step_of(engine: Any, data: Any) -> float:
+    """A step: its loss, the mean of all micro-batches of all ranks."""
+    losses = []
+    for _ in range(engine.gradient_accumulation_steps()):
+        batch = next(data)
+        loss = loss_of(engine(batch["tokens"]).float(), batch["labels"], batch["loss_mask"])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    everywhere = [one for rank in gather(losses) for one in rank]
+    return float(sum(everywhere) / len(everywhere))
+
+
 def error_of(function: Any) -> list[str]:
     """Kind, headline and next action of the error that a call raises."""
     try:

@@ -74,15 +74,7 @@ def train(engine: Any, data: Any, steps: int) -> dict[str, list[Any]]:
     """By step: mean loss of all ranks, learning rate, weight decay of both groups."""
     found: dict[str, list[Any]] = {"loss": [], "rate": [], "decay": []}
     while engine.global_steps < steps:
-        losses = []
-        for _ in range(engine.gradient_accumulation_steps()):
-            batch = next(data)
-            loss = toy.loss_of(engine(batch["tokens"]).float(), batch["labels"], batch["loss_mask"])
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        everywhere = [one for rank in toy.gather(losses) for one in rank]
-        found["loss"].append(sum(everywhere) / len(everywhere))
+        found["loss"].append(toy.step_of(engine, data))
         found["rate"].append(engine.get_lr())
         found["decay"].append([group["weight_decay"] for group in engine.optimizer.param_groups])
     return found

@@ -14,64 +14,29 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchft
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 import megaresume
-from tests.hosts.torchft.replica import Job, Witness, loader_of
+from tests.hosts.torchft.replica import Job, Witness, death, loader_of, manager_of
 
 
 def main(job: Job) -> None:
     """Train."""
     torch.set_num_threads(1)
-    directory = Path(job.directory)
+    directory, die_at = Path(job.directory), death(job)
     name = f"replica_{job.replica}"
-    come: Counter[str] = Counter()
-
-    def die_at(where: str) -> None:
-        come[where] += 1
-        if job.kill == (where, come[where]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
     model = Witness(job.items)
     inner = torch.optim.SGD(
         [{"params": [model.tally], "lr": 1.0}, {"params": model.line.parameters(), "lr": 0.1, "momentum": 0.9}]
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-
-    def load(state: dict[str, Any]) -> None:
-        die_at("healing")
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["inner"])
-
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=job.timeout)),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
-        min_replica_size=1,
-        use_async_quorum=False,
-        init_sync=False,
-        replica_id=name,
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=job.lighthouse,
-        hostname="127.0.0.1",
-        timeout=timedelta(seconds=job.timeout),
-        quorum_timeout=timedelta(seconds=job.quorum_timeout),
-        connect_timeout=timedelta(seconds=10),
-        quorum_retries=20,
-    )
+    manager = manager_of(job, model, inner, store.port, die_at, init_sync=False)
     outer: Any
     if job.outer == "diloco":
         outer_optimizer = torch.optim.SGD(

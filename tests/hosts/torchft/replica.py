@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,12 +103,8 @@ def loader_of(job: Job, batch_size: int, **options: Any) -> megaresume.DataLoade
     return megaresume.DataLoader(data, batch_size=batch_size, seed=3, **options)
 
 
-def main(job: Job) -> None:
-    """Train."""
-    torch.set_num_threads(1)
-    directory = Path(job.directory)
-    name = f"replica_{job.replica}"
-
+def death(job: Job) -> Callable[[str], None]:
+    """To be called at each place, by its name: this process dies where the job says."""
     come: Counter[str] = Counter()
 
     def die_at(where: str) -> None:
@@ -115,6 +112,45 @@ def main(job: Job) -> None:
         if job.kill == (where, come[where]):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    return die_at
+
+
+def manager_of(
+    job: Job, model: Witness, optimizer: torch.optim.Optimizer, port: int, die_at: Callable[[str], None], **options: Any
+) -> torchft.Manager:
+    """torchft's, whose replicas give each other model and optimizer; its store is at ``port``."""
+
+    def load(state: dict[str, Any]) -> None:
+        die_at("healing")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    return torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=job.timeout)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=job.asynchronous,
+        replica_id=f"replica_{job.replica}",
+        rank=job.local,
+        world_size=job.locals,
+        store_addr="127.0.0.1",
+        store_port=port,
+        lighthouse_addr=job.lighthouse,
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=job.timeout),
+        quorum_timeout=timedelta(seconds=job.quorum_timeout),
+        connect_timeout=timedelta(seconds=10),
+        quorum_retries=20,
+        **options,
+    )
+
+
+def main(job: Job) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    directory, die_at = Path(job.directory), death(job)
+    name = f"replica_{job.replica}"
     model = Witness(job.items)
     inner = torch.optim.SGD([{"params": [model.tally], "lr": 1.0}, {"params": model.line.parameters(), "lr": 0.1}])
     if job.locals > 1:
@@ -128,30 +164,7 @@ def main(job: Job) -> None:
         ports = [store and store.port]
         dist.broadcast_object_list(ports)
         store = store or dist.TCPStore("127.0.0.1", ports[0], wait_for_workers=False)  # type: ignore[attr-defined]
-
-    def load(state: dict[str, Any]) -> None:
-        die_at("healing")
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=job.timeout)),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1,
-        use_async_quorum=job.asynchronous,
-        replica_id=name,
-        rank=job.local,
-        world_size=job.locals,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=job.lighthouse,
-        hostname="127.0.0.1",
-        timeout=timedelta(seconds=job.timeout),
-        quorum_timeout=timedelta(seconds=job.quorum_timeout),
-        connect_timeout=timedelta(seconds=10),
-        quorum_retries=20,
-    )
+    manager = manager_of(job, model, inner, store.port, die_at)
     optimizer = torchft.Optimizer(manager, inner)
     trained = DDP(manager, model) if job.ddp else model
     balance = megaresume.Balance() if job.balanced else None
