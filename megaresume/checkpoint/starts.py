@@ -19,8 +19,7 @@ from typing import Any
 
 from megaresume.checkpoint.load.choose import choose
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.lock.fenced import write_tracker
-from megaresume.checkpoint.lock.lock import release, take
+from megaresume.checkpoint.lock.lock import release, take, write_tracker
 from megaresume.checkpoint.records.candidates import examine, list_candidates, run_of
 from megaresume.checkpoint.records.envelope import DataState
 from megaresume.checkpoint.records.ledger import EntryKind, LedgerEntry, append_ledger, read_ledger, with_attempt

@@ -10,7 +10,7 @@ import pytest
 
 from megaresume.checkpoint.load.choose import choose, confirm_choice
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.lock.fenced import write_step_file
+from megaresume.checkpoint.lock.lock import write_step_file
 from megaresume.checkpoint.records.names import step_path
 from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.save.commit import Commit, begin_save, commit_save

@@ -16,8 +16,7 @@ import pytest
 
 from megaresume.checkpoint.lock import lock
 from megaresume.checkpoint.lock.claim import OUTSIDE, claim, gone, newest, place, read_alive, read_owner, this_process
-from megaresume.checkpoint.lock.fenced import write_latest
-from megaresume.checkpoint.lock.lock import holder_of, release, take
+from megaresume.checkpoint.lock.lock import holder_of, release, take, write_latest
 from megaresume.checkpoint.records.pointers import read_pointers
 from megaresume.checkpoint.records.sealed import seal
 from megaresume.stream.errors import CheckpointError
@@ -31,7 +30,7 @@ import dataclasses, os, sys, time
 from pathlib import Path
 from megaresume.checkpoint.lock import claim
 from megaresume.checkpoint.lock import lock
-from megaresume.checkpoint.lock.fenced import write_latest
+from megaresume.checkpoint.lock.lock import write_latest
 from megaresume.stream.errors import CheckpointError
 root = Path(sys.argv[1])
 lock.RENEW_SECONDS, lock.PATIENCE_SECONDS = float(sys.argv[2]), float(sys.argv[3])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.lock.fenced import write_latest, write_tracker
+from megaresume.checkpoint.lock.lock import write_latest, write_tracker
 from megaresume.checkpoint.records.names import LATEST, TRACKER
 from megaresume.checkpoint.records.pointers import read_pointer, read_pointers
 from megaresume.stream.errors import UsageError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.lock.fenced import write_step_file
+from megaresume.checkpoint.lock.lock import write_step_file
 from megaresume.checkpoint.records.marker import Marker, read_marker, write_marker
 from megaresume.checkpoint.records.sealed import seal
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file

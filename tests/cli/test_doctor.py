@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.load.choose import choose
-from megaresume.checkpoint.lock.fenced import write_step_file
+from megaresume.checkpoint.lock.lock import write_step_file
 from megaresume.checkpoint.records.ledger import append_lines
 from megaresume.checkpoint.records.names import step_path
 from megaresume.checkpoint.records.sealed import seal

@@ -22,8 +22,7 @@ from pathlib import Path
 from megaresume.checkpoint.copies.places import share_ledger
 from megaresume.checkpoint.copies.store_place import StorePlace
 from megaresume.checkpoint.load.search import Choice
-from megaresume.checkpoint.lock.fenced import write_latest, write_manifest, write_step_file, write_tracker
-from megaresume.checkpoint.lock.lock import check_owned
+from megaresume.checkpoint.lock.lock import check_owned, write_latest, write_manifest, write_step_file, write_tracker
 from megaresume.checkpoint.records.marker import Marker, remove_marker, write_marker
 from megaresume.checkpoint.records.names import TRACKER, data_path, marker_path, rank_dirs, records_dir, step_path
 from megaresume.checkpoint.records.pointers import read_pointers

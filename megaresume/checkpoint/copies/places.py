@@ -22,8 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from megaresume.checkpoint.lock.fenced import write_latest, write_manifest, write_step_file, write_tracker
-from megaresume.checkpoint.lock.lock import check_owned, release, take
+from megaresume.checkpoint.lock.lock import (
+    check_owned,
+    release,
+    take,
+    write_latest,
+    write_manifest,
+    write_step_file,
+    write_tracker,
+)
 from megaresume.checkpoint.records.ledger import add_lines, read_ledger
 from megaresume.checkpoint.records.manifest import (
     FileEntry,

@@ -50,7 +50,9 @@ from megaresume.checkpoint.lock.claim import (
 from megaresume.checkpoint.lock.shared import check_shared
 from megaresume.checkpoint.ranks import is_rank_0, on_rank_0
 from megaresume.checkpoint.records.ledger import read_run
-from megaresume.checkpoint.records.names import ledger_path, records_dir
+from megaresume.checkpoint.records.manifest import Manifest
+from megaresume.checkpoint.records.names import LATEST, TRACKER, check_tag, ledger_path, manifest_path, records_dir
+from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError
 
@@ -193,6 +195,27 @@ def write_fenced(root: Path, path: Path, data: bytes, *, sync_dir: bool = True) 
         if lock is not None and lock.taken_by() is not None:
             raise lock.lost() from error
         raise
+
+
+def write_latest(root: Path, tag: str) -> None:
+    """Point ``latest`` to a tag directory, atomically. Raises CheckpointError, UsageError for an impossible tag."""
+    write_fenced(root, root / LATEST, check_tag(tag).encode())
+
+
+def write_tracker(root: Path, iteration: int) -> None:
+    """Point the tracker to an iteration, atomically. Raises CheckpointError."""
+    write_fenced(root, root / TRACKER, str(iteration).encode())
+
+
+def write_step_file(path: Path, record: StepFile) -> None:
+    """Write atomically, as the owner of the root (see `write_fenced`); durable with the manifest, which is written next
+    into the same directory. Raises CheckpointError."""
+    write_fenced(path.parent.parent, path, record.to_bytes(), sync_dir=False)
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint, atomically and durably. Raises CheckpointError."""
+    write_fenced(root, manifest_path(root, manifest.iteration, manifest.tag), manifest.to_bytes())
 
 
 def holder_of(root: Path, *, ask_slurm: bool = False) -> Holder | None:

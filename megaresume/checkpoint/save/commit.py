@@ -32,8 +32,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megaresume.checkpoint import system
-from megaresume.checkpoint.lock.fenced import write_latest, write_manifest, write_step_file, write_tracker
-from megaresume.checkpoint.lock.lock import check_owned
+from megaresume.checkpoint.lock.lock import check_owned, write_latest, write_manifest, write_step_file, write_tracker
 from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.records.envelope import DataState
 from megaresume.checkpoint.records.ledger import append_ledger, last_start, with_attempt

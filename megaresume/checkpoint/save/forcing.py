@@ -30,8 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.lock.fenced import write_manifest
-from megaresume.checkpoint.lock.lock import check_owned
+from megaresume.checkpoint.lock.lock import check_owned, write_manifest
 from megaresume.checkpoint.records.candidates import examine, list_candidates
 from megaresume.checkpoint.records.ledger import append_ledger
 from megaresume.checkpoint.records.manifest import Manifest, checksum_file, read_manifest, write_copy

@@ -22,7 +22,7 @@ from typing import Any
 
 from megaresume.checkpoint.load.choose import choose, choose_of_two
 from megaresume.checkpoint.load.search import Choice, ForeignCheckpoint
-from megaresume.checkpoint.lock.fenced import write_tracker
+from megaresume.checkpoint.lock.lock import write_tracker
 from megaresume.checkpoint.records.candidates import Candidate, examine, list_candidates
 from megaresume.checkpoint.records.envelope import Kind
 from megaresume.checkpoint.records.ledger import read_ledger

@@ -12,7 +12,7 @@ import yaml
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.load.choose import choose
-from megaresume.checkpoint.lock.fenced import write_step_file
+from megaresume.checkpoint.lock.lock import write_step_file
 from megaresume.checkpoint.records.names import step_path
 from megaresume.checkpoint.records.rank_log import RankLog, noted
 from megaresume.checkpoint.records.step_file import read_step_file
