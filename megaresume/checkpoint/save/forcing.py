@@ -100,11 +100,6 @@ def take_checksums(root: Path, manifest: Manifest, paths: Iterable[str], *, read
     return {path: known[path] or (checksum_file(root / manifest.tag / path) if read else None) for path in paths}
 
 
-def note_checksums(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
-    """Put the checksums of all files into the manifest. On rank 0. Raises CheckpointError."""
-    _replace(root, manifest, checksums)
-
-
 def force(
     root: Path, manifest: Manifest, paths: Iterable[str], *, again: Mapping[str, str | None] | None = None
 ) -> None:
@@ -229,7 +224,7 @@ def finish(
     # Megatron writes its own in place, and forces nothing.
     if (root / TRACKER).exists() and (words := _force(root / TRACKER, os.O_RDONLY)):
         raise NotForcedError(words)
-    record = _replace(root, manifest, checksums, durable=True, boots=())
+    record = note_checksums(root, manifest, checksums, durable=True, boots=())
     if record is None:
         return ()
     if manifest.is_of_rank_0:
@@ -244,11 +239,14 @@ def finish(
 def distrust(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
     """A machine could not force its files: from now on this checkpoint counts only by its checksums, if all its files
     have one. On rank 0. Raises CheckpointError."""
-    _replace(root, manifest, checksums, boots=())
+    note_checksums(root, manifest, checksums, boots=())
 
 
-def _replace(root: Path, manifest: Manifest, checksums: Mapping[str, str | None], **changes: Any) -> StepFile | None:
-    """Write a manifest with these checksums, and changes, in its place; None if the save no longer has one."""
+def note_checksums(
+    root: Path, manifest: Manifest, checksums: Mapping[str, str | None], **changes: Any
+) -> StepFile | None:
+    """Put the checksums of all files, and changes, into the manifest. On rank 0. None if the save no longer has one.
+    Raises CheckpointError."""
     check_owned(root)
     files = tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
     manifest = replace(manifest, files=files, **changes)
