@@ -23,6 +23,7 @@ from pathlib import Path
 import xxhash
 
 from megaresume.checkpoint.host import Data
+from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import gather, on_all_ranks, rank
 from megaresume.checkpoint.records.envelope import DataState, OpaqueState
 from megaresume.checkpoint.records.manifest import FileEntry
@@ -170,22 +171,6 @@ def _remedy(record: LoaderRecord, dp: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
-    """The states of a save that has begun, on one rank."""
-
-    record: LoaderRecord
-    #: data-parallel rank and state, which this rank writes; None if another replica does.
-    mine: tuple[int, bytes] | None
-
-    def write(self, root: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """Write this rank's file, if it has one. Returns what it wrote."""
-        if self.mine is None:
-            return ()
-        dp_rank, state = self.mine
-        return (write_rank_file(root, rank_file(iteration, tag, "loader", dp_rank), state),)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Offer:
     """The state that one process offers to the others. Plain values: sent between ranks."""
 
@@ -194,43 +179,6 @@ class _Offer:
     #: batches handed out.
     handed: int
     rank: RankState | None
-
-
-def capture(
-    reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained: int, sizes: tuple[tuple[int, int], ...]
-) -> Captured:
-    """Take the states of all ranks. Collective; writes nothing.
-
-    Args:
-        reader: of this process; None if it reads no data.
-        dp_rank: data-parallel rank of this process.
-        dp_size: data-parallel size.
-        trained: batches that every data-parallel rank has trained, since the start of the run.
-        sizes: (first sample, global batch size in samples) up to here.
-
-    Raises, on every rank:
-        StateError: replicas have read different numbers of batches, or a loader gives no usable state.
-        UsageError: a data-parallel rank has no loader, or the ranks' loaders differ.
-    """
-
-    def take() -> tuple[_Offer, bytes]:
-        facts = None if reader is None else reader.adapter.facts()
-        # A replica that was never asked says so; its state is that of the start.
-        if reader is None or reader.is_idle:
-            return _Offer(dp_rank=dp_rank, facts=facts, handed=0, rank=None), b""
-        state, skip = reader.state()
-        own = RankState(size=len(state), checksum=xxhash.xxh3_128_hexdigest(state), skip=skip)
-        return _Offer(dp_rank=dp_rank, facts=facts, handed=reader.handed, rank=own), state
-
-    offer, state = on_all_ranks(take)
-    offers: list[_Offer] = gather(offer)
-    writers = on_all_ranks(lambda: _writers(offers, dp_size, trained))
-    first = offers[writers[0]]
-    assert first.facts is not None
-    ranks = tuple(one for writer in writers if (one := offers[writer].rank) is not None)
-    record = LoaderRecord(facts=first.facts, batches=trained, ranks=ranks, sizes=sizes)
-    mine = (dp_rank, state) if rank() in writers and offer.rank is not None else None
-    return Captured(record=record, mine=mine)
 
 
 def _writers(offers: list[_Offer], dp_size: int, trained: int) -> list[int]:
@@ -269,44 +217,72 @@ def _writers(offers: list[_Offer], dp_size: int, trained: int) -> list[int]:
 
 class LoaderStates(Data):
     """The data of a run whose loader has a state of its own: its states where this process began, and at the last
-    `take`."""
+    `_take`."""
 
     #: of this process; None if it reads no data.
     reader: LoaderReader | None
+    #: data-parallel rank of this process, and their number.
+    dp_rank: int
+    dp_size: int
     counts_by = "the batches handed out (the loader does not say where it stands)"
 
     def _begin(self, state: DataState) -> None:
         """Nothing is trained since this state."""
         self._states = [state]
-        self._captured: Captured | None = None
+        #: of a save that has begun, the state that this rank writes; None if another replica does.
+        self._mine: bytes | None = None
 
-    def _take(
-        self, samples: int, *, dp_rank: int, dp_size: int, trained: int, sizes: tuple[tuple[int, int], ...]
-    ) -> None:
-        """`capture` the states after so many trained samples of all ranks together. Collective; raises as it does."""
-        self._captured = capture(self.reader, dp_rank=dp_rank, dp_size=dp_size, trained=trained, sizes=sizes)
-        self._states[1:] = [self._captured.record.to_state(samples)]
+    def _take(self, samples: int, *, trained: int, sizes: tuple[tuple[int, int], ...]) -> None:
+        """Take the states of all ranks. Collective; writes nothing.
+
+        Args:
+            samples: that are trained, of all ranks together.
+            trained: batches that every data-parallel rank has trained, since the start of the run.
+            sizes: (first sample, global batch size in samples) up to here.
+
+        Raises, on every rank:
+            StateError: replicas have read different numbers of batches, or a loader gives no usable state.
+            UsageError: a data-parallel rank has no loader, or the ranks' loaders differ.
+        """
+        reader, dp_rank = self.reader, self.dp_rank
+
+        def take() -> tuple[_Offer, bytes]:
+            facts = None if reader is None else reader.adapter.facts()
+            # A replica that was never asked says so; its state is that of the start.
+            if reader is None or reader.is_idle:
+                return _Offer(dp_rank=dp_rank, facts=facts, handed=0, rank=None), b""
+            state, skip = reader.state()
+            own = RankState(size=len(state), checksum=xxhash.xxh3_128_hexdigest(state), skip=skip)
+            return _Offer(dp_rank=dp_rank, facts=facts, handed=reader.handed, rank=own), state
+
+        offer, state = on_all_ranks(take)
+        offers: list[_Offer] = gather(offer)
+        writers = on_all_ranks(lambda: _writers(offers, self.dp_size, trained))
+        first = offers[writers[0]]
+        assert first.facts is not None
+        ranks = tuple(one for writer in writers if (one := offers[writer].rank) is not None)
+        record = LoaderRecord(facts=first.facts, batches=trained, ranks=ranks, sizes=sizes)
+        self._states[1:] = [record.to_state(samples)]
+        self._mine = state if rank() in writers and offer.rank is not None else None
 
     def snapshot(self, samples: int) -> DataState:
         """See `Data`."""
         return next(state for state in reversed(self._states) if state.samples == samples)
 
+    def _put_back(self, record: LoaderRecord, choice: Choice, iteration: int) -> None:
+        """Put the state of this data-parallel rank back. On every process; raises on its own (see `on_all_ranks`).
+
+        Raises:
+            StateError: the run is laid out in another way, or a state is missing or damaged.
+        """
+        if self.reader is None:
+            return
+        check_fits(record, self.reader.adapter.facts(), self.dp_size)
+        entry = record.entries(iteration, choice.tag.removesuffix("_universal"))[self.dp_rank]
+        self.reader.restore(read_rank_file(choice.load_dir, entry), record.ranks[self.dp_rank].skip)
+
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
         """See `Data`."""
-        assert self._captured is not None
-        return self._captured.write(save_dir, iteration, tag)
-
-
-def restore_states(
-    reader: LoaderReader | None, record: LoaderRecord, *, root: Path, iteration: int, tag: str, dp_rank: int, dp: int
-) -> None:
-    """Put the state of this data-parallel rank back. On every process; raises on its own (see `on_all_ranks`).
-
-    Raises:
-        StateError: the run is laid out in another way, or a state is missing or damaged.
-    """
-    if reader is None:
-        return
-    check_fits(record, reader.adapter.facts(), dp)
-    entry = record.entries(iteration, tag)[dp_rank]
-    reader.restore(read_rank_file(root, entry), record.ranks[dp_rank].skip)
+        if self._mine is None:
+            return ()
+        return (write_rank_file(save_dir, rank_file(iteration, tag, "loader", self.dp_rank), self._mine),)

@@ -29,7 +29,7 @@ from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.witness import MicroBatch, fingerprint
 from megaresume.hosts.feeds import RankFaults
-from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states
+from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates
 from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.dealing import deal
@@ -278,6 +278,7 @@ class AttachedLoader(LoaderStates, EngineData):
 
     def __init__(self, engine: Any, loader: Any, session: Session) -> None:
         super().__init__(engine, session)
+        self.dp_rank, self.dp_size = facts.data_rank(engine), facts.data_size(engine)
         self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
         self._set_base(int(engine.global_steps), NO_LOADER.to_state(0), NO_LOADER)
 
@@ -355,8 +356,6 @@ class AttachedLoader(LoaderStates, EngineData):
         samples = self.samples_trained
         self._take(
             samples,
-            dp_rank=facts.data_rank(self.engine),
-            dp_size=facts.data_size(self.engine),
             trained=self.batches_trained,
             sizes=tuple(size for size in self.schedule.segments if size[0] < samples or size[0] == 0),
         )
@@ -365,20 +364,12 @@ class AttachedLoader(LoaderStates, EngineData):
         """See `Data`."""
         record, step = LoaderRecord.from_state(state), int(self.engine.global_steps)
         self._set_base(step, state, record)
-        restore_states(
-            self.reader,
-            record,
-            root=choice.load_dir,
-            iteration=choice.iteration or step,
-            tag=choice.tag.removesuffix("_universal"),
-            dp_rank=facts.data_rank(self.engine),
-            dp=facts.data_size(self.engine),
-        )
+        self._put_back(record, choice, choice.iteration or step)
         self._ready, self._closed = True, None
 
     def next_sample(self) -> int | None:
         """See `Data`."""
         if self.reader is None:
             return None
-        share = facts.data_size(self.engine) * int(self.engine.train_micro_batch_size_per_gpu())
+        share = self.dp_size * int(self.engine.train_micro_batch_size_per_gpu())
         return self._count.samples + (self.reader.handed - self.batches_trained) * share

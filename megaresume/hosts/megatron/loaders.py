@@ -28,7 +28,7 @@ from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank
 from megaresume.checkpoint.records.envelope import DataState, stream_of
 from megaresume.hosts.endless import Endless, check_endless, check_steps
 from megaresume.hosts.feeds import ItemFeed, check_same_data
-from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates, restore_states
+from megaresume.hosts.loader_states import NO_LOADER, LoaderRecord, LoaderStates
 from megaresume.hosts.loaders import LoaderReader, adapter_of
 from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.hosts.megatron.host import MegatronHost
@@ -66,7 +66,7 @@ class LoaderOrder(LoaderStates):
 
     def __init__(self, host: MegatronHost, loader: Any) -> None:
         self._args = host.args
-        self.dp_rank, self.dp = data_parallel(host.project)
+        self.dp_rank, self.dp_size = data_parallel(host.project)
         self._base = host.samples()
         self._begin(NO_LOADER.to_state(0) if host.loaded is None else host.loaded.state)
         self.record = NO_LOADER if host.loaded is None else LoaderRecord.from_state(host.loaded.state)
@@ -80,31 +80,23 @@ class LoaderOrder(LoaderStates):
     def trained(self) -> int:
         """Batches of each data-parallel rank that ``consumed_train_samples`` stands for."""
         samples = int(self._args.consumed_train_samples) - self._base
-        return self.record.batches + samples // (self.dp * int(self._args.micro_batch_size))
+        return self.record.batches + samples // (self.dp_size * int(self._args.micro_batch_size))
 
     def prepare(self) -> None:
         """See `Data`: the states of all ranks' loaders for exactly the consumed samples."""
         sizes = ((0, int(self._args.global_batch_size)),)
         samples = int(self._args.consumed_train_samples)
-        self._take(samples, dp_rank=self.dp_rank, dp_size=self.dp, trained=self.trained(), sizes=sizes)
+        self._take(samples, trained=self.trained(), sizes=sizes)
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`."""
-        restore_states(
-            self.reader,
-            LoaderRecord.from_state(state),
-            root=choice.load_dir,
-            iteration=choice.iteration or 0,
-            tag=choice.tag,
-            dp_rank=self.dp_rank,
-            dp=self.dp,
-        )
+        self._put_back(LoaderRecord.from_state(state), choice, choice.iteration or 0)
 
     def next_sample(self) -> int | None:
         """See `Data`."""
         if self.reader is None:
             return None
-        share = self.dp * int(self._args.micro_batch_size)
+        share = self.dp_size * int(self._args.micro_batch_size)
         return self._base + (self.reader.handed - self.record.batches) * share
 
 

@@ -14,7 +14,6 @@ from tests.release import release
 
 SIZES = "--train-iters 8 --global-batch-size 4 --micro-batch-size 2"
 BEGIN = "seed: 1234\nseq_length: 64\npacking: {mode: best_fit, open_bins: 8}\n"
-CHANGED = "packing: split\n"
 
 
 @pytest.fixture(scope="module")
