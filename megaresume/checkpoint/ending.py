@@ -170,7 +170,7 @@ def _user_traceback(error: MegaresumeError) -> str:
     frames = traceback.extract_tb(cause.__traceback__)
     own = [number for number, frame in enumerate(frames, 1) if frame.filename.startswith(_OURS)]
     below = frames[max(own, default=0) :]
-    if not any(_is_user_code(frame.filename) for frame in below):
+    if all(frame.filename.startswith(("<", _OURS, *_INSTALLED)) for frame in below):  # none of it is the user's
         return ""
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(below)]
     return "".join([*lines, *traceback.format_exception_only(cause)])
@@ -179,10 +179,6 @@ def _user_traceback(error: MegaresumeError) -> str:
 _OURS = str(Path(__file__).parents[2]) + os.sep
 #: of Python itself, and of what is installed.
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def _is_user_code(file: str) -> bool:
-    return not file.startswith(("<", _OURS, *_INSTALLED))
 
 
 def run_program(main: Callable[[], int]) -> None:

@@ -218,7 +218,7 @@ def lines_of(
             problems.append((not error.cut, f"{path.name} line {number} {error}"))
             continue
         if fields["event"] == "start":
-            _check_version(path, fields)
+            is_version(fields.get("version"), VERSION, "the log of samples", path)  # or it raises
             # A process that loads another checkpoint, without being started again, begins once more.
             again = again + 1 if start is not None and start["launch"] == fields["launch"] else 0
             start = fields
@@ -260,10 +260,6 @@ def _read_file(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bo
                     seen=bool(fields["seen"]),
                 )
             )
-
-
-def _check_version(path: Path, fields: Mapping[str, Any]) -> None:
-    is_version(fields.get("version"), VERSION, "the log of samples", path)
 
 
 def _read_gathered(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bool, str]]) -> None:

@@ -99,7 +99,9 @@ def choose_of_two(
             different runs.
     """
     roots = [Path(os.path.abspath(root)) for root in (local, shared)]
-    _check_same_run(*roots)
+    runs = [run_of(root) for root in roots]
+    if None not in runs and runs[0] != runs[1]:
+        raise different_runs_error(roots[0], runs[0], roots[1], runs[1])
     found: list[Choice] = []
     failed: list[tuple[Path, CheckpointError]] = []
     for root in roots:
@@ -147,12 +149,6 @@ def _why(other: Choice, best: Choice, given_up: frozenset[str]) -> str:
     if other.iteration == best.iteration:
         return "the same step is taken from the local storage"
     return f"{best.tag} in {best.load_dir} is newer"
-
-
-def _check_same_run(local: Path, shared: Path) -> None:
-    runs = run_of(local), run_of(shared)
-    if None not in runs and runs[0] != runs[1]:
-        raise different_runs_error(local, runs[0], shared, runs[1])
 
 
 def different_runs_error(local: Path, run: str | None, shared: Path | str, other: str | None) -> CheckpointError:

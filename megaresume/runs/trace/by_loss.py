@@ -79,7 +79,8 @@ def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Ca
             table = np.zeros((end - begin, SEGMENT_WIDTH), np.int64)
             table[:, SOURCE] = piece.column("source")[begin:end]
             table[:, DOCUMENT] = piece.column("document")[begin:end]
-            documents.add(table, _as_losses(sample, sums))
+            numbers, counts = np.array([sample]), np.array([len(sums)])
+            documents.add(table, SegmentLosses(numbers, counts, sums[:, 0], sums[:, 1].astype(np.int64)))
             for source, document in table[:, [SOURCE, DOCUMENT]].tolist():
                 places.setdefault((source, document), {})[sample] = step
     if not found:
@@ -109,10 +110,6 @@ def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Ca
         if tokens
     }
     return ByLoss(first=first, stop=stop, found=found, sources=sources, documents=ranked)
-
-
-def _as_losses(sample: int, sums: np.ndarray[Any, Any]) -> SegmentLosses:
-    return SegmentLosses(np.array([sample]), np.array([len(sums)]), sums[:, 0], sums[:, 1].astype(np.int64))
 
 
 def with_texts(found: ByLoss, trace: Trace, decoder: Decoder) -> ByLoss:
