@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_rank_0, pauses, world_size
@@ -56,7 +57,7 @@ def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> No
 
     name = on_rank_0(make)
     try:
-        sees = _look(records_dir(root), name)
+        sees = _seen(records_dir(root), [name], SEEN_WITHIN_SECONDS)
         seen: list[_Seen] = gather((os.uname().nodename, str(root), None if sees else _mount(root)))
     finally:
         if is_rank_0():
@@ -65,15 +66,16 @@ def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> No
         raise known_to_all(_refusal(seen, action))
 
 
-def _look(directory: Path, name: str) -> bool:
-    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+def _seen(directory: Path, wanted: Collection[str], seconds: float) -> set[str]:
+    """Those of the wanted names that are seen in a directory: as soon as all are, or after so many seconds."""
+    deadline = time.monotonic() + seconds
     for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
         # Listing a directory makes an NFS client ask its server again; asking for a name may be answered from memory.
-        if (directory / name).exists() or name in _names(directory):
-            return True
-        if time.monotonic() >= deadline:
+        there = set(_names(directory))
+        seen = {name for name in wanted if name in there or (directory / name).exists()}
+        if len(seen) == len(wanted) or time.monotonic() >= deadline:
             break
-    return False
+    return seen
 
 
 def seen_within(directory: Path, names: list[str | None]) -> set[int]:
@@ -84,15 +86,10 @@ def seen_within(directory: Path, names: list[str | None]) -> set[int]:
         directory: on this machine.
         names: of a file that each rank has made in the directory of this name that it sees; None: it has made none.
     """
-    wanted = {number: name for number, name in enumerate(names) if name is not None}
     kind = _kind(directory)
-    deadline = time.monotonic() + (SEEN_WITHIN_SECONDS if kind == "unknown" or is_shared(kind) else 0.0)
-    for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
-        there = set(_names(directory))
-        seen = {number for number, name in wanted.items() if name in there}
-        if len(seen) == len(wanted) or time.monotonic() >= deadline:
-            break
-    return seen
+    seconds = SEEN_WITHIN_SECONDS if kind == "unknown" or is_shared(kind) else 0.0
+    seen = _seen(directory, [name for name in names if name is not None], seconds)
+    return {number for number, name in enumerate(names) if name in seen}
 
 
 def _kind(directory: Path) -> str:
