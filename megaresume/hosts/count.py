@@ -212,11 +212,11 @@ class Count(Generic[T]):
         if self.is_whole:
             raise self._refuse(self.untrained(self.words.next, unseen))
 
-    def check_idle(self, when: str) -> None:
-        """Raise a StateError if a micro-batch is out at an event after which it would not be trained (``when``)."""
+    def check_idle(self) -> None:
+        """Raise a StateError if a micro-batch is out as a new ``for`` begins: it would not be trained."""
         self.check()
         if self.out:
-            raise self._refuse(self.untrained(when))
+            raise self._refuse(self.untrained("a new `for` begins"))
 
     def check_step(self, unseen: Iterable[T] = ()) -> None:
         """Before the weights change, if the trainer can be asked then: raise a StateError unless the whole step is out.

@@ -153,7 +153,7 @@ class Steps(Count[str]):
             StateError: one was taken and not trained, or two ``for`` run at a time. From then on always the same.
             Stopped: the run was asked to stop, and has saved.
         """
-        self.check_idle("a new `for` begins")
+        self.check_idle()
         turn = self._turn = object()
         batches: Any = None
         # Not by their names below: a program may end within the ``for``, and they are gone by then.

@@ -140,7 +140,7 @@ class LaneSteps(DealtSteps):
     def batches(self) -> Iterator[Any]:
         """The micro-batches of this replica in the next outer step, of all its inner steps. None if it has no lane: it
         then waits for the others, and for the step that they commit."""
-        self.steps.check_idle("a new `for` begins")
+        self.steps.check_idle()
         if not self._outer._hooks:
             name = type(self._outer).__name__
             raise UsageError(

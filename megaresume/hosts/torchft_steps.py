@@ -134,7 +134,7 @@ class ReplicaSteps(DealtSteps):
                 action="while loop.step < STEPS: optimizer.zero_grad(); for batch in loop: ...; optimizer.step()",
             )
         self.settle_early()
-        self.steps.check_idle("a new `for` begins")
+        self.steps.check_idle()
         is_early = self._can_guess
         if is_early:
             assert self._last_share is not None

@@ -48,7 +48,7 @@ EVENTS: dict[str, Event] = {
     "check_step": lambda count: count.check_step(),
     "stepped": lambda count: count.stepped(),
     "unseen": lambda count: count.check_step(["batch 3"]),
-    "check_idle": lambda count: count.check_idle("a new `for` begins"),
+    "check_idle": lambda count: count.check_idle(),
     "save": lambda count: count.check_save(),
     "save_when_used": lambda count: (count.use(), count.check_save()),
     "same": lambda count: count.compare(1, 8),
