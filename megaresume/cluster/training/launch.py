@@ -20,7 +20,7 @@ from megaresume.checkpoint.flags import flag, group, parse_flags
 from megaresume.checkpoint.settings import Checkpoints, DataOptions, LaunchOptions, LoaderOptions
 from megaresume.checkpoint.stopping import SIGNALS, StopConditions
 from megaresume.cluster.processes import free_port
-from megaresume.stream.batches import BatchSchedule, check_divides
+from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -247,8 +247,7 @@ def check_layout(args: Arguments, world_size: int) -> tuple[int, BatchSchedule]:
     else:
         start, increment, samples = args.rampup_batch_size
         schedule = BatchSchedule.ramp_up(start, increment, samples, final)
-    for _, size in schedule.segments:
-        check_divides(size, micro_batch_size=args.micro_batch_size, dp_size=dp)
+    check_sizes(schedule, 0, micro_batch_size=args.micro_batch_size, dp_size=dp)
     return dp, schedule
 
 
