@@ -31,9 +31,14 @@ class Answer:
     __slots__ = ()
 
     @property
+    def holds(self) -> bool:
+        """Whether the answer is good."""
+        return True
+
+    @property
     def status(self) -> int:
         """The exit status of the command: 0 if the answer is good, else 1."""
-        return 0
+        return 0 if self.holds else 1
 
     def give(self, text: Callable[[Self], str], *, as_json: bool) -> int:
         """Print the answer, as JSON or as text. Returns the exit status."""

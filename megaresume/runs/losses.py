@@ -97,11 +97,6 @@ class LossComparison(Answer):
     #: the largest difference that is allowed.
     tolerance: float
 
-    @property
-    def status(self) -> int:
-        """The exit status: 1 if the runs differ, or there is nothing to compare."""
-        return 0 if self.holds else 1
-
     @told
     def holds(self) -> bool:
         """Whether there are steps to compare, and none differs by more than ``tolerance``."""

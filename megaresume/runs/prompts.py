@@ -49,11 +49,6 @@ class PromptProof(Answer):
     #: the end of each prompt that was asked for, by ordinal.
     found: dict[int, str] | None = optional()
 
-    @property
-    def status(self) -> int:
-        """The exit status: 1 if something is not accounted for."""
-        return 0 if self.holds else 1
-
     @told
     def holds(self) -> bool:
         """Whether every prompt is accounted for once."""

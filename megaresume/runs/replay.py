@@ -393,11 +393,6 @@ class Comparison(Answer):
     skipped: Sequence[str]
     steps: Sequence[StepAgain]
 
-    @property
-    def status(self) -> int:
-        """The exit status: 1 if a step is missing or different."""
-        return 0 if self.holds else 1
-
     @told
     def holds(self) -> bool:
         """Whether every step was made again, and is what the run recorded, as far as it did."""

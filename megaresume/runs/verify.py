@@ -94,11 +94,6 @@ class Proof(Answer):
     #: the digests of what the documents hold, by source.
     content: dict[str, Any] | None = optional()
 
-    @property
-    def status(self) -> int:
-        """The exit status: 1 if it proves nothing or finds a difference."""
-        return 0 if self.holds else 1
-
     @told
     def holds(self) -> bool:
         """Whether everything recorded agrees with one stream."""
