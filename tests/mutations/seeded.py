@@ -445,7 +445,7 @@ THE_COUNT = (
     ),
     Mutation(
         "begin again with some out",
-        "        if self.out:\n            raise self._refuse(self.untrained(when))\n",
+        '        if self.out:\n            raise self._refuse(self.untrained("a new `for` begins"))\n',
         "",
         COUNT,
     ),
