@@ -10,8 +10,8 @@
         skips.py            what is not to be trained: documents, ranges of samples
         left_out.py         since when; and the documents that failed
         arguments.py        what settings in Python are made with
-        batches.py          which samples belong to which step, rank and micro-step
-        dealing.py          the same, so that all ranks have as much to do
+        batches.py          which samples belong to which step
+        dealing.py          which of them to which rank and micro-step, also so that all ranks have as much to do
         source.py           what is asked of a source; its pieces; is it one of a state, and has it grown since?
     the pieces of one source, in their order
         permutation.py      position <-> item of an epoch, in one level or two; similar lengths together
