@@ -1,5 +1,5 @@
-"""The arguments that a dataclass of settings is made with: each by its name and of its type. Where Python would raise a
-TypeError, any other is refused in our words, which name the nearest one.
+"""Checks the arguments of a settings dataclass: names and types. Where Python would raise a TypeError, our error names
+the closest valid argument.
 
     @checked()
     @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +31,10 @@ T = TypeVar("T")
 def checked(
     otherwise: str = "docs/settings.md says what each setting does", *, types_too: bool = True
 ) -> Callable[[type[T]], type[T]]:
-    """A decorator that gives a dataclass the check of what it is made with.
+    """A decorator that makes a dataclass check its arguments.
 
     Args:
-        otherwise: what to do about a name that it does not have, or that is missing, if none is similar.
+        otherwise: what to do about an unknown or missing name if none is similar.
         types_too: compare types as well as names.
     """
 
@@ -55,8 +55,7 @@ def checked(
 
 
 def _check_names(cls: type[Any], unnamed: Sequence[Any], given: Mapping[str, Any], otherwise: str) -> None:
-    """Raise a UsageError for an argument that the class does not have, for one without its name, and for none where
-    there must be one."""
+    """Raise a UsageError for an unknown, a positional or a missing argument."""
     call, fields = cls.__name__, dataclasses.fields(cls)
     known, by_place = [field.name for field in fields], [field.name for field in fields if not field.kw_only]
     for name, value in given.items():
@@ -87,12 +86,12 @@ def _is_needed(field: dataclasses.Field[Any]) -> bool:
 
 
 def unknown_name(call: str, name: str, value: Any, known: Sequence[str], otherwise: str) -> UsageError:
-    """The refusal of an argument that a call does not have.
+    """The error for an argument that a call does not take.
 
     Args:
-        call: its beginning: "Checkpoints(".
+        call: how it begins: "Checkpoints(".
         name, value: of the argument.
-        known: the arguments that it has.
+        known: the arguments that it takes.
         otherwise: what to do if no name is similar.
     """
     close = nearest(name, known)
@@ -108,12 +107,12 @@ def unknown_name(call: str, name: str, value: Any, known: Sequence[str], otherwi
 def check_types(
     cls: type[Any], given: Mapping[str, Any], *, flag_of: Callable[[dataclasses.Field[Any]], str] | None = None
 ) -> None:
-    """Raise a UsageError for a value that is not of the type of its field. Nothing is converted.
+    """Raise a UsageError for a value of the wrong type. Nothing is converted.
 
     Args:
         cls: a dataclass of settings.
         given: values by field.
-        flag_of: the name of a field's flag, if they were given as flags, or by the names of flags in a file.
+        flag_of: maps a field to its flag, or to its name in a file, if that is how it was given.
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -132,7 +131,7 @@ def check_types(
         )
 
 
-#: kind of a field -> what a value of it is an instance of, numpy's numbers included, and its name for people.
+#: kind of a field -> the types of its values, numpy's numbers included, and its name in errors.
 _KINDS: dict[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"),
     int: (numbers.Integral, "a whole number"),
@@ -171,7 +170,7 @@ def _expected(hint: Any) -> str:
 
 
 def _meant(value: Any, hint: Any) -> Any:
-    """What was meant: the number that a text spells, a list of one; None if neither is of the type."""
+    """What was probably meant: the number that a text spells, or a list of one; None if neither has the right type."""
     read: Any = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(value, str):
         with contextlib.suppress(ValueError, SyntaxError):

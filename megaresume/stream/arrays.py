@@ -1,4 +1,4 @@
-"""The types of arrays that most of the package hands around."""
+"""The array types used throughout the package."""
 
 from __future__ import annotations
 

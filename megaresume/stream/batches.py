@@ -1,4 +1,4 @@
-"""`BatchSchedule`: which samples belong to which step; `Balance`: how they are dealt out so that nobody waits.
+"""`BatchSchedule`: which samples belong to which step; `Balance`: how they are dealt so that no rank waits for another.
 
 A run is a list of segments (first sample, global batch size). A step at sample c trains samples ``c .. c + size``;
 rank r of D, micro-step k of size m takes ``c + k*(D*m) + r*m .. + m`` of them, as Megatron's sampler does.
@@ -15,21 +15,21 @@ from typing import Any, Literal
 from megaresume.stream.arguments import checked
 from megaresume.stream.errors import StateError, UsageError
 
-#: step: a rank's samples of a step together, if ranks wait for each other once a step. micro-step: each micro-batch, if
-#: they wait for each other in every one: ZeRO 3, FSDP, pipelines.
+#: step: balance each rank's samples of a step as a whole, for ranks that synchronize once a step. micro-step: balance
+#: every micro-batch, for ranks that synchronize in each: ZeRO 3, FSDP, pipelines.
 Objective = Literal["step", "micro-step"]
-#: The cost of a token in its weights, in units of one attended pair, for hidden states of 4096 numbers.
+#: The cost of a token apart from attention, in units of one attended pair, for hidden states of 4096 numbers.
 TOKEN_COST = 6 * 4096
-#: The largest cost of a token: with the longest samples, more would not fit into 64 bits.
+#: The largest token cost: with the longest samples, a larger one would overflow 64 bits.
 MOST_COST = 1 << 30
-#: The version of the dealing; it changes if the same samples would come to other ranks than before.
+#: The version of the algorithm; raise it if the same samples would go to other ranks than before.
 ALGORITHM = 1
 
 
 def ramp_sizes(start: int, increment: int, ramp_samples: int, final: int) -> tuple[Callable[[int], int], list[float]]:
-    """Megatron's ``--rampup-batch-size``, for `BatchSchedule.stepwise`: the size at a sample, and where it changes."""
+    """Megatron's ``--rampup-batch-size`` for `BatchSchedule.stepwise`: the size at a sample, and where it changes."""
     num_increments = (final - start) // increment
-    # Megatron's division, in floating point, so that the steps are Megatron's.
+    # Megatron's floating-point division, to get the same steps.
     per_increment = ramp_samples / num_increments
 
     def planned(sample: int) -> int:
@@ -59,7 +59,7 @@ class BatchSchedule:
                 action="BatchSchedule.constant(SIZE) for one size (Megatron: check --global-batch-size and "
                 "--rampup-batch-size)",
             )
-        # Of JSON, pairs are lists: no tuple compares with them.
+        # JSON turns pairs into lists, which do not compare equal to tuples.
         object.__setattr__(self, "segments", tuple(zip(firsts, sizes, strict=True)))
 
     @classmethod
@@ -90,12 +90,12 @@ class BatchSchedule:
 
     @classmethod
     def stepwise(cls, planned: Callable[[int], int], bounds: Sequence[float], *, first: int = 0) -> BatchSchedule:
-        """The sizes of steps that each look up their size as they begin: any shape of ramp.
+        """A schedule whose steps each look up their size as they begin, so the ramp can have any shape.
 
         Args:
             planned: the size of a step that begins at this sample.
-            bounds: ascending, the samples around which that changes; whole ones, or what floating point makes of them.
-            first: where the first step begins. Where a size changes depends on it. Before it, the size of that step.
+            bounds: the samples near which that changes, ascending; they may be off by floating-point error.
+            first: where the first step begins, which later steps depend on. Samples before it get this step's size.
         """
         segments: list[tuple[int, int]] = []
         sample = first
@@ -103,7 +103,7 @@ class BatchSchedule:
             size = planned(sample)
             if not segments or segments[-1][1] != size:
                 segments.append((sample if segments else 0, size))
-            # Within one sample of a bound, what floating point says is taken step by step.
+            # Within one sample of a bound, go step by step, as floating point decides.
             ahead = bisect_left(bounds, sample - 1)
             if ahead == len(bounds):
                 return cls(tuple(segments))
@@ -114,7 +114,7 @@ class BatchSchedule:
         return self.segments[self._index(sample)][1]
 
     def steps_at(self, sample: int) -> tuple[int, int | None]:
-        """Global batch size of the step that begins at ``sample``, and how many steps from it on have it; None: all."""
+        """Global batch size of the step that begins at ``sample``, and how many steps have it; None: all."""
         index = self._index(sample)
         size = self.segments[index][1]
         if index + 1 == len(self.segments):
@@ -125,7 +125,7 @@ class BatchSchedule:
         return bisect_left(self.segments, (sample + 1,)) - 1
 
     def after(self, sample: int, num_steps: int) -> int:
-        """The sample at which the step begins that comes ``num_steps`` after the one at ``sample``."""
+        """The sample at which the step begins that is ``num_steps`` after the one at ``sample``."""
         index = self._index(sample)
         while num_steps:
             size = self.segments[index][1]
@@ -145,7 +145,7 @@ class BatchSchedule:
         return first, first + size
 
     def _runs(self, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first sample, size, how many) of the steps of each segment, those that begin before ``stop``."""
+        """(first sample, size, number) of the steps that begin before ``stop``, by segment."""
         begin = 0
         for (_, size), end in zip(self.segments, [*(f for f, _ in self.segments[1:]), stop], strict=True):
             num = max(-(-(min(end, stop) - begin) // size), 0)
@@ -229,7 +229,7 @@ def check_divides(global_batch_size: int, *, micro_batch_size: int, dp_size: int
 
 
 def check_sizes(schedule: BatchSchedule, sample: int, *, micro_batch_size: int, dp_size: int) -> None:
-    """Check every global batch size from ``sample`` on: one that does not divide must fail before the ramp-up is there.
+    """Check every global batch size from ``sample`` on, so that a ramp-up fails now and not when it gets there.
 
     Raises:
         UsageError: as `check_divides`.
@@ -242,17 +242,17 @@ def check_sizes(schedule: BatchSchedule, sample: int, *, micro_batch_size: int, 
 @checked("docs/batches.md says what each setting of it does")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """The way in which the samples of a global batch are dealt out so that all ranks have as much to do.
+    """How the samples of a global batch are dealt so that all ranks have equal work.
 
     Args:
-        objective: what is to cost the same. ``step``: what a rank does in a step; ``micro-step``: every micro-batch.
-        token_cost: of a token apart from attention, in units of one token's attention to another one. 6 times the
-            hidden size of a dense model; or as measured (docs/batches.md). A sample costs the sum of
+        objective: what to make equal. ``step``: a rank's work in a step; ``micro-step``: that of every micro-batch.
+        token_cost: the cost of a token apart from attention, in units of one token's attention to another. 6 times the
+            hidden size of a dense model, or measured (docs/batches.md). A sample costs the sum of
             length * (length + token_cost) over its documents.
-        algorithm: the version of megaresume's.
+        algorithm: version of the algorithm.
 
     Raises:
-        UsageError: another objective, another argument, or a cost that is not a whole number from 0 to `MOST_COST`.
+        UsageError: unknown objective or argument, or a cost that is not an integer from 0 to `MOST_COST`.
     """
 
     objective: Objective = "step"
@@ -277,7 +277,7 @@ class Balance:
         """Read what `to_dict` wrote.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is malformed.
         """
         try:
             return cls(**{name: data[name] for name in ("objective", "token_cost", "algorithm")})

@@ -1,9 +1,9 @@
-"""Changes between a state and the data config of today, and what follows from each.
+"""Differences between a state and the current data config, and what follows from each.
 
-The past is immutable, the future is free: stages that are declared to come may be edited at will. Whatever would change
-the current stage is refused by name, or begins a new stage at the resume point, as the user decides (`OnChange`).
+The past is immutable, the future is free: declared stages that have not begun may be edited at will. A change to the
+current stage is either refused, naming the field, or begins a new stage at the resume point; `OnChange` decides.
 
-`outlook`: per source what was seen, what is left of its epoch, and how long that lasts.
+`outlook`: per source, what was drawn, what is left of its epoch, and how many samples that will last.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megaresume.stream.state import Fingerprint, StreamState
 
 
 def check_recorded(state: StreamState) -> None:
-    """Read the data configs that a state holds, as a resume does.
+    """Check that a resume can read the data configs in a state.
 
     Raises:
-        StateError: one cannot be read: no run can resume from the state.
+        StateError: one cannot be read, so no run can resume from the state.
     """
     try:
         for config in (state.config, *(record.config for record in state.stages)):
@@ -54,8 +54,8 @@ class SourceOutlook:
     tokens: int
     #: the epoch under way, counted from 0.
     epoch: int
-    #: pieces of that epoch that are not drawn yet (documents, while nothing was; none after the last epoch), and all of
-    #: them.
+    #: pieces of that epoch that are not drawn yet (documents, before the first draw; 0 after the last epoch), and all
+    #: its pieces.
     remaining: int
     size: int
     #: about how many samples remain until the epoch is over; None if the source is not drawn.
@@ -65,8 +65,8 @@ class SourceOutlook:
 def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
     """Every source of a state under a config.
 
-    The samples that an epoch still lasts are an estimate: from the average length of the source's documents, and from
-    how full the samples of the run were so far.
+    The number of samples left in an epoch is estimated from the average length of the source's documents and from how
+    full the run's samples were so far.
     """
     total = sum(source.weight for source in config.sources)
     length = float(config.seq_length)
@@ -80,7 +80,7 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
         documents_per_piece = 1.0
         if cursor is not None and cursor.eras:
             remaining, size = cursor.left, cursor.size
-            # Of a whole epoch: the rest of one into which documents came has fewer pieces.
+            # Of a whole epoch: an epoch that documents joined midway has fewer pieces left.
             era = next(e for e in reversed(cursor.eras) if e.first <= cursor.position and not e.rest)
             documents_per_piece = era.documents / max(era.pieces, 1)
         share = source.weight / total
@@ -89,9 +89,9 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
         if is_over := cursor is not None and epochs is not None and cursor.epoch >= epochs:
             remaining = 0
         if fingerprint is not None and documents and share and not is_over:
-            # Not of the epoch's size: it may have begun with fewer documents than the corpus has now.
+            # Not the size of this epoch: it may have begun with fewer documents than the corpus has now.
             tokens = fingerprint.tokens / documents * remaining * documents_per_piece
-            # Of all tokens, or of all documents, the source has its share.
+            # The source's share is of all tokens, or of all documents.
             per_sample = share * length
             if config.blend.unit == "documents":
                 average = sum(
@@ -122,19 +122,19 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
 class Reconciled:
     """The result: how a stream resumes from a state."""
 
-    #: the config of today over all sources that the run ever had.
+    #: the current config, over all sources that the run ever had.
     config: StreamConfig
     course: Course
-    #: the differences that were accepted, in words, to be written into the state.
+    #: the accepted differences in words, to be recorded in the state.
     accepted: tuple[str, ...]
-    #: corpora that have grown since.
+    #: corpora that have grown.
     grown: tuple[Growth, ...] = ()
 
 
 def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | None = None) -> StreamConfig:
-    """The config over these sources first, in this order; those that it does not know have weight 0.
+    """The config with these sources first, in this order; those missing from it get weight 0.
 
-    What ``last`` says of the order of a source that is gone stays, for the day on which it comes back.
+    ``last`` supplies the order of sources that were removed, in case they come back.
     """
     known = {source.name: source for source in config.sources}
     before = {source.name: source for source in last.sources} if last is not None else {}
@@ -153,7 +153,7 @@ def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | No
 
 
 def _over(stage: StageConfig, names: Sequence[str]) -> StageConfig:
-    """A declared change over these sources: those that it does not name have weight 0, also in it."""
+    """A declared change over these sources: those that it does not name get weight 0."""
     if stage.weights is None:
         return stage
     weights = dict(stage.weights)
@@ -177,13 +177,13 @@ def reconcile(
         config: the current one.
         fingerprints: of its sources, by their names in it.
         state: the state.
-        on_change: what to do where the current stage would not continue as it was.
-        skip, steps_to_samples, end: what is skipped by other ways than the config; see `left_out.decide`.
-        sources: by their names in ``config``, for corpora that have grown; None if no corpus is available.
+        on_change: what to do if the current stage would not continue unchanged.
+        skip, steps_to_samples, end: skips given outside the config; see `left_out.decide`.
+        sources: by their names in ``config``, to check corpora that have grown; None if no corpus is available.
 
     Raises:
-        StateError: a change that is refused, with every field that differs.
-        ConfigError: a skip that cannot be.
+        StateError: a refused change, with every field that differs.
+        ConfigError: an impossible skip.
     """
     today, then = resolved(config, state.config["sources"]), StreamConfig.recorded(state.config)
     names = {given.name: source.name for given, source in zip(config.sources, today.sources, strict=True)}
@@ -208,7 +208,7 @@ def reconcile(
 def _reconcile(
     config: StreamConfig, grown: Sequence[Growth], state: StreamState, on_change: OnChange
 ) -> tuple[StreamConfig, Course, list[str]]:
-    """Decide how to resume from a state, once it is known which corpora have grown."""
+    """Decide how to resume from a state, once the corpora that have grown are known."""
     now, then = _over_all(config, state)
     order = [source.name for source in now.sources]
     history = [replace(r, config=extended(StreamConfig.recorded(r.config), order).to_dict()) for r in state.stages]
@@ -221,7 +221,7 @@ def _reconcile(
         if written != today:
             accepted.append("the stages to come were changed")
     else:
-        # Another seed or shuffle is not a stage: every epoch that is begun would be ordered again.
+        # A stage cannot change seed or shuffle: every epoch under way would be reordered.
         refuses = on_change == "refuse" and not _only_length(now, then)
         if refuses or now.seed != then.seed or _reshuffled(now, then):
             raise _refusal(now, then, state)
@@ -242,7 +242,7 @@ def _reconcile(
 
 
 def _only_length(now: StreamConfig, then: StreamConfig) -> bool:
-    """Whether no more was changed than how many epochs the only source has: the order of the run stays what it is."""
+    """Whether only the number of epochs of the only source changed, which leaves the run's order as it is."""
     if len(now.sources) != 1:
         return False
     source, before = now.sources[0], then.sources[0]
@@ -251,7 +251,7 @@ def _only_length(now: StreamConfig, then: StreamConfig) -> bool:
 
 
 def _over_all(config: StreamConfig, state: StreamState) -> tuple[StreamConfig, StreamConfig]:
-    """The config of today, and that of a state, over all sources that the run ever had."""
+    """The current config and that of a state, over all sources that the run ever had."""
     recorded = StreamConfig.recorded(state.config)
     now = extended(config, list(state.sources), recorded)
     then = extended(recorded, [source.name for source in now.sources], now)
@@ -259,7 +259,7 @@ def _over_all(config: StreamConfig, state: StreamState) -> tuple[StreamConfig, S
 
 
 def _grouped_as(then: StreamConfig, now: StreamConfig) -> StreamConfig:
-    """The config of today, which groups by length as the run does from its beginning, whatever its batches are now."""
+    """The current config, grouping by length as the run has from its beginning, whatever the batch size is now."""
     sources = [
         replace(a, group_by_length=b.group_by_length) if a.group_by_length and b.group_by_length else a
         for a, b in zip(now.sources, then.sources, strict=True)
@@ -268,7 +268,7 @@ def _grouped_as(then: StreamConfig, now: StreamConfig) -> StreamConfig:
 
 
 def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
-    """(field, then, now) wherever the data config of today differs from the one that a state was made with."""
+    """(field, then, now) for every difference between the current data config and the one in a state."""
     return _changed(*_over_all(resolved(config, state.config["sources"]), state))
 
 
@@ -284,7 +284,7 @@ def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
         elif stage.unit == "samples":
             begun = stage.at <= state.samples
         else:
-            # Without batches no step is known: the run has made none, or its data was not attached to an optimizer.
+            # Without batches the step is unknown: no step was made, or the data was not attached to an optimizer.
             begun = bool(state.batches) and BatchSchedule(state.batches).after(0, stage.at) <= state.samples
         if not begun:
             return k
@@ -323,7 +323,7 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
 
 
 def _reshuffled(now: StreamConfig, then: StreamConfig) -> list[str]:
-    """Sources whose documents would come in another order. Both configs are over the same sources."""
+    """Sources whose documents would come in another order. Both configs have the same sources."""
     return [
         a.name
         for a, b in zip(now.sources, then.sources, strict=True)
@@ -332,7 +332,7 @@ def _reshuffled(now: StreamConfig, then: StreamConfig) -> list[str]:
 
 
 def _plain(config: StreamConfig) -> dict[str, Any]:
-    """`to_dict` with the declared stages by number, to be compared field by field."""
+    """`to_dict` with the declared stages keyed by number, for comparison field by field."""
     data = config.to_dict()
     stages = {str(k): stage for k, stage in enumerate(data.pop("stages", []))}
     data.pop("skip", None)  # which never stands in the way of a resume
@@ -342,7 +342,7 @@ def _plain(config: StreamConfig) -> dict[str, Any]:
 
 
 def _check_removed(config: StreamConfig, state: StreamState) -> None:
-    """A source may go only when nothing of it waits to be trained."""
+    """Refuse to remove a source while segments of it wait to be trained."""
     here = {source.name for source in config.sources}
     names = list(state.sources)
     waiting = [names[s.source] for s in state.waiting]

@@ -1,11 +1,11 @@
-"""`compiled`: the one way in which this package has a function compiled by numba and kept for the next process.
+"""`compiled`: how functions of this package are compiled by numba and cached for the next process.
 
-numba's own cache ends a program where no directory can be written to, or where a file of it is cut; and it takes a
-function for the same one as long as its own file is, though what it calls in another file has changed. Here
+numba's own cache crashes the program if no directory is writable or a cache file is truncated; and it takes a cached
+function as current if its own file is unchanged, even if a function that it calls has changed. Here
 
-    no directory       the temporary directory of the user; else nothing is kept, and a line says what that costs
-    a damaged file     compiled again, and written again
-    another release    compiled again, whichever module of `megaresume.stream` with compiled functions has changed
+    no directory       use the user's temporary directory; failing that, do not cache, and log what that costs
+    a damaged file     compile and write again
+    another release    compile again if any module of `megaresume.stream` with compiled functions has changed
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from numba.core.runtime import nrtdynmod
 from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
-#: the key of numba's runtime in its cache, where a function would have its signature.
+#: the key of numba's runtime in its cache, in place of a function's signature.
 _RUNTIME = "runtime"
-#: the reason that was given: once is enough.
+#: the reason already logged, so that it is logged once.
 _said: list[str] = []
 
 
 def compiled(*signatures: Any, **options: Any) -> Any:
-    """A decorator as ``numba.njit(nogil=True, cache=True, ...)``; also without brackets.
+    """A decorator like ``numba.njit(nogil=True, cache=True, ...)``; the parentheses may be left out.
 
     Args:
-        signatures: compile for these types at once, and for no others.
+        signatures: compile for these types only, immediately.
         options: of ``numba.njit``.
     """
     if len(signatures) == 1 and callable(signatures[0]) and not options and hasattr(signatures[0], "__code__"):
@@ -53,7 +53,7 @@ def compiled(*signatures: Any, **options: Any) -> Any:
 def _decorate(function: Callable[..., Any], signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
     dispatcher = numba.njit(nogil=True, **options)(function)
     dispatcher._cache = _WhenUsed(function)
-    # It looks for extensions in the metadata of all packages that are installed: only who compiles needs them.
+    # Numba looks for extensions in the metadata of all installed packages, which only compiling needs.
     dispatcher._compilation_chain_init_hook = _nothing
     for signature in signatures:
         dispatcher.compile(signature)
@@ -63,7 +63,7 @@ def _decorate(function: Callable[..., Any], signatures: tuple[Any, ...], options
 
 
 def _nothing() -> None:
-    """Do nothing: a function for numba to call."""
+    """Do nothing, for numba to call."""
 
 
 def _say(why: str) -> None:
@@ -79,7 +79,7 @@ def _say(why: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _sources() -> str:
-    """A hash of all code that compiled functions may call: they are kept with what it was when they were compiled."""
+    """A hash of all source files with compiled functions; the cache is valid only for the same hash."""
     hasher = xxhash.xxh3_128()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         content = path.read_bytes()
@@ -89,7 +89,7 @@ def _sources() -> str:
 
 
 class _OfUser(caching.UserProvidedCacheLocator):
-    """A directory of this user alone below the temporary one: code is loaded from it."""
+    """A directory below the temporary one that only this user can write to, since code is loaded from it."""
 
     def __init__(self, function: Any, file: str) -> None:
         self._py_file, self._lineno = file, function.__code__.co_firstlineno
@@ -98,7 +98,7 @@ class _OfUser(caching.UserProvidedCacheLocator):
 
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
-        """The locator for a function's cache; None if no cache directory of this user can be used."""
+        """The locator for a function's cache; None if there is no usable cache directory of this user."""
         try:
             self = cls(function, file)
             self.ensure_cache_path()
@@ -110,7 +110,7 @@ class _OfUser(caching.UserProvidedCacheLocator):
         """Create the cache directory.
 
         Raises:
-            OSError: it cannot be written to, or is another user's.
+            OSError: it is not writable, or belongs to another user.
         """
         os.makedirs(self._own, mode=0o700, exist_ok=True)
         found = os.lstat(self._own)
@@ -120,13 +120,13 @@ class _OfUser(caching.UserProvidedCacheLocator):
 
 
 class _Library(JITCodeLibrary):
-    """Machine code that was kept. Its bitcode, of which other functions are compiled, is parsed if one is."""
+    """Cached machine code. Its bitcode, needed only to compile other functions, is parsed on demand."""
 
     _bitcode: bytes
 
     @classmethod
     def kept(cls, library: Any) -> Any:
-        """The parts of a compiled library that are written to the cache."""
+        """The parts of a compiled library that go into the cache."""
         name, _, code = library.serialize_using_object_code()
         module = library._get_module_for_linking()
         both = chain(module.functions, module.global_variables)
@@ -134,7 +134,7 @@ class _Library(JITCodeLibrary):
 
     @classmethod
     def loaded(cls, codegen: Any, kept: Any) -> _Library:
-        """The library again, as numba's ``_unserialize`` makes it."""
+        """Rebuild the library, as numba's ``_unserialize`` does."""
         name, (code, bitcode), defined = kept
         self = cls(codegen, name)
         self.enable_object_caching()
@@ -154,7 +154,7 @@ class _Implementation(caching.CompileResultCacheImpl):
     _locator_classes = [*caching.CompileResultCacheImpl._locator_classes, _OfUser]  # noqa: RUF012
 
     def reduce(self, compiled: Any) -> Any:
-        """The parts of a compiled function that are cached, its library as `_Library` keeps it."""
+        """The parts of a compiled function that are cached, with its library in the form of `_Library`."""
         _, *rest = super().reduce(compiled)
         return (_Library.kept(compiled.library), *rest)
 
@@ -182,7 +182,7 @@ class _RuntimeImplementation(caching.CodeLibraryCacheImpl):
 
 
 class _Files(caching.IndexDataCacheFile):
-    """An index that may be damaged, and data with a hash before it."""
+    """Cache files: an index that may be damaged, and data preceded by a hash."""
 
     def _load_index(self) -> Any:
         try:
@@ -204,8 +204,8 @@ class _Files(caching.IndexDataCacheFile):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of compiled code, without an import of the modules that its functions come from: of half of numba, and of scipy
-    where there is one."""
+    """Unpickles compiled code without importing the modules that its functions come from (half of numba, and scipy if
+    it is installed)."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numba.core.environment", "_rebuild_env"):
@@ -214,8 +214,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _environment(module: str, constants: list[Any], name: str) -> Environment:
-    """The environment of a compiled function: its constants. Only code that runs in the interpreter, of which we have
-    none, looks for the names of its module there."""
+    """The environment of a compiled function: its constants. Its module's names are needed only by code that runs in
+    the interpreter, which we do not have."""
     kept: Environment | None = lookup_environment(name)
     if kept is None:
         kept = Environment({"__name__": module})
@@ -239,8 +239,8 @@ class _Cache(caching.FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function from the cache; None if there is none that can be used.
 
-        Numba prepares its context for compiling first, which imports as much again. To load code, its memory manager is
-        enough; who compiles prepares the rest.
+        Numba would first prepare its context for compiling, which doubles the imports. Loading code needs only its
+        memory manager; compiling prepares the rest.
         """
         try:
             _initialize_runtime(target_context)
@@ -252,7 +252,7 @@ class _Cache(caching.FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Write a compiled function to the cache; where the disk is full, do not."""
+        """Write a compiled function to the cache, unless the disk is full."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
@@ -260,8 +260,8 @@ class _Cache(caching.FunctionCache):
 
 
 class _WhenUsed:
-    """The cache of a function, made when it is first called: numba tries whether files can be written there, in every
-    process and for every function."""
+    """A function's cache, made at the first call: numba tests whether files can be written, in every process and for
+    every function."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -291,7 +291,7 @@ class _RuntimeCache(_Cache):
 
 
 def _initialize_runtime(target_context: Any) -> None:
-    """Numba's memory manager: numba compiles it in every process; here it is kept as functions are."""
+    """Set up numba's memory manager from the cache; numba itself compiles it in every process."""
     if rtsys._init:
         return
     with global_compiler_lock:
@@ -304,7 +304,7 @@ def _initialize_runtime(target_context: Any) -> None:
 
 
 def _runtime(target_context: Any) -> Any:
-    """Numba's runtime from the cache, or else compiled: this stands in for its ``compile_nrt_functions``."""
+    """Numba's runtime from the cache, or else compiled: replaces its ``compile_nrt_functions``."""
     try:
         cache = _RuntimeCache(_runtime)
     except (RuntimeError, OSError):

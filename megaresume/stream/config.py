@@ -1,19 +1,19 @@
-"""The definition of the order of a stream: everything in data.yaml but paths.
+"""What defines the order of a stream: everything in data.yaml except paths.
 
-`StreamConfig.from_dict` reads the mapping that a data.yaml holds; `StreamConfig.to_dict` is the normalised form
+`StreamConfig.from_dict` reads the mapping in a data.yaml; `StreamConfig.to_dict` is the normalised form
 that goes into the state: weights as the smallest integers, defaults written out, no paths.
 
-``stages`` declare changes to come: from a number of samples, tokens or steps on, other weights, another sequence
-length or another packing. `StreamConfig.changed_by` applies one.
+``stages`` declare future changes: other weights, another sequence length or another packing from a number of samples,
+tokens or steps on. `StreamConfig.changed_by` applies one.
 
 A source may be renamed:
 
     sources: {web2: {was: web, path: ...}}
 
-It keeps its first name forever in what must not change: the keys of its permutation, the identity of its samples, its
-place in a state. `SourceConfig.name` is that name, `SourceConfig.names` are those that came after it, the last one is
-what people call it today. A state records them, so that a second rename needs to say no more than the first:
-``web3: {was: web2}``; and so that ``was`` can be left out once it was recorded.
+Its first name stays in everything that must not change: the keys of its permutation, the identity of its samples, its
+place in a state. `SourceConfig.name` is that first name; `SourceConfig.names` are the later ones, the last of which is
+the current one. A state records them, so a second rename only has to say ``web3: {was: web2}``, and ``was`` can be left
+out once it was recorded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.schema import check_keys, read
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 
-#: What to do if the config is not the one that a state was made with: refuse and name the fields, or begin a new stage.
+#: What to do if the config differs from the one in a state: refuse, naming the fields, or begin a new stage.
 OnChange = Literal["refuse", "stage"]
 
 
@@ -56,9 +56,9 @@ OnChange = Literal["refuse", "stage"]
 class SourceConfig:
     """One source of the blend, with what the order depends on."""
 
-    #: the source's first name: its order, its part in a sample's identity, and its place in a state go by it, forever.
+    #: the source's first name, which its order, its samples' identities and its place in a state use forever.
     name: str
-    #: parts of the blend; only the proportions matter. 0: present, never drawn.
+    #: weight in the blend; only the proportions matter. 0: present, never drawn.
     weight: int
     #: epochs after which ``on_exhausted`` applies; None: no end.
     max_epochs: int | None = None
@@ -66,37 +66,37 @@ class SourceConfig:
     on_exhausted: ExhaustedPolicy = "drop"
     #: a shuffle in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
-    #: how documents of similar lengths are brought together; None: they stay as they were shuffled.
+    #: groups documents of similar lengths; None: they stay as shuffled.
     group_by_length: GroupConfig | None = None
-    #: ``split``: its documents are cut, to fill the samples of whole ones; None: as all are.
+    #: ``split``: its documents are cut to fill gaps that whole documents leave; None: packed like all others.
     packing: SourcePacking | None = None
-    #: steps by which its images are changed, every default written out. No part of the order, but of what is trained.
+    #: processing steps of its images, every default written out. Does not affect the order, only what is trained.
     augment: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-    #: whether what its items draw at random follows from seed, epoch and item. No part of the order either.
+    #: whether the random draws of its items follow from seed, epoch and item. Does not affect the order.
     keyed: bool = False
-    #: what a resume does if the corpus has grown; None: it is refused. No part of the order: the state knows what came.
+    #: what a resume does if the corpus has grown; None: refuse. Does not affect the order: the state records growth.
     append: Append | None = field(default=None, compare=False)
-    #: names that it was given since, the last one is that of today. See `megaresume.stream.config`.
+    #: its later names, the last one current. See `megaresume.stream.config`.
     names: tuple[str, ...] = field(default=(), compare=False)
-    #: whether it says by ``was`` that it was renamed.
+    #: whether its entry has ``was``.
     renamed: bool = field(default=False, compare=False)
-    #: where and what the source is (path, kind, split, ...): not part of the order, never in a state.
+    #: where and what the source is (path, kind, split, ...): does not affect the order, never in a state.
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def label(self) -> str:
-        """The name of today."""
+        """The current name."""
         return self.names[-1] if self.names else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
-    """A declared change: what it leaves None stays as it was."""
+    """A declared change; None leaves a setting as it was."""
 
     name: str
     #: the unit of ``at``: samples, tokens of documents, or optimizer steps, since the start of the run.
     unit: StageUnit
-    #: the stage begins with the first sample before which the stream holds at least so many.
+    #: the stage begins with the first sample before which the stream has at least this many.
     at: int
     #: (source, parts of the blend), one for every source.
     weights: tuple[tuple[str, int], ...] | None = None
@@ -126,9 +126,9 @@ class StreamConfig:
     packing: PackingConfig
     blend: BlendConfig
     sources: tuple[SourceConfig, ...]
-    #: the declared changes to come, in the order in which they come.
+    #: the declared changes, in order.
     stages: tuple[StageConfig, ...] = ()
-    #: what is to be left out of the stream.
+    #: what to leave out of the stream.
     skip: SkipConfig = NO_SKIP
 
     @classmethod
@@ -136,15 +136,15 @@ class StreamConfig:
         """Read and check the mapping of a data.yaml.
 
         Args:
-            data: the mapping; unknown keys are errors, keys of a source that are not ours become its ``options``.
-            seq_length: from a flag (``--seq-length``); must agree with the mapping's where both are given.
+            data: the mapping; unknown keys are errors, except that those of a source become its ``options``.
+            seq_length: from a flag (``--seq-length``); must equal the mapping's if both are given.
 
         Raises:
             ConfigError: naming the key, what was found and what was expected.
         """
         document = read_config(data, seq_length)
         sources = _sources(document.sources or {})
-        # Everywhere else in the mapping a source goes by its name of today.
+        # Everywhere else in the mapping a source has its current name.
         names = {source.label: source.name for source in sources} | {source.name: source.name for source in sources}
         return cls(
             seed=document.seed,
@@ -158,11 +158,11 @@ class StreamConfig:
 
     @classmethod
     def recorded(cls, data: Mapping[str, Any]) -> StreamConfig:
-        """The config that a state holds. The last few are remembered: a resume asks for the same ones again."""
+        """The config in a state. The last few are cached, as a resume asks for the same ones again."""
         return _recorded(json.dumps(data))
 
     def without_stages(self) -> StreamConfig:
-        """The config before the first declared change, whatever is skipped."""
+        """The config before the first declared change, without skips."""
         return replace(self, stages=(), skip=NO_SKIP)
 
     def changed_by(self, stage: StageConfig) -> StreamConfig:
@@ -178,7 +178,7 @@ class StreamConfig:
         )
 
     def over_time(self) -> Iterator[tuple[StreamConfig, str]]:
-        """The configs at first and after each declared change; and when, in words for an error."""
+        """The initial config and that after each declared change; and when it begins, in words for an error."""
         current = self
         yield current, ""
         for stage in self.stages:
@@ -199,7 +199,7 @@ class StreamConfig:
         return self
 
     def _check_fillers(self, where: str) -> None:
-        """Refuse a source that is to fill what another packing than ``best_fit`` leaves free."""
+        """Refuse a source that fills gaps unless the packing is ``best_fit``."""
         names = [source.label for source in self.sources if source.packing is not None]
         if names and not (self.packing.traits.can_be_filled or self.packing.traits.cuts):
             raise ConfigError(
@@ -212,23 +212,23 @@ class StreamConfig:
 
     @property
     def fillers(self) -> tuple[bool, ...]:
-        """Whether each source is cut to fill what the whole documents of the others leave free."""
+        """Whether each source is cut to fill the gaps that whole documents of others leave."""
         return tuple(self.packing.traits.can_be_filled and source.packing == "split" for source in self.sources)
 
     @property
     def least_part(self) -> int:
-        """Tokens of the shortest part into which a source that fills is cut."""
+        """Tokens of the shortest part that a filling source may be cut into."""
         given = self.packing.min_fragment
         return max(min(MIN_FRAGMENT, self.seq_length // MIN_FRAGMENT), 1) if given is None else given
 
     @property
     def is_of_items(self) -> bool:
-        """Whether a sample is one item, of which no tokens are counted."""
+        """Whether a sample is one item, whose tokens are not counted."""
         return self.packing.traits.is_one_document and self.seq_length == 1
 
     @property
     def unit(self) -> Literal["tokens", "items"]:
-        """What is counted: of a map-style dataset that is not packed, each item counts as one token."""
+        """What is counted: each item of a map-style dataset that is not packed counts as one token."""
         return "items" if self.is_of_items else "tokens"
 
     @property
@@ -238,7 +238,7 @@ class StreamConfig:
         return f"{self.packing.mode} filled with {', '.join(names)}" if names else self.packing.mode
 
     def packs_as(self, other: StreamConfig) -> bool:
-        """Whether what waits in the open bins of the other, over the same sources, can stay there."""
+        """Whether segments in the open bins of the other config, over the same sources, can stay there."""
         return (self.packing, self.seq_length, self.fillers) == (other.packing, other.seq_length, other.fillers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _source_dict(source: SourceConfig) -> dict[str, Any]:
 
 
 def _default_packing(sources: Iterable[SourceConfig]) -> PackingMode:
-    """Images must never be cut, and leave gaps that only a choice among many documents fills, or pieces of text do."""
+    """``knapsack`` for images, which are never cut, so that filling a sample takes a choice among many documents."""
     if any(source.packing is not None for source in sources):
         return "best_fit"
     return "knapsack" if any(source.options.get("kind") in IMAGE_KINDS for source in sources) else "split"
@@ -378,7 +378,7 @@ def check_names(sources: Sequence[SourceConfig]) -> None:
     """Check that no two sources claim one name.
 
     Raises:
-        ConfigError: an alias to itself, to a source that is still there, a cycle, or two to one.
+        ConfigError: an alias to itself, to a source that still exists, a cycle, or two to one.
     """
     by_label = {source.label: source for source in sources}
     seen: dict[str, str] = {}
@@ -412,14 +412,14 @@ def check_names(sources: Sequence[SourceConfig]) -> None:
 
 
 def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> StreamConfig:
-    """The config with every source under the first name that a run knows it by.
+    """The config with every source under the name that the run first knew it by.
 
     Args:
         config: the current one.
         known: the sources of a state: ``state.config["sources"]``.
 
     Raises:
-        StateError: an alias to nothing; a new source with a name that another one had.
+        StateError: an alias to an unknown source; a new source under a name that another one had.
     """
     identity = {label: name for name, entry in known.items() for label in entry.get("names", ())}
     identity |= {name: name for name in known}
@@ -460,7 +460,7 @@ def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> St
 
 
 def renames(then: StreamConfig, now: StreamConfig) -> tuple[str, ...]:
-    """The sources that have another name than in a state, in words."""
+    """The sources whose names changed since a state, in words."""
     before = {source.name: source.label for source in then.sources}
     return tuple(
         f"source '{before[source.name]}' is called '{source.label}'"

@@ -1,12 +1,10 @@
-"""A stream's position: samples planned forward a block at a time, snapshots before them, and a snapshot as a state.
+"""A stream's position: planning samples block by block, snapshots to plan again from, and turning a state into arrays.
 
-`Blocks` keeps the last blocks; what lies before is planned again. A snapshot is taken at the start of each block.
-`Anchors` keep those of the past, dense near the front and ever sparser before it: going back by d blocks then costs
-planning about d / `DENSITY` of them again, wherever the front is, and the number kept grows only with the logarithm of
-the distance.
+`Blocks` keeps the last blocks; earlier ones are planned again. A snapshot is taken at the start of each block.
+`Anchors` keep past snapshots, dense near the front and ever sparser before it: going back by d blocks means planning
+about d / `DENSITY` of them again, and the number of snapshots grows only with the logarithm of the distance.
 
-`Fields` (``fields.py``) makes the fields of a `StreamState` of a planner's arrays, and `arrays_of` here the other way
-round.
+`Fields` (``fields.py``) turns a planner's arrays into the fields of a `StreamState`; `arrays_of` is the inverse.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from megaresume.stream.source import AbsentSource, LengthSource, PieceLists
 from megaresume.stream.stages import Course
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
 
-#: Tokens and samples planned at a time, whichever is less: few, because a state plans up to this much again.
+#: Tokens and samples planned at a time, whichever is less: few, because taking a state may plan this much again.
 BLOCK_TOKENS, BLOCK = 1 << 22, 1024
-#: Samples planned at a time where a sample is an item: they are cheap, and a loader hands out thousands in a second.
+#: Samples planned at a time if a sample is one item: they are cheap, and a loader hands out thousands in a second.
 ITEM_BLOCK = 4096
 #: Samples planned at first, doubled up to `BLOCK`: a resume must not wait for an index that is read from disk.
 FIRST_BLOCK = 8
-#: Blocks kept before the front, and bytes; what lies before them is planned again from an anchor.
+#: Blocks kept before the front, and their bytes; earlier ones are planned again from an anchor.
 KEPT_BLOCKS, KEPT_BYTES = 32, 24 << 20
 #: A seek over more samples than this shows a progress bar.
 LONG_SEEK = 200_000
@@ -60,12 +58,12 @@ class _Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays, nearly."""
+        """Approximate bytes of its arrays."""
         return sum(array.nbytes for array in self.snapshot) + self.plan.table.nbytes
 
 
 class Blocks:
-    """Plans any sample from the one on with which it begins. For one thread at a time.
+    """Plans samples from a starting one on. Not thread-safe.
 
     Args:
         course: the stages.
@@ -79,12 +77,12 @@ class Blocks:
     ) -> None:
         self._course, self._sources, self._config = course, sources, config
         self._planner = Planner(course, sources, base)
-        #: the sample with which it begins: going back further is refused.
+        #: the starting sample: going back further is refused.
         self.start = self._planner.position
         self.kept: deque[_Block] = deque()
         self._kept_bytes = 0
         self._anchors = Anchors(self._planner.snapshot())
-        #: the planner of the last state that was taken before the front.
+        #: the planner of the last state taken before the front.
         self._asked: Planner | None = None
         self._fields = Fields(course)
 
@@ -98,7 +96,7 @@ class Blocks:
         """The number of samples in a block."""
         config = self._config
         most = ITEM_BLOCK if config.is_of_items else BLOCK
-        # A snapshot grows with the sources: the more there are, the longer the blocks.
+        # A snapshot grows with the number of sources, so more sources mean longer blocks.
         return min(max(BLOCK_TOKENS // config.seq_length, 1), most) * (1 + len(self._sources) // BLOCK)
 
     def plan(self, first: int, stop: int) -> Plan:
@@ -117,13 +115,13 @@ class Blocks:
         return concatenate(parts) if parts else replace(self._planner.advance(0), first=first)
 
     def digest_at(self, sample: int) -> int | None:
-        """Rolling digest of all samples before one in the last block; None if it is in another one."""
+        """Rolling digest of all samples before one in the last block; None if it is in another block."""
         if not self.kept or not (plan := self.kept[-1].plan).first < sample <= plan.stop:
             return None
         return int(plan.digests[sample - plan.first - 1])
 
     def fields_at(self, sample: int) -> dict[str, Any]:
-        """The fields of the state before a sample (see `Fields`). The front stays where it is, or is ahead."""
+        """The fields of the state before a sample (see `Fields`). The front never moves back."""
         if sample > self.front:
             self.reach(sample - 1)  # no further: the stream may end here
         planner = self._planner
@@ -132,19 +130,18 @@ class Blocks:
             planner, self._asked = self._planner_before(sample), None
             while planner.position < sample:
                 planner.advance(min(sample - planner.position, self.size))
-            self._asked = planner  # not if it stopped half-way
+            self._asked = planner  # only once it has arrived
         return self._fields.of(planner.arrays)
 
     def _planner_before(self, sample: int) -> Planner:
-        """A planner that stands shortly before a sample before the front: the last one, if states are taken step by
-        step."""
+        """A planner shortly before a sample in the past; the last one is reused if states are taken step by step."""
         last = self._asked
         if last is not None and 0 <= sample - last.position <= self.size:
             return last
         if self.kept and sample >= self.kept[0].plan.first:
             feeds, snapshot = self._planner.feeds, self._kept_block(sample).snapshot
         else:
-            # Feeds of their own: beside the front, which a loader resumes from.
+            # Separate feeds, as a loader reads on at the front.
             feeds, snapshot = None, self._anchors.before(sample)
         return Planner(self._course, self._sources, snapshot, feeds=feeds)
 
@@ -179,7 +176,7 @@ class Blocks:
         return self.kept[bisect_right(self.kept, sample, key=lambda block: block.plan.first) - 1]
 
     def reach(self, sample: int) -> _Block:
-        """Plan forward up to and with a sample that is not planned yet; the block that holds it.
+        """Plan forward up to and including a sample; return its block.
 
         Raises:
             StreamExhausted: the stream ends before it.
@@ -194,13 +191,13 @@ class Blocks:
         return self.kept[-1]
 
     def _plan_block(self, sample: int) -> int:
-        """Plan the next block on the way to a sample; how many samples it has."""
+        """Plan the next block on the way to a sample; return its number of samples."""
         snapshot = self._planner.snapshot()
-        # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: so that longer blocks still begin at multiples of their length.
+        # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: blocks always begin at multiples of their length.
         size = min(max(self.front - self.start, FIRST_BLOCK), self.size)
         try:
             plan = self._planner.advance(size)
-        except BaseException:  # half done, and whoever reads ahead may continue without the error
+        except BaseException:  # half done, and a read-ahead thread may ignore the error and go on
             self._planner = Planner(self._course, self._sources, snapshot)
             raise
         if len(plan):
@@ -244,7 +241,7 @@ class Anchors:
         return len(self._kept)
 
     def add(self, snapshot: Arrays) -> None:
-        """Keep a snapshot further on than all others; one that is not is passed over."""
+        """Keep a snapshot; ignored unless it is further on than all others."""
         number, position, _ = self._kept[-1]
         if trained_samples(snapshot) <= position:
             return
@@ -265,9 +262,9 @@ def arrays_of(
 
     Args:
         state: where to continue.
-        course: the stages up to it and from it on; is told the orders of the sources.
+        course: the stages before and after it; gets the sources' orders.
         sources: of the course.
-        lists: of their long documents, if they are known already.
+        lists: their long documents, if already known.
 
     Raises:
         StateError: the state's numbers contradict each other, the config or the sources.
@@ -308,7 +305,7 @@ def arrays_of(
 
 
 def _room(open_bin: Bin, constants: kernel.Config, reached: int) -> int:
-    """How many tokens still fit into an open bin."""
+    """How many more tokens fit into an open bin."""
     used = sum(-(-s.length // constants.align) * constants.align for s in open_bin.segments)
     if not open_bin.segments or used >= constants.seq_length or open_bin.opened_at > reached:
         raise _contradiction(
@@ -347,7 +344,7 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
 
 
 def _rows_of(segments: Sequence[Segment], orders: Orders) -> npt.NDArray[np.int64]:
-    """The segments as the planner holds them: int64[n, SEGMENT_WIDTH]."""
+    """The segments in the planner's form: int64[n, SEGMENT_WIDTH]."""
     rows = np.array([[s.source, s.position, 0, s.offset, s.length] for s in segments], np.int64)
     rows = rows.reshape(-1, kernel.SEGMENT_WIDTH)
     for i in np.unique(rows[:, kernel.SOURCE]).tolist():
@@ -362,7 +359,7 @@ def _rows_of(segments: Sequence[Segment], orders: Orders) -> npt.NDArray[np.int6
 
 
 def _check_sums(state: StreamState) -> None:
-    """Every token and document drawn is trained, left out, in an open bin, or being placed."""
+    """Check that every token and document drawn is trained, left out, in an open bin, or being placed."""
     cursors, waiting = state.sources.values(), state.waiting
     tokens, documents = sum(s.length for s in waiting), sum(s.offset == 0 for s in waiting)
     for what, num_drawn, num_trained, num_waiting in (
@@ -377,7 +374,7 @@ def _check_sums(state: StreamState) -> None:
 
 
 def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> None:
-    """Check that each source's numbers agree with each other, with its size and with the segments that wait."""
+    """Check each source's numbers against each other, its size and the waiting segments."""
     waiting = state.waiting
     for i, (source, order) in enumerate(zip(config.sources, orders, strict=True)):
         if source.name not in state.sources:
@@ -405,9 +402,9 @@ def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> 
 
 
 def _most_later(order: SourceOrder) -> int:
-    """Pieces of an epoch that are not the first of their documents, at most."""
+    """An upper bound on the pieces of an epoch that are not the first of their documents."""
     if isinstance(order.lists.source, AbsentSource):
-        return 1 << 62  # of what is gone nobody knows
+        return 1 << 62  # unknown for a source that was removed
     # An era that began in the middle of an epoch holds only what was left of it.
     whole = (order.lists.num_pieces(e.documents, e.piece) if e.rest else e.pieces for e in order.eras)
     return max((pieces - e.documents for pieces, e in zip(whole, order.eras, strict=True)), default=0)

@@ -1,6 +1,6 @@
-"""The content of a data.yaml as typed values: every key, its bounds and its default; weights as exact numbers.
+"""The content of a data.yaml as typed values: every key with its bounds and default; weights as exact numbers.
 
-`StreamConfig.from_dict` makes of it what defines the order.
+`StreamConfig.from_dict` turns it into the definition of the order.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Before, Items, ListOf, NotEmpty, Options, Truth, Within, check_keys, read, refused
 
 PackingMode = Literal["best_fit", "knapsack", "split", "none"]
-#: How one source is packed unlike the others: ``split`` fills with its pieces what whole documents leave free.
+#: Packing of one source that differs from the others': ``split`` fills gaps that whole documents leave with its pieces.
 SourcePacking = Literal["split"]
 BlendUnit = Literal["tokens", "trained", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
 StageUnit = Literal["samples", "tokens", "step"]
-#: When documents that were added to a corpus are first drawn: from its next epoch on, or in the one under way.
+#: When new documents of a grown corpus are first drawn: from its next epoch on, or in the current one.
 Append = Literal["next_epoch", "now"]
 #: kinds of sources whose documents hold images.
 IMAGE_KINDS = ("webdataset", "energon", "image_folder")
 #: keys of a source that only some kinds have.
 OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",), "group_by_length": ("items",)}
 MAX_OPEN_BINS = 1024
-#: tokens of the shortest part into which a source that fills is cut, by default; with samples that are shorter than its
-#: square, one token of so many.
+#: tokens of the shortest part that a filling source may be cut into, by default; in samples shorter than the square of
+#: this, the sample length divided by it.
 MIN_FRAGMENT = 64
-#: A blend has at most this many parts, so that `kernel.set_dues` stays exact in 64 bits. Sixteen digits are exact;
-#: what has to be rounded is off by less than a token of 10**15, with up to a thousand sources.
+#: A blend has at most this many parts, so that `kernel.set_dues` stays exact in 64 bits. Weights of sixteen digits stay
+#: exact; rounding others shifts less than a token in 10**15, with up to a thousand sources.
 MAX_PARTS = 1 << 61
 
 Length = Annotated[int, Within(1, 1 << 30)]
@@ -41,25 +41,25 @@ Bins = Annotated[int, Within(1, MAX_OPEN_BINS)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """The properties of a packing mode that other files depend on. `kernel.MODE_NUMBERS` is for the loop that packs."""
+    """What other files must know about a packing mode. `kernel.MODE_NUMBERS` has its number in the planning loop."""
 
     #: documents are concatenated, and cut at the end of a sample.
     cuts: bool = False
-    #: a sample is one document, and nothing is open between two samples.
+    #: a sample is one document; no bin stays open between samples.
     is_one_document: bool = False
-    #: the setting that says how many bins are open at a time; None: one at most.
+    #: the setting for the number of open bins; None: at most one.
     bins: Literal["open_bins", "lookahead"] | None = None
-    #: documents that are small wait together in a bin.
+    #: small documents wait together in a bin.
     groups: bool = False
-    #: whether sources that say ``packing: split`` may fill what stays free.
+    #: whether sources with ``packing: split`` may fill the gaps.
     can_be_filled: bool = False
 
 
-#: CONTRIBUTING.md, "Adding a packing mode", lists what else a new one needs.
+#: CONTRIBUTING.md, "Adding a packing mode", lists what else a new mode needs.
 MODES: Mapping[PackingMode, Mode] = {
     # whole documents, each where it fits best
     "best_fit": Mode(bins="open_bins", can_be_filled=True),
-    # whole documents: of those that wait, the ones that together fill a sample best
+    # whole documents: of those waiting, the set that fills a sample best
     "knapsack": Mode(bins="lookahead", groups=True),
     "split": Mode(cuts=True),
     "none": Mode(is_one_document=True),
@@ -68,19 +68,19 @@ MODES: Mapping[PackingMode, Mode] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig(Options):
-    """The settings by which documents become samples."""
+    """How documents become samples."""
 
     #: how documents become samples: see `MODES`.
     mode: PackingMode
-    #: samples that are being filled at the same time (``best_fit``).
+    #: samples filled at the same time (``best_fit``).
     open_bins: Bins = 16
     #: documents that wait, small ones together (``knapsack``).
     lookahead: Bins = 64
-    #: samples closed since a bin was opened, or a document began to wait, after which it goes next.
+    #: number of samples closed after which an open bin or waiting document must go next.
     max_age: Annotated[int, Within(1, 1 << 40)] = 1024
     #: every segment takes a multiple of this many tokens (context parallelism, FP8).
     align: Annotated[int, Within(1, 1 << 20)] = 1
-    #: tokens of the shortest part into which a source that fills is cut (``best_fit``); None: see `MIN_FRAGMENT`.
+    #: tokens of the shortest part that a filling source may be cut into (``best_fit``); None: see `MIN_FRAGMENT`.
     min_fragment: Annotated[int, Within(1, 1 << 20)] | None = None
 
     def __post_init__(self) -> None:
@@ -96,24 +96,24 @@ class PackingConfig(Options):
 
     @property
     def traits(self) -> Mode:
-        """The properties of its mode."""
+        """What other files must know about its mode."""
         return MODES[self.mode]
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The settings that its mode has."""
+        """The settings that apply to its mode."""
         bins = () if self.traits.bins is None else (self.traits.bins, "max_age")
         return ("mode", "align", *bins, *(("min_fragment",) if self.traits.can_be_filled else ()))
 
     @property
     def num_bins(self) -> int:
-        """Bins that are open at the same time, at most."""
+        """The most bins that are open at the same time."""
         return 1 if self.traits.bins is None else getattr(self, self.traits.bins)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendConfig(Options):
-    """The unit in which the weights count."""
+    """The unit that weights count."""
 
     unit: BlendUnit = "tokens"
 
@@ -122,10 +122,10 @@ class BlendConfig(Options):
 class ShuffleConfig(Options):
     """A shuffle in two levels: see ``permutation.py``."""
 
-    #: documents that lie together and are worth one request to a store.
+    #: consecutive documents that are worth one request to a store.
     block: Annotated[int, Within(1, 1 << 40)] = 32
-    #: blocks that are read at the same time: several times the documents of a global batch, so that few of one block
-    #: meet in it. See the table in docs/shards.md.
+    #: blocks read at the same time: several times the documents of a global batch, so that it gets few documents from
+    #: the same block. See the table in docs/shards.md.
     window: Annotated[int, Within(1, 1 << 20)] = 2048
 
 
@@ -133,9 +133,9 @@ class ShuffleConfig(Options):
 class GroupConfig(Options):
     """Documents of similar lengths next to each other: see ``permutation.py``."""
 
-    #: documents of a step, when the run began.
+    #: documents of a step, fixed when the run began.
     batch: Annotated[int, Within(1, 1 << 40)]
-    #: batches of a window.
+    #: batches in a window.
     window: Annotated[int, Within(1, 1 << 20)]
 
 
@@ -164,27 +164,27 @@ def _stage_name(name: Any) -> Any:
 
 
 def _parted(entry: Any) -> Any:
-    """Put what only the kind of a source knows (where and what it is) into a mapping of its own."""
+    """Move the options that only the source's kind knows (where and what it is) into a mapping of their own."""
     entry = {"path": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, Mapping):
         return entry
     ours = {key: value for key, value in entry.items() if key in SOURCE_KEYS}
-    # A state does not say of which kind a source is; another kind may mean something else by the word.
+    # A state does not record the kind of a source, and the word may mean something else to another kind.
     for key, kinds in OF_SOME_KINDS.items():
         if entry.get("kind", kinds[0]) in kinds:
             ours[key] = entry.get(key)
     return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key in OF_SOME_KINDS}}
 
 
-#: The mapping that `PackingConfig` is read from once the mode is known: a default depends on the sources.
+#: The mapping that `PackingConfig` is read from once the mode is known, since a default depends on the sources.
 WrittenPacking = Annotated[dict[Any, Any], Before(_short)]
-#: a stage begins with the first sample before which the stream holds at least so many.
+#: a stage begins with the first sample before which the stream has at least this many.
 Start = Annotated[int, Within(1, 1 << 62)] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenSource(Options):
-    """One entry of ``sources`` as written; what only its kind knows is in ``options``."""
+    """One entry of ``sources`` as written; keys that only its kind knows are in ``options``."""
 
     options: dict[Any, Any]
     weight: Any = 1
@@ -203,11 +203,11 @@ class WrittenSource(Options):
         ]
         | None
     ) = None
-    #: in a state: the names that the source was given since.
+    #: in a state: the source's later names.
     names: tuple[str, ...] = ()
 
 
-#: keys of a source that say nothing of its place or kind.
+#: keys of a source that do not depend on its kind or location.
 SOURCE_KEYS = tuple(f.name for f in fields(WrittenSource) if f.name not in ("options", *OF_SOME_KINDS))
 
 
@@ -256,13 +256,13 @@ class WrittenConfig(Options):
 
 
 def read_config(data: Mapping[str, Any], seq_length: int | None) -> WrittenConfig:
-    """The mapping of a data.yaml, checked; ``seq_length`` is that of a flag.
+    """Check the mapping of a data.yaml; ``seq_length`` comes from a flag.
 
     Raises:
         ConfigError: naming the key, what was found and what was expected.
     """
     if isinstance(data, Mapping):
-        # First, as one of them may be seq_length, misspelt.
+        # First, because an unknown key may be a misspelt seq_length.
         check_keys(data, [f.name for f in fields(WrittenConfig)], "data.yaml", WrittenConfig.ALSO)
         data = _with_flag(data, seq_length)
     config: WrittenConfig = read(WrittenConfig, data, "data.yaml", inside="")
@@ -291,10 +291,10 @@ def _with_flag(data: Mapping[str, Any], flag: int | None) -> Mapping[str, Any]:
 def parse_weight(value: object, source: str) -> Fraction:
     """A weight as written by a user (``3``, ``0.3``, ``"3/10"``) as an exact fraction, the same on every machine.
 
-    A float means the shortest decimal that reads back as it: 0.1 is one tenth.
+    A float means its shortest decimal form: 0.1 is one tenth.
 
     Raises:
-        ConfigError: not a number, negative, infinite or not a number.
+        ConfigError: not a number, NaN, infinite or negative.
     """
     expected = "a non-negative number, for example 0.3, 3 or '3/10'"
     action = f"correct the weight of source '{source}'"
@@ -316,8 +316,8 @@ def parse_weight(value: object, source: str) -> Fraction:
 def integer_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
     """Turn weights into the smallest integers of the same proportions; doing it twice changes nothing.
 
-    Proportions that need more than `MAX_PARTS` parts are rounded, each by itself, so that the order in which sources
-    are written has no say; a positive weight stays positive.
+    Proportions that need more than `MAX_PARTS` parts are rounded one by one, so that the order of the sources does not
+    matter; a positive weight stays positive.
 
     Raises:
         ConfigError: all weights are zero.
@@ -340,7 +340,7 @@ def integer_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 def _rounded(parts: Sequence[int]) -> list[int]:
-    """Round integers down to half of `MAX_PARTS` parts (the rest is room for what is rounded up), in lowest terms."""
+    """Round integers down to half of `MAX_PARTS` parts, leaving room for rounding others up, in lowest terms."""
     total = sum(parts)
     rounded = [max((p * MAX_PARTS + total) // (2 * total), 1) if p > 0 else 0 for p in parts]
     divisor = gcd(*rounded)

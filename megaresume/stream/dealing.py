@@ -1,23 +1,23 @@
-"""The samples of a global batch dealt to ranks and micro-steps, so that no rank waits long for another.
+"""Deals the samples of a global batch to ranks and micro-steps so that no rank waits long for another.
 
-A step takes as long as its slowest rank, and a sample as long as its documents ask for: attention costs the square of
-a document's tokens, so samples of one length take different times. Every rank plans the lengths of all samples, so it
-knows the assignment of all ranks by itself:
+A step takes as long as its slowest rank. The time for a sample depends on its documents: attention is quadratic in the
+length of a document, so samples of equal length take different times. Every rank plans the lengths of all samples, and
+so computes the assignment of all ranks without communication:
 
-    samples of the global batch -> their costs -> groups of equal size and cost -> the places of the usual deal
+    samples of the global batch -> their costs -> groups of equal size and cost -> the slots of the usual assignment
 
-The same samples stay in the same global batch. Which is whose is a function of the global batch and of the layout
-alone: it is in no state, and a resume may change ranks, micro-batches, and balance itself.
+A global batch keeps its samples. The assignment is a pure function of global batch and layout, so no state holds it,
+and a resume may change ranks, micro-batches, or the balance itself.
 
 The groups (`even_groups`):
 
-    longest first   each number, from the largest on, to the group with the smallest sum that has room
-    exchanges       the group with the largest sum and the one with the smallest, the second largest and the second
-                    smallest, ...: each pair exchanges the two numbers that make it most equal; again, until the largest
-                    sum is within `GOAL` of what cannot be beaten, or nothing gets better
+    longest first   each number, from the largest down, goes to the group with the smallest sum that has room
+    exchanges       pair the group of the largest sum with that of the smallest, the second largest with the second
+                    smallest, ...: each pair swaps the two numbers that bring its sums closest. Repeat until the largest
+                    sum is within `GOAL` of the lower bound, or nothing improves
 
-What cannot be beaten: the mean of the sums, and the largest number with the smallest ones beside it. Whole numbers
-alone, and ties by place: every processor comes to the same groups.
+The lower bound is the larger of the mean of the sums and the largest number together with the smallest ones. Only
+integers, and ties by position: every processor computes the same groups.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megaresume.stream.errors import StateError
 from megaresume.stream.kernel import LENGTH
 from megaresume.stream.planner import Plan
 
-#: A largest sum that is so near to the best one is good enough: one part of so many.
+#: Stop when the largest sum exceeds the lower bound by less than one part in this many.
 GOAL = 400
-#: Rounds of exchanges, at most: a few do most of it.
+#: Most rounds of exchanges; the first few do most of the work.
 ROUNDS = 12
 
 
 def in_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
-    """Deal out a step of few samples: how many each micro-batch has, of all ranks together.
+    """Split a step of few samples into micro-batches: the size of each, over all ranks.
 
-    Every rank must be given some of every micro-batch, as all ranks wait for each other. Micro-batches are whole, up to
-    the last. If that would have fewer samples than there are ranks, it shares those of the one before it evenly; with
-    one sample a micro-batch there is nothing to share, and they are left over.
+    Every rank must get samples in every micro-batch, since all ranks wait for each other. All micro-batches but the
+    last are full. If the last would have fewer samples than there are ranks, it shares evenly with the one before it;
+    with one sample per micro-batch there is nothing to share, and the samples are left over.
     """
     everybody = micro_batch_size * dp_size
     whole, rest = divmod(samples, everybody)
@@ -58,11 +58,11 @@ def in_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
 
 
 def in_even_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
-    """Deal out a step to any number of ranks: how many samples each micro-batch has, of all ranks together.
+    """Split a step over any number of ranks: the size of each micro-batch, over all ranks.
 
-    As few micro-batches as that takes, of as many samples as any other, or one more; all samples are dealt out. If the
-    step divides over the ranks, these are the micro-batches of `in_parts`. A micro-batch may have fewer samples than
-    there are ranks: some ranks then have none of it.
+    Uses as few micro-batches as possible, their sizes differing by at most one; every sample is dealt out. If the step
+    divides evenly over the ranks, these are the micro-batches of `in_parts`. A micro-batch may have fewer samples than
+    there are ranks; then some ranks get none of it.
     """
     count = -(-samples // (micro_batch_size * dp_size))
     return [samples * (j + 1) // count - samples * j // count for j in range(count)]
@@ -90,7 +90,7 @@ def deal(
         evenly: as `in_even_parts` says; else as `in_parts` does.
 
     Returns:
-        int64[m] each: numbers in the stream; none where this rank has nothing of a micro-batch.
+        int64[m] each: sample numbers in the stream; empty if this rank gets nothing of a micro-batch.
     """
     order = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size)
     divide = in_even_parts if evenly else in_parts
@@ -103,9 +103,9 @@ def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, d
     rank by rank: see `places_of`.
 
     Args:
-        plan: of the global batch. One that is not a whole number of micro-batches for every rank (the last one of all)
-            stays as it is.
-        balance: None: as it is.
+        plan: of the global batch. If it is not a whole number of micro-batches for every rank (the last batch of a
+            run), it stays in stream order.
+        balance: None: stream order.
         micro_batch_size: samples.
         dp_size: data-parallel size.
 
@@ -113,7 +113,7 @@ def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, d
         int64[samples]: numbers in the stream.
 
     Raises:
-        StateError: the assignment was made by another version of megaresume.
+        StateError: the balance was set by a version of megaresume with another algorithm.
     """
     samples = np.arange(plan.first, plan.stop)
     if balance is None or len(plan) % (micro_batch_size * dp_size):
@@ -131,7 +131,7 @@ def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, d
     cost = costs(plan, balance)
     members, sums = even_groups(cost, np.argsort(-cost, kind="stable"), groups)
     if balance.objective == "step":
-        # Each rank begins with its largest samples, as all others do.
+        # Every rank begins with its largest samples, so that these share a micro-step.
         places = members.reshape(dp_size, -1, micro_batch_size).transpose(1, 0, 2)
     else:
         places = members[alike(sums, dp_size)]
@@ -145,7 +145,7 @@ def costs(plan: Plan, balance: Balance) -> Int64Array:
 
 @compiled
 def even_groups(numbers, order, groups):  # type: ignore[no-untyped-def]
-    """Group numbers so that every group has about the same sum.
+    """Group numbers so that all groups have about the same sum.
 
     Args:
         numbers: int64[n], not negative.
@@ -173,15 +173,16 @@ def even_groups(numbers, order, groups):  # type: ignore[no-untyped-def]
 
 @compiled
 def alike(sums, ranks):  # type: ignore[no-untyped-def]
-    """Groups with sums alike next to each other, and the sums of all ranks even, as far as that allows.
+    """Arrange groups so that those of similar sums are together, and the totals of the ranks are as even as that
+    allows.
 
     Args:
         sums: int64[n], of the groups.
-        ranks: of which each gets one of every so many groups.
+        ranks: each gets one group of every row.
 
     Returns:
-        int64[n / ranks, ranks]: in a row those that cost alike, from the rows that cost most on; of a row, the rank
-        that has least so far gets the largest.
+        int64[n / ranks, ranks]: each row holds groups of similar cost, the most costly row first; within a row, the
+        rank with the smallest total so far gets the largest.
     """
     descending = np.argsort(-sums, kind="mergesort").reshape(-1, ranks)
     so_far = np.zeros(ranks, np.int64)
@@ -197,7 +198,7 @@ def _longest_first(numbers, order, groups):  # type: ignore[no-untyped-def]
     size = order.size // groups
     members = np.empty((groups, size), np.int64)
     sums, held = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
-    # A heap of the groups with room: the smallest sum first, of equal ones the first group.
+    # A heap of the groups with room, by sum, then by number.
     heap, room = np.arange(groups), groups
     for place in order:
         group = heap[0]
@@ -227,7 +228,8 @@ def _before(sums, one, other):  # type: ignore[no-untyped-def]
 
 @compiled
 def _exchange_all(numbers, members, sums, ascending):  # type: ignore[no-untyped-def]
-    """A round of exchanges; if it changes nothing, the largest group with any other. Whether anything changed."""
+    """One round of exchanges; if it changes nothing, try the largest group with every other. Returns whether any
+    changed."""
     groups, changed = sums.size, False
     for k in range(groups // 2):
         changed |= _exchange(numbers, members, sums, ascending[groups - 1 - k], ascending[k])
@@ -240,12 +242,12 @@ def _exchange_all(numbers, members, sums, ascending):  # type: ignore[no-untyped
 
 @compiled
 def _exchange(numbers, members, sums, large, small):  # type: ignore[no-untyped-def]
-    """Exchange the two numbers that make two groups most equal. Whether there are such two."""
+    """Swap the two numbers that bring the sums of two groups closest. Returns whether there are such two."""
     gap, size = sums[large] - sums[small], members.shape[1]
     best, one, other, j = gap, -1, -1, 0
     for i in range(size):
         number = numbers[members[large, i]]
-        # Both groups descend: the number that halves the gap lies at or before the one found for the number before.
+        # Both groups descend: the number that halves the gap is never after the one found for the previous number.
         while j < size and 2 * (number - numbers[members[small, j]]) < gap:
             j += 1
         for near in range(max(j - 1, 0), min(j + 1, size)):
@@ -264,7 +266,7 @@ def _exchange(numbers, members, sums, large, small):  # type: ignore[no-untyped-
 
 @compiled
 def _put(numbers, row, at, place):  # type: ignore[no-untyped-def]
-    """Put a number in place of another one in a row that descends."""
+    """Replace a number in a descending row, keeping the order."""
     while at + 1 < row.size and numbers[row[at + 1]] > numbers[place]:
         row[at] = row[at + 1]
         at += 1

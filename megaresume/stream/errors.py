@@ -1,14 +1,14 @@
-"""Errors, typed by who must act. Each says what is wrong, and where known found, expected, cause and next action.
+"""Errors, typed by who must act. Each says what is wrong and, if known, found, expected, cause and next action.
 
-They live in ``stream`` because it is the lowest package: everything else may import from here. Refusals that share a
-shape are worded here, once; one that resembles no other is worded where it is raised:
+They are in ``stream`` because everything else may import from this lowest package. Refusals with a common shape are
+worded here; any other is worded where it is raised:
 
     raise UsageError.unknown("writer", word, WRITERS)               a word that is not in a list; names the nearest
     raise ConfigError.unreadable(path, error, "a JSON object")      a file that cannot be opened, read or parsed
     require("pyarrow", "it reads .parquet", "pip install pyarrow")  a missing package, and how to install it
 
-Text that others may have written is read and shown here, too: shown so that nothing in it hides what it says, and read
-as JSON that may be damaged, with one kind of error for whatever is wrong with it.
+Also here: showing text from elsewhere so that control characters hide nothing, and parsing JSON that may be damaged,
+with one kind of error for every fault in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, Self
 
-#: package that is imported -> the extra of ours that installs it.
+#: imported package -> our extra that installs it.
 EXTRAS = {
     "torch": "torch",
     "deepspeed": "deepspeed",
@@ -43,7 +43,7 @@ class MegaresumeError(Exception):
     """Root of all errors that a user can act on; the command line prints it without a traceback.
 
     Args:
-        headline: one sentence, lower case, what is wrong.
+        headline: what is wrong: one sentence, lower case.
         found: what is there, with numbers.
         expected: what should be there, with numbers.
         cause: the likely cause.
@@ -92,13 +92,13 @@ class MegaresumeError(Exception):
     def unknown(
         cls, what: str, word: object, known: Collection[str], *, found: str | None = None, action: str | None = None
     ) -> Self:
-        """The refusal of a word that is not in a list.
+        """The error for a word that is not in a list.
 
         Args:
-            what: the word is, for people: "dtype".
-            word: as it was given.
-            known: all words that it may be, in the order in which they are shown.
-            found: how it was given, if the word alone does not say.
+            what: what the word is, for people: "dtype".
+            word: as given.
+            known: all valid words, in the order in which to show them.
+            found: how it was given, if the word alone does not tell.
             action: what to do next.
         """
         return cls(
@@ -113,11 +113,11 @@ class MegaresumeError(Exception):
     def unreadable(
         cls, what: object, why: Exception, expected: str, *, at: object = None, action: str | None = None
     ) -> Self:
-        """The refusal of a file that cannot be opened, read or parsed.
+        """The error for a file that cannot be opened, read or parsed.
 
         Args:
-            what: the path, or what is in the file, for people.
-            why: what was raised when it was read.
+            what: the path, or a description of the file's content.
+            why: the exception from reading it.
             expected: what should be there.
             at: the path, if ``what`` does not name it.
             action: what to do next.
@@ -139,23 +139,23 @@ class UsageError(MegaresumeError):
 
 
 class ConfigError(MegaresumeError):
-    """data.yaml (or what stands for it) is wrong. Whoever wrote the configuration must act."""
+    """data.yaml (or an equivalent mapping) is wrong. Whoever wrote the configuration must act."""
 
 
 class NoFileError(ConfigError):
-    """A path of a configuration leads to no file. On a command line it is bad usage: the command exits with 2."""
+    """A path in a configuration does not exist. On a command line this is bad usage: the command exits with 2."""
 
 
 class CorpusError(MegaresumeError):
-    """A source's files are missing, damaged, or not what they were. Whoever keeps the corpora must act."""
+    """A source's files are missing, damaged, or have changed. Whoever keeps the corpora must act."""
 
 
 class StateError(MegaresumeError):
-    """A data state is missing, damaged, of another run, or does not fit. Never a silent fresh start."""
+    """A data state is missing, damaged, of another run, or does not fit. Never start over silently."""
 
 
 class NewerFormatError(StateError):
-    """An intact file of a later format version: refused, and no reason to walk back to an older checkpoint."""
+    """An intact file of a later format version: refused, and no reason to fall back to an older checkpoint."""
 
 
 class CheckpointError(MegaresumeError):
@@ -171,23 +171,23 @@ class StreamExhausted(MegaresumeError):
 
 
 def nearest(word: object, known: Collection[str]) -> str | None:
-    """The known word of which another one may be a slip; None if none is similar."""
+    """The known word that another was probably meant to be; None if none is similar."""
     return next(iter(difflib.get_close_matches(str(word), list(known), n=1)), None)
 
 
 def near(word: object, known: Collection[str]) -> str | None:
-    """The likely cause of a word that is not known: a slip of a similar one; None if none is similar."""
+    """The likely cause of an unknown word: a misspelling of a similar one; None if none is similar."""
     close = nearest(word, known)
     return None if close in (None, word) else f"did you mean '{close}'?"
 
 
 def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = None) -> SetupError | None:
-    """The command that installs a package whose import failed; None if it is in none of our extras.
+    """The error for a failed import, with the command that installs the package; None if none of our extras has it.
 
     Args:
         error: of the import.
-        what: that needs the package, for people.
-        extra: of this project that brings all that is needed; default: the smallest that has the package.
+        what: the feature that needs the package, for people.
+        extra: our extra that installs everything needed; default: the smallest that has the package.
     """
     package = str(error.name).partition(".")[0]
     if package not in EXTRAS:
@@ -201,7 +201,7 @@ def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = N
 
 
 def require(library: str, expected: str, action: str) -> Any:
-    """A library that is needed now, imported.
+    """Import an optional library.
 
     Raises:
         SetupError: it is not installed.
@@ -215,15 +215,15 @@ def require(library: str, expected: str, action: str) -> Any:
         raise SetupError(what, found=str(error), expected=expected, action=action) from error
 
 
-#: Control characters but tab and line feed, line and paragraph separators, marks that turn the order of letters, and
-#: halves of letters that no encoding has; those that stand for a byte of a path stay.
+#: Control characters except tab and line feed, line and paragraph separators, bidirectional marks, and lone surrogates
+#: except those that stand for an undecodable byte of a path.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udc7f\udd00-\udfff]"
 )
 
 
 def visible(text: str) -> str:
-    """Control characters as a Python string would spell them: ESC is ``\\x1b``."""
+    """Control characters escaped as in a Python string: ESC is ``\\x1b``."""
     return _HIDDEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -233,13 +233,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(words: Sequence[object], most: int, separator: str = ", ") -> str:
-    """The first of them, and how many more there are: ``a, b, and 7 more``."""
+    """The first words, and how many more there are: ``a, b, and 7 more``."""
     more = [f"and {len(words) - most:,} more"] if len(words) > most else []
     return separator.join([*map(str, words[:most]), *more])
 
 
 def one_line(text: str) -> str:
-    """Make a text printable as `visible` does, line feeds included: for a name within a line."""
+    """Escape a text as `visible` does, line feeds included, for a name within a line."""
     return visible(text).replace("\n", "\\n")
 
 
@@ -258,7 +258,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 
 def as_count(value: object) -> int:
-    """A count of a record, which is held in 64 bits with a sign; a ValueError for anything else."""
+    """A count in a record, a signed 64-bit integer; a ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
         return value
     raise ValueError(f"{value!r} is not a count")
@@ -268,8 +268,8 @@ def parse_json(data: str | bytes) -> Any:
     """Read JSON: UTF-8, every number finite.
 
     Raises:
-        ValueError: it is none; NaN or an infinite number in it, which could not be written again; nested deeper than
-            Python's stack goes.
+        ValueError: not JSON; it has NaN or an infinite number, which could not be written again; or nested too deeply
+            for Python's stack.
     """
     text = data if isinstance(data, str) else data.decode()
     try:

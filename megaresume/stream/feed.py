@@ -1,18 +1,18 @@
-"""The input of the planning loop: the pieces of each source, a chunk at a time, and its arrays.
+"""The input of the planning loop: the pieces of each source, a chunk at a time, and the loop's arrays.
 
-`DocumentFeed` hands over the pieces of one source in stream order, with their lengths. Documents that are skipped by
-their number are passed over here, as empty ones are (`Mask`); those that wait in open bins when that is declared are
-taken out of them.
+`DocumentFeed` supplies the pieces of one source in stream order, with their lengths. It passes over documents that are
+skipped by number, as it does empty ones (`Mask`); those already in open bins when the skip is declared are removed.
 
-The arrays are made for sample 0, for the beginning of a stage, and with other open bins than before. Open bins are one
+The arrays are made for sample 0, for the beginning of a stage, and when open bins change. Open bins share one
+pool of segments, with a linked list through it for each bin:
 pool of segments, and a linked list through it for each bin:
 
     head  tail          segments, link                 a pool of 6
      0     3            0 -> 2 -> 3                    bin 0: three segments
      1     1            1                              bin 1: one
-    FREE                4 -> 5                         rows that are free
+    FREE                4 -> 5                         free rows
 
-So many tiny documents in one bin cost as much as they are many, whatever the number of bins.
+So the cost of many tiny documents in one bin depends only on how many there are, not on the number of bins.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from megaresume.stream.order import Orders, SourceOrder
 from megaresume.stream.skips import DocumentList, Range
 from megaresume.stream.source import LengthSource, count_trained
 
-#: Longer documents would leave int64 in the arithmetic of the blend.
+#: Longer documents would overflow int64 in the arithmetic of the blend.
 MAX_DOCUMENT_TOKENS = (1 << 31) - 1
 
-#: Documents that the first look ahead fetches: few, so that a resume touches few pages of a large index.
+#: Documents in the first look-ahead: few, so that a resume reads few pages of a large index.
 FIRST_CHUNK = 16
-#: Chunks remembered: a state a little before the front is planned again without asking the source.
+#: Chunks cached, so that a state a little before the front can be planned again without asking the source.
 RECENT_CHUNKS = 2
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """A list of documents of one source."""
+    """A list of documents of one source to pass over."""
 
     #: the documents, int64[m], ascending.
     ids: Int64Array
@@ -58,7 +58,7 @@ class Mask:
     epochs: Range | None
 
     def hits(self, documents: Int64Array, epochs: Int64Array | int) -> npt.NDArray[np.bool_]:
-        """Whether each of the documents, in its epoch, is meant: bool[n]."""
+        """Whether each document is masked in its epoch: bool[n]."""
         at = np.minimum(self.ids.searchsorted(documents), len(self.ids) - 1)
         hit = self.ids[at] == documents
         if self.epochs is not None:
@@ -70,7 +70,7 @@ Masks = Sequence[Mask]
 
 
 def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int, Masks]:
-    """Lists of documents as the planner needs them, by source number."""
+    """Lists of documents in the planner's form, by source number."""
     masks: dict[int, list[Mask]] = {}
     for documents in lists:
         ids = np.array(documents.numbers(), np.int64)
@@ -79,10 +79,10 @@ def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int
 
 
 class _Chunk(NamedTuple):
-    """Pieces at consecutive positions of one epoch, as they were looked up."""
+    """Looked-up pieces at consecutive positions of one epoch."""
 
     first: int
-    #: int64[n] each; the lengths are those of the documents, and 0 of one that is masked.
+    #: int64[n] each; the lengths are those of whole documents, and 0 for a masked one.
     documents: Int64Array
     offsets: Int64Array
     lengths: Int64Array
@@ -91,9 +91,9 @@ class _Chunk(NamedTuple):
 
 
 class DocumentFeed:
-    """Looks ahead in one source. Holds no state of the stream: all follows from the position asked for.
+    """Looks ahead in one source. Holds no state of the stream: everything follows from the requested position.
 
-    Not safe to use from several threads at once.
+    Not thread-safe.
     """
 
     def __init__(self, source: LengthSource, name: str) -> None:
@@ -101,7 +101,7 @@ class DocumentFeed:
         self.name = name
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
-        #: the chunks that were read last, the newest at the end.
+        #: the chunks read last, the newest at the end.
         self._recent: deque[_Chunk] = deque(maxlen=RECENT_CHUNKS)
 
     def fill(
@@ -113,18 +113,19 @@ class DocumentFeed:
         masks: Masks = (),
         unit: BlendUnit = "tokens",
     ) -> int:
-        """Write the next pieces that are not empty, from ``position`` on.
+        """Write the next non-empty pieces, from ``position`` on.
 
         Args:
             position: in the source, epochs included.
-            out: int64[A, AHEAD_WIDTH]: position, document, offset, length, units of the blend; the rest stays as it is.
-            config: how often the source is gone through, in the current stage.
-            order: what comes at a position.
+            out: int64[A, AHEAD_WIDTH]: position, document, offset, length, units of the blend; unused rows are not
+                written.
+            config: sets how many epochs the source has in the current stage.
+            order: maps positions to pieces.
             masks: documents to pass over as if they were empty.
             unit: what the blend counts.
 
         Returns:
-            Rows written: at least 1, or 0 when the source has no more documents.
+            Rows written: at least 1, or 0 if the source has no more documents.
 
         Raises:
             CorpusError: a length that is negative or too large; nothing but empty documents.
@@ -146,7 +147,7 @@ class DocumentFeed:
                 self._recent.append(chunk)
                 return rows
             position += num
-            # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
+            # Any two epochs' worth of positions holds a whole epoch; a single one may miss the only document.
             if position >= order.end_of_epoch(order.end_of_epoch(begin)):
                 begin = position = self._after_skips(position, order, masks)
         if start == 0:
@@ -154,8 +155,7 @@ class DocumentFeed:
         return 0
 
     def _after_skips(self, position: int, order: SourceOrder, masks: Masks) -> int:
-        """The position at which other documents are skipped than in an epoch of which nothing was left: it is the same
-        until then."""
+        """The start of the next epoch in which other documents are skipped: until then, all are."""
         epoch = order.epoch_of(position)
         following = min((bound for mask in masks for bound in mask.epochs or () if bound >= epoch), default=None)
         if following is None:
@@ -171,7 +171,7 @@ class DocumentFeed:
         return _Chunk(position, documents, offsets, lengths, masks, order)
 
     def _write(self, chunk: _Chunk, position: int, out: Int64Array, unit: BlendUnit) -> int:
-        """Write the rows of `fill` from a position in the chunk on; how many they are."""
+        """Write the rows of `fill` from a position in the chunk on; return their number."""
         skip, piece = position - chunk.first, chunk.order.piece_length(chunk.first)
         documents, offsets, lengths = chunk.documents[skip:], chunk.offsets[skip:], chunk.lengths[skip:]
         rows = int(_write(out, position, documents, offsets, lengths, piece))
@@ -190,15 +190,15 @@ class DocumentFeed:
         )
 
     def _count_units(self, rows: Int64Array, unit: BlendUnit) -> None:
-        """Write what the blend counts of each piece, where that is not its tokens."""
+        """Write what the blend counts for each piece, unless that is its tokens."""
         documents, offsets, lengths, units = rows[:, 1:5].T
         if unit == "documents":
-            units[:] = offsets == 0  # a later piece is no further document
+            units[:] = offsets == 0  # only a document's first piece counts
         else:
             units[:] = count_trained(self.source, documents, offsets, lengths)
 
     def _remembered(self, position: int, out: Int64Array, masks: Masks, order: SourceOrder, unit: BlendUnit) -> int:
-        """Answer from a remembered chunk; 0 if there is none."""
+        """Answer from a cached chunk; 0 if none has the position."""
         for chunk in self._recent:
             here = chunk.first <= position < chunk.first + len(chunk.documents)
             if here and chunk.masks == masks and chunk.order is order:
@@ -218,7 +218,7 @@ class DocumentFeed:
     def _note_repeat(self, position: int, config: SourceConfig, order: SourceOrder) -> None:
         if config.max_epochs is None or config.on_exhausted != "repeat":
             return
-        # Only where the epoch begins, or every checkpoint taken in it would say so again.
+        # Only at the beginning of the epoch, or every checkpoint in it would repeat the message.
         if position == order.start_of(config.max_epochs):
             log.warning(
                 "source '%s' has been seen for max_epochs %d and is repeated (on_exhausted: repeat)",
@@ -229,10 +229,10 @@ class DocumentFeed:
 
 @compiled
 def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[no-untyped-def]
-    """Write the rows of `DocumentFeed.fill` from ``position`` on, as many as there is room for, the units being tokens.
+    """Write the rows of `DocumentFeed.fill` from ``position`` on, as many as fit, with tokens as units.
 
     Returns:
-        How many; or -1 for a length that cannot be.
+        Number of rows; or -1 for an impossible length.
     """
     rows = 0
     for k in range(documents.size):
@@ -251,9 +251,9 @@ def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[n
     return rows
 
 
-#: Rows that a pool begins with.
+#: Initial rows of a pool.
 LEAST_ROWS = 64
-#: The part of a sample (one token of so many) that may stay free so that no piece is cut to fill it.
+#: One part in this many of a sample may stay free rather than cutting a piece to fill it.
 SPARE = 512
 
 
@@ -261,7 +261,7 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
     """The constants that the loop needs."""
     packing = config.packing
     traits = packing.traits
-    # What waits together has a bin of its own.
+    # Every document that waits has a bin of its own, or shares one with other small ones.
     group = min(2 * config.seq_length // packing.num_bins, config.seq_length) if traits.groups else 0
     return kernel.Config(
         mode=kernel.MODE_NUMBERS[packing.mode],
@@ -302,7 +302,7 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
     arrays = arrays._replace(scalars=scalars, sources=sources)
     if after.packs_as(before):
         return arrays
-    # In the order in which it was placed.
+    # In the order in which they were placed.
     waiting = np.concatenate([segments_of(arrays)[0], tail_segments(arrays), pending_segments(arrays)])
     for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL, kernel.NUM_FILLERS):
         scalars[row] = 0
@@ -318,14 +318,14 @@ def _weigh(sources: Int64Array, config: StreamConfig) -> None:
 
 
 def _fresh(config: StreamConfig) -> dict[str, Any]:
-    """Bins that are all free, without a pool, and room for what packing ``split`` keeps back."""
+    """Free bins, an empty pool, and room for the tails that packing ``split`` keeps back."""
     num_bins, fills = kernel_config(config).open_bins + 1, any(config.fillers)
     num_tails = kernel.TAILS if fills or config.packing.traits.cuts else 0
     return {name: np.zeros(num_bins, np.int64) for name in ("room", "opened", "head", "tail")} | {
         "segments": np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
         "link": np.zeros(0, np.int64),
         "tails": np.zeros((num_tails, kernel.SEGMENT_WIDTH), np.int64),
-        # One more, while a piece is cut; and as many as there are tails: of a state that does not tell them apart.
+        # One more for a piece being cut, and the tails of a state that does not tell the two kinds apart.
         "fillers": np.zeros((kernel.TAILS + kernel.FILLERS + 1 if fills else 0, kernel.SEGMENT_WIDTH), np.int64),
     }
 
@@ -334,8 +334,8 @@ def segments_of(arrays: Arrays) -> tuple[Int64Array, Int64Array]:
     """The segments in the open bins, as rows.
 
     Returns:
-        int64[w, SEGMENT_WIDTH], bin after bin in opening order, each in the order in which it was filled; int64[b],
-        the segments of each bin.
+        int64[w, SEGMENT_WIDTH], bins in opening order, each in filling order; int64[b], the number of segments of each
+        bin.
     """
     num_open, num_waiting = int(arrays.scalars[kernel.NUM_OPEN]), int(arrays.scalars[kernel.NUM_WAITING])
     rows, counts = np.empty((num_waiting, kernel.SEGMENT_WIDTH), np.int64), np.zeros(num_open, np.int64)
@@ -359,10 +359,10 @@ def _collect(head, link, segments, rows, counts):  # type: ignore[no-untyped-def
 def with_bins(
     arrays: Arrays, room: npt.ArrayLike, opened: npt.ArrayLike, rows: Int64Array, counts: Int64Array
 ) -> Arrays:
-    """The arrays with these bins open and no others, in a pool of just their segments.
+    """The arrays with exactly these bins open, in a pool of just their segments.
 
     Args:
-        arrays: the others are kept; ``scalars`` is changed in place.
+        arrays: supplies the others; its ``scalars`` is changed in place.
         room, opened: of each bin, in opening order.
         rows, counts: as of `segments_of`; no bin is empty.
     """
@@ -378,7 +378,7 @@ def with_bins(
 
 
 def grown(arrays: Arrays) -> Arrays:
-    """The arrays with twice the pool, of which nothing is free; ``scalars`` is changed in place."""
+    """The arrays with the pool doubled, when none of it is free; ``scalars`` is changed in place."""
     num = len(arrays.link)
     more = max(num, LEAST_ROWS)
     link = np.arange(num + 1, num + more + 1)
@@ -389,17 +389,17 @@ def grown(arrays: Arrays) -> Arrays:
 
 
 def tail_segments(arrays: Arrays) -> Int64Array:
-    """Pieces that wait to fill, then what was cut off and is kept back; the oldest first: int64[t, SEGMENT_WIDTH]."""
+    """The pieces that wait to fill, then the tails kept back, each oldest first: int64[t, SEGMENT_WIDTH]."""
     first, num = arrays.scalars[kernel.FIRST_TAIL], arrays.scalars[kernel.NUM_TAILS]
     rows = arrays.tails[(first + np.arange(num)) % max(len(arrays.tails), 1)]
     return np.concatenate([arrays.fillers[: arrays.scalars[kernel.NUM_FILLERS]], rows])
 
 
 def put_tails(arrays: Arrays, rows: Int64Array, orders: Orders) -> None:
-    """Set what `tail_segments` gives; ``scalars`` is changed in place.
+    """Restore what `tail_segments` returns; ``scalars`` is changed in place.
 
-    Where the ones end and the others begin follows from the rows: what is kept back is what is left of pieces, and only
-    when `kernel.TAILS` of it are kept back does any of it wait to fill.
+    The rows determine where the two kinds meet: a tail is the rest of a piece, and tails wait to fill only once
+    `kernel.TAILS` are kept back.
     """
     num = len(rows)
     if len(arrays.fillers):
@@ -416,7 +416,7 @@ def put_tails(arrays: Arrays, rows: Int64Array, orders: Orders) -> None:
 
 
 def pending_segments(arrays: Arrays) -> Int64Array:
-    """The segments that wait to be placed: the current document, then those carried over: int64[w, SEGMENT_WIDTH]."""
+    """The segments that are to be placed: the current document, then those carried over: int64[w, SEGMENT_WIDTH]."""
     scalars = arrays.scalars
     at_hand = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
     num = int(at_hand[kernel.LENGTH] > 0)
@@ -424,7 +424,7 @@ def pending_segments(arrays: Arrays) -> Int64Array:
 
 
 def without_documents(arrays: Arrays, config: kernel.Config, masks: Mapping[int, Masks], orders: Orders) -> Arrays:
-    """The arrays without what waits of some documents, which is counted as left out.
+    """The arrays without the waiting segments of some documents, which are counted as left out.
 
     Args:
         arrays: of a stage.
@@ -436,7 +436,7 @@ def without_documents(arrays: Arrays, config: kernel.Config, masks: Mapping[int,
     scalars = arrays.scalars
 
     def kept(rows: Int64Array) -> Int64Array:
-        """Rows that stay; the others are counted."""
+        """Rows that stay; the rest are counted."""
         hit = np.zeros(len(rows), np.bool_)
         for source, of_source in masks.items():
             mine = np.flatnonzero(rows[:, kernel.SOURCE] == source)

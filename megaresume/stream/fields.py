@@ -1,7 +1,7 @@
-"""`Fields`: the fields of a `StreamState` that say where the stream is, of a planner's arrays.
+"""`Fields`: turns a planner's arrays into the fields of a `StreamState` that say where the stream is.
 
-They are asked for after every step. What a step did not change is not made again, and the segments that wait, some
-hundred of which about half change in a step, are not made at all: their text is written at once by a compiled loop.
+This happens after every step, so fields that a step did not change are reused; and the waiting segments, several
+hundred of which about half change in a step, are written straight to text by a compiled loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megaresume.stream.stages import Course
 from megaresume.stream.state import Bin, Segment, SourceCursor
 from megaresume.stream.state_text import LazyTuple
 
-#: Sources from which on it is quicker to look which ones have changed.
+#: With at least this many sources it is quicker to find out which have changed.
 MANY = 32
 
 
 class Fields:
-    """The fields of one state after the other. For one thread at a time.
+    """Makes the fields of one state after another. Not thread-safe.
 
     Args:
         course: the stages of the stream.
@@ -35,11 +35,11 @@ class Fields:
 
     def __init__(self, course: Course) -> None:
         self._course = course
-        #: rows, orders and cursors of the last time.
+        #: rows, orders and cursors of the previous state.
         self._last: tuple[Int64Array, Sequence[SourceOrder], list[SourceCursor]] = np.zeros((0, 0), np.int64), (), []
 
     def of(self, arrays: Arrays) -> dict[str, Any]:
-        """The fields of a planner, whose arrays are read and not kept."""
+        """The fields for a planner's arrays, which are read and not kept."""
         scalars = arrays.scalars.tolist()
         stage = scalars[kernel.STAGE]
         names = (source.name for source in self._course.config(stage).sources)
@@ -57,8 +57,7 @@ class Fields:
         }
 
     def _cursors(self, rows: Int64Array, orders: Sequence[SourceOrder]) -> list[SourceCursor]:
-        """The cursors of all sources. A step changes few of them: the others are the same objects as in the last
-        state."""
+        """The cursors of all sources. A step changes few; the others are the previous state's objects."""
         before, of_orders, cursors = self._last
         if len(rows) < MANY or orders is not of_orders or rows.shape != before.shape:
             cursors = list(map(_source_cursor, rows.tolist(), orders))
@@ -71,7 +70,7 @@ class Fields:
 
 
 def comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Fields`, or those fields of a state: to compare the two."""
+    """The fields of `Fields`, or the same fields of a state, so that the two can be compared."""
     names = ("samples", "documents", "tokens", "sources", "bins", "pending", "tails", "stages", "digest")
     return {name: fields[name] for name in names}
 
@@ -117,7 +116,7 @@ def _decode(text: npt.NDArray[np.uint8], size: int) -> str:
     return text[:size].tobytes().decode("ascii")
 
 
-#: Characters of a number, at most; of a segment, and of a bin without its segments.
+#: The most characters of a number; of a segment; and of a bin without its segments.
 NUMBER_TEXT = 19
 SEGMENT_TEXT, BIN_TEXT = 4 * NUMBER_TEXT + 6, NUMBER_TEXT + 6
 _OPEN, _CLOSE, _COMMA = map(ord, "[],")
@@ -126,7 +125,7 @@ _ZERO, _TEN = np.uint64(ord("0")), np.uint64(10)
 
 @compiled
 def _write_bins(text, opened, head, segments, link):  # type: ignore[no-untyped-def]
-    """Write ``[[opened,[segment,...]],...]``; how many characters it is. There is at least one."""
+    """Write ``[[opened,[segment,...]],...]``, at least one; return the number of characters."""
     text[0] = _OPEN
     at = 1
     for b in range(opened.size):
@@ -146,7 +145,7 @@ def _write_bins(text, opened, head, segments, link):  # type: ignore[no-untyped-
 
 @compiled
 def _write_segments(text, rows):  # type: ignore[no-untyped-def]
-    """Write ``[segment,...]``; how many characters it is. There is at least one."""
+    """Write ``[segment,...]``, at least one; return the number of characters."""
     text[0] = _OPEN
     at = 1
     for k in range(rows.shape[0]):
@@ -157,7 +156,7 @@ def _write_segments(text, rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def _write_segment(text, at, rows, k):  # type: ignore[no-untyped-def]
-    """Write ``[source,position,offset,length],`` from ``at`` on; where it ends. The document follows from those."""
+    """Write ``[source,position,offset,length],`` at ``at``; return the end. The document follows from these."""
     text[at] = _OPEN
     for column in (SOURCE, POSITION, OFFSET, LENGTH):
         at = _write_number(text, at + 1, rows[k, column])
@@ -168,7 +167,7 @@ def _write_segment(text, at, rows, k):  # type: ignore[no-untyped-def]
 
 @compiled
 def _write_number(text, at, number):  # type: ignore[no-untyped-def]
-    """Write a number that is not negative; where it ends."""
+    """Write a non-negative number; return the end."""
     rest, end, power = np.uint64(number), at + 1, _TEN
     while rest >= power:
         end, power = end + 1, power * _TEN

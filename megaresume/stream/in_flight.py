@@ -1,7 +1,7 @@
-"""`InFlight`: what became of every prompt of reinforcement learning, exactly once, in whatever order rollouts end.
+"""`InFlight`: the fate of every reinforcement-learning prompt, exactly once, in whatever order rollouts finish.
 
-A prompt is known by its ordinal, the number of a sample of the stream, and has ``rollouts`` rollouts, numbered from 0:
-a group may come back, be trained and be issued again in parts. Each of its rollouts is in one of four states:
+A prompt is identified by its ordinal, its sample number in the stream. It has ``rollouts`` rollouts, numbered from 0,
+since a group may come back, be trained and be issued again in parts. Each rollout is in one of four states:
 
                new(), issue_again()           done()           trained()
       MISSING ----------------------> FLYING --------> DONE --------------> GONE
@@ -9,7 +9,7 @@ a group may come back, be trained and be issued again in parts. Each of its roll
          |  drop(requeue=True), stale    |               |    drop(), stale   |
          +-------------------------------+---------------+--------------------+
 
-    told            MISSING             FLYING              DONE                       GONE
+    call            MISSING             FLYING              DONE                       GONE
     issue_again()   FLYING              stays               stays                      stays
     done()          DONE: outlived the  DONE                not wanted: repeated       not wanted: repeated, or late
                     crash                                                              if the prompt is settled
@@ -27,17 +27,17 @@ a group may come back, be trained and be issued again in parts. Each of its roll
       requeue       stays               MISSING             MISSING                    refused; stays if all are meant
     load()          stays               MISSING             MISSING                    stays
 
-The words, also of the attributes: sets of rollouts are the bits of a number.
+Terms, also used for the attributes (a set of rollouts is the bits of an integer):
 
-    flying      asked for, and not back
-    done        back and wanted, and not trained yet
-    gone        trained or dropped: never asked for again
-    missing     none of these: to be asked for. The prompt then *waits*
-    made        by which weights those that are back were made: bits by version
+    flying      requested, not back yet
+    done        back and accepted, not trained yet
+    gone        trained or dropped: never requested again
+    missing     none of these: to be requested. The prompt then *waits*
+    made        which weights made the rollouts that are back: bits by version
     settled     a prompt whose rollouts are all gone: no longer in `open`. All below the *frontier* are, and some above
 
-The state says which prompts are open and which of their rollouts are gone, no more: after a resume all that was open is
-issued again first, in order of ordinals.
+The state records only which prompts are open and which of their rollouts are gone: after a resume, all open prompts are
+issued again first, in order of their ordinals.
 
 Imports neither numpy nor numba.
 """
@@ -56,7 +56,7 @@ from megaresume.stream.in_flight_text import from_runs, packed, unpacked
 
 OnStale = Literal["requeue", "drop"]
 
-#: an ordinal; or (ordinal, rollout), one rollout of it.
+#: an ordinal; or (ordinal, rollout) for one rollout of it.
 PromptOrRollout = int | tuple[int, int]
 
 STALE = "stale"
@@ -68,34 +68,34 @@ class Flight:
     __slots__ = ("attempts", "digest", "done", "flying", "gone", "issued", "made", "step", "waits")
 
     def __init__(self, flying: int = 0, *, gone: int = 0, step: int | None = None, waits: bool = False) -> None:
-        #: the hash of the prompt's content; after a resume None, until somebody asks.
+        #: the hash of the prompt's content; None after a resume, until it is needed.
         self.digest: str | None = None
-        #: rollouts, as bits: see the words above. None is in two of these.
+        #: rollouts, as bits: see the terms above. None is in two of these.
         self.flying, self.done, self.gone = flying, 0, gone
-        #: the last step that has trained a rollout of it.
+        #: the last step that trained one of its rollouts.
         self.step = step
-        #: which weights made those that came back: bits by version; None until one is told.
+        #: which weights made the rollouts that are back: bits by version; None until a version is reported.
         self.made: dict[int, int] | None = None
-        #: whether it is to be issued again.
+        #: whether it must be issued again.
         self.waits = waits
-        #: which attempt, from 1, asked last for a rollout; None: none was asked for again.
+        #: for each rollout requested again, the number of its latest attempt, from 1; None: no rollout was.
         self.attempts: dict[int, int] | None = None
-        #: when the prompt was issued last (`time.monotonic`), and the version of the weights then; None: not since the
+        #: when the prompt was last issued (`time.monotonic`), and the weights' version then; None: not since the
         #: resume.
         self.issued: tuple[float, int] | None = None
 
 
 class InFlight:
-    """See above. For one thread at a time.
+    """The prompts in flight: see the module. Not thread-safe.
 
     Args:
         rollouts: of each prompt.
-        min_rollouts: with how many that came back a group may be trained while others are out; None: with all.
-        max_staleness: by how many versions the weights may be newer than those that made a rollout; None: no bound.
-        on_stale: what becomes of an older one.
+        min_rollouts: a group may be trained once this many are back and the others still out; None: all.
+        max_staleness: how many versions a rollout's weights may be behind the current ones; None: no limit.
+        on_stale: what happens to a rollout older than that.
 
     Raises:
-        UsageError: a number is out of range, or no whole number.
+        UsageError: a number is out of range, or not an integer.
     """
 
     def __init__(
@@ -121,17 +121,15 @@ class InFlight:
         self.max_staleness, self.on_stale = max_staleness, on_stale
         self._all = (1 << rollouts) - 1
         self.open: dict[int, Flight] = {}
-        #: a heap of the ordinals that wait, cleaned lazily: one that was settled, or that lacks nothing any more, stays
-        #: in it until `take_waiting` pops it.
+        #: a heap of the waiting ordinals, cleaned lazily: settled or complete ones stay until `take_waiting` pops them.
         self._waiting: list[int] = []
-        #: the next ordinal; the last step that trained; the version of the weights that roll out.
+        #: the next ordinal; the last step that trained; the version of the weights that generate rollouts.
         self.next, self.step, self.weights_version = 0, 0, 0
-        #: whether there may be rollouts of weights that a resume went back before.
+        #: whether rollouts may exist from weights that a resume discarded.
         self.is_resumed = False
-        #: what was counted since this object was made: prompts trained; rollouts dropped, requeued or passed over, by
-        #: reason.
+        #: counts since this object was made: prompts trained; rollouts dropped, requeued or ignored, by reason.
         self.counts: Counter[str] = Counter()
-        #: the prompts settled since `forget_settled`, in that order; and the rollouts trained since, by staleness.
+        #: prompts settled since `forget_settled`, in that order; and rollouts trained since then, by staleness.
         self._trained: dict[int, list[int]] = {}
         self._dropped: dict[str, list[int]] = {}
         self._staleness: Counter[int] = Counter()
@@ -141,10 +139,10 @@ class InFlight:
         """The first ordinal that is not settled."""
         return min(self.open, default=self.next)
 
-    # Out
+    # Issuing
 
     def new(self, digests: Iterable[str]) -> range:
-        """Issue the next ordinals, one for each of these digests."""
+        """Issue the next ordinals, one for each digest."""
         first, everything, issued = self.next, self._all, (time.monotonic(), self.weights_version)
         for digest in digests:
             self.open[self.next] = flight = Flight(everything)
@@ -153,8 +151,8 @@ class InFlight:
         return range(first, self.next)
 
     def take_waiting(self, most: int) -> list[int]:
-        """Take at most ``most`` prompts that are to be issued again, in order. Each is then `issue_again`, or all are
-        `put_back`."""
+        """Take at most ``most`` prompts to issue again, in order. Then call `issue_again` on each, or `put_back` on
+        all."""
         taken: list[int] = []
         while self._waiting and len(taken) < most:
             ordinal = heapq.heappop(self._waiting)
@@ -167,12 +165,12 @@ class InFlight:
         return taken
 
     def put_back(self, taken: Iterable[int]) -> None:
-        """Take back prompts of `take_waiting` that could not be issued."""
+        """Return prompts of `take_waiting` that could not be issued."""
         for ordinal in taken:
             heapq.heappush(self._waiting, ordinal)
 
     def issue_again(self, ordinal: int, digest: str) -> tuple[int, tuple[int, ...]]:
-        """Issue one that was taken: the number of the attempt, and its rollouts that are missing."""
+        """Issue a prompt that was taken: the number of the attempt, and its missing rollouts."""
         flight = self.open[ordinal]
         missing = self._missing(flight)
         flight.digest, flight.waits = digest, False
@@ -187,17 +185,17 @@ class InFlight:
         return self._all & ~(flight.done | flight.gone | flight.flying)
 
     def numbers(self, bits: int) -> tuple[int, ...]:
-        """The rollouts of some bits."""
+        """The rollouts whose bits are set."""
         return tuple(k for k in range(self.rollouts) if bits >> k & 1)
 
-    # Back
+    # Results
 
     def flight(self, ordinal: int, call: str) -> Flight | None:
         """An open prompt; None if it is settled.
 
         Raises:
             StateError: it was never issued.
-            UsageError: it is not a number.
+            UsageError: it is not an integer.
         """
         flight = self.open.get(as_number("ordinal", ordinal))
         if flight is None and not 0 <= ordinal < self.next:
@@ -213,11 +211,11 @@ class InFlight:
     def done(
         self, flight: Flight, ordinal: int, rollout: int, version: int | None, attempt: int | None, newest: int
     ) -> bool:
-        """A rollout of an open prompt came back. Whether it is wanted: not there already, not settled, not stale.
+        """Record that a rollout came back. Returns whether it is accepted: not a repeat, not settled, not stale.
 
         Args:
-            attempt: that asked for it; None: one of another start.
-            newest: version of the weights of that start that this run still has.
+            attempt: the attempt that requested it; None: it was requested by another start.
+            newest: the newest version of that start's weights that this run still has.
         """
         bit = 1 << self._number(rollout)
         if (flight.done | flight.gone) & bit:
@@ -234,7 +232,7 @@ class InFlight:
         else:
             version = as_number("version", version)
             if attempt is None and version > newest:
-                # Whatever number the weights have by now: those that made it are lost. Who was asked since is out.
+                # The weights that made it are lost, whatever version they have now. Rollouts requested since stay out.
                 self.counts["of later weights"] += 1
                 return False
             if version > self.weights_version:
@@ -263,7 +261,7 @@ class InFlight:
                 action="call prompts.advance(version) before the new weights roll out",
             )
         self.counts["of later weights"] += 1
-        # Weights that a resume went back before; or advance() was late, and nobody else rolls it out.
+        # From weights that a resume discarded; or advance() was late, and nobody else will produce it.
         if flight.flying & bit:
             flight.flying &= ~bit
             self._wait(ordinal, flight)
@@ -300,7 +298,7 @@ class InFlight:
         return [(ordinal, rollout) for ordinal, bits in stale for rollout in self.numbers(bits)]
 
     def _stale(self, flight: Flight) -> int:
-        """The rollouts of a prompt that came back and are too old, as bits."""
+        """The rollouts of a prompt that are back and too old, as bits."""
         bits = 0
         for version, made in (flight.made or {}).items():
             if self._is_stale(version):
@@ -339,7 +337,7 @@ class InFlight:
             flight = self._trainable(step, ordinal)
             if not flight.done >> rollout & 1:
                 raise self._not_done(step, ordinal, flight, rollout)
-        # Parts first: a prompt may be named both ways, and the whole of it is settled.
+        # Parts first: a prompt may be named both as a whole and in parts, and naming the whole settles it.
         for ordinal, rollout in parts:
             flight = self.open[ordinal]
             flight.step = step
@@ -391,7 +389,7 @@ class InFlight:
             action="use only rollouts for which done() said True, and each once",
         )
 
-    # What is the same for all
+    # Shared
 
     def _number(self, rollout: int) -> int:
         rollout = as_number("rollout", rollout)
@@ -424,14 +422,14 @@ class InFlight:
             heapq.heappush(self._waiting, ordinal)
 
     def _gone(self, ordinal: int, flight: Flight, bits: int, reason: str = "") -> None:
-        """Note that some rollouts were trained or dropped; with the last one, the prompt is settled."""
+        """Note that rollouts were trained or dropped; the last one settles the prompt."""
         flight.gone |= bits
         flight.done &= ~bits
         if flight.gone == self._all:
             self._settle(ordinal, flight, reason)
 
     def _settle(self, ordinal: int, flight: Flight, reason: str = "") -> None:
-        """A prompt of which any rollout is trained is trained."""
+        """Settle a prompt. It counts as trained if any of its rollouts is."""
         del self.open[ordinal]
         if flight.step is None:
             self._dropped.setdefault(reason, []).append(ordinal)
@@ -439,26 +437,26 @@ class InFlight:
             self._trained.setdefault(flight.step, []).append(ordinal)
             self.counts["trained"] += 1
 
-    # Kept
+    # Records and state
 
     @property
     def settled(self) -> tuple[dict[int, list[int]], dict[str, list[int]]]:
-        """The prompts settled since `forget_settled`: ordinals by the step that trained them, and by why they were
-        dropped."""
+        """The prompts settled since `forget_settled`: ordinals by the step that trained them, and by the reason they
+        were dropped for."""
         return self._trained, self._dropped
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Rollouts that were trained since `forget_settled`, whole or in part of their group, by how many versions the
-        weights were newer than those that made them. Of those only whose version was told."""
+        """Rollouts trained since `forget_settled`, by how many versions their weights were behind. Only rollouts whose
+        version was reported."""
         return dict(sorted(self._staleness.items()))
 
     def forget_settled(self) -> None:
-        """Forget what was settled: it is written down."""
+        """Forget the settled prompts, once they are recorded."""
         self._trained, self._dropped, self._staleness = {}, {}, Counter()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; the prompts in flight are packed if they are many."""
+        """Plain JSON; many prompts in flight are packed."""
         opened = sorted(self.open)
         partial = [(k, f"{one.gone:x}", one.step) for k in opened if (one := self.open[k]).gone]
         head = {"rollouts": self.rollouts, "step": self.step, "weights_version": self.weights_version}
@@ -468,7 +466,7 @@ class InFlight:
         """Continue from what `to_dict` gave.
 
         Raises:
-            StateError: groups are of another size than those that are trained in part.
+            StateError: the group size differs, and some groups are trained in part.
             ValueError, KeyError, TypeError: a field is missing or wrong.
         """
         fields = unpacked(fields)
@@ -523,7 +521,7 @@ def _check(name: str, value: int, least: int, most: int | None = None) -> int:
 
 
 def as_number(name: str, value: int) -> int:
-    """A number of NumPy's or torch's as Python's: bits are shifted by it."""
+    """A NumPy or torch integer as Python's, since bits are shifted by it."""
     try:
         return operator.index(value)
     except TypeError:

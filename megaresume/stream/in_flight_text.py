@@ -1,9 +1,9 @@
 """Prompts in flight as text: which are open, and which rollouts of their groups are gone.
 
-    short   {"open": [gap, run, gap, run, ...], "partial": [[ordinal, rollouts that are gone in hex, step], ...]}
-    packed  {"packed": the same by column, without rollouts, "gone": those, as a bitmap of each group}
+    short   {"open": [gap, run, gap, run, ...], "partial": [[ordinal, gone rollouts in hex, step], ...]}
+    packed  {"packed": the same by column, without rollouts, "gone": the rollouts, as a bitmap of each group}
 
-It is packed if there are many.
+Many prompts are packed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from megaresume.stream.errors import as_count, parse_json
 
-#: characters from which the prompts in flight are packed.
+#: number of characters from which on the prompts in flight are packed.
 PACKED_FROM = 4096
 
 
@@ -25,14 +25,14 @@ def packed(opened: Sequence[int], partial: Sequence[tuple[int, str, int | None]]
 
     Args:
         opened: ordinals of the prompts in flight, ascending.
-        partial: of those whose group is trained or dropped in part: ordinal, rollouts that are gone as bits in hex, and
-            the last step that trained one.
+        partial: of groups trained or dropped in part: ordinal, the gone rollouts as bits in hex, and the last step that
+            trained one.
         rollouts: of each prompt.
     """
     fields: dict[str, Any] = {"open": to_runs(opened), "partial": partial}
     if len(json.dumps(fields, separators=(",", ":"))) <= PACKED_FROM:
         return fields
-    # By column, what is alike side by side.
+    # By column, so that similar numbers are together.
     columns = [fields["open"], to_runs([k for k, _, _ in partial]), [step for _, _, step in partial]]
     text = json.dumps(columns, separators=(",", ":")).encode()
     bits = b"".join(int(gone, 16).to_bytes(-(-rollouts // 8), "little") for _, gone, _ in partial)
@@ -40,7 +40,7 @@ def packed(opened: Sequence[int], partial: Sequence[tuple[int, str, int | None]]
 
 
 def unpacked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a state, with ``open`` and ``partial``, whichever form it has.
+    """The fields of a state in the short form, with ``open`` and ``partial``, from either form.
 
     Raises:
         ValueError: it is damaged.
@@ -56,7 +56,7 @@ def unpacked(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compressed(data: bytes) -> str:
-    # What does not repeat, as bits that are set at random, is smaller without zlib's search for repetitions.
+    # Data without repetitions, such as random bits, is smaller without zlib's search for them.
     found = []
     for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY):
         packer = zlib.compressobj(9, strategy=strategy)
@@ -72,7 +72,7 @@ def _decompressed(fields: Mapping[str, Any], name: str) -> bytes:
 
 
 def to_runs(ordinals: Sequence[int]) -> list[int]:
-    """Ascending ordinals as the lengths of what lies between them and of themselves: [gap, run, gap, run, ...]."""
+    """Ascending ordinals as alternating lengths of gaps and runs: [gap, run, gap, run, ...]."""
     runs: list[int] = []
     end = 0
     for ordinal in ordinals:
@@ -85,10 +85,10 @@ def to_runs(ordinals: Sequence[int]) -> list[int]:
 
 
 def from_runs(runs: Sequence[int]) -> list[int]:
-    """The ordinals of which runs were made.
+    """The ordinals that `to_runs` encoded.
 
     Raises:
-        ValueError: these are no runs.
+        ValueError: malformed runs.
     """
     ordinals: list[int] = []
     end = 0

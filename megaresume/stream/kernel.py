@@ -1,7 +1,7 @@
 """The planning loop: draw documents by the blend, pack them, emit samples. One compiled function, no allocation.
 
-It works on ids and lengths alone and is a pure function of its arrays. ``tests/stream/reference.py`` says the same in
-plain Python; the tests hold this loop against it, sample by sample.
+It works on ids and lengths alone and is a pure function of its arrays. The tests compare it, sample by sample, with
+``tests/stream/reference.py``, the same in plain Python.
 
 Blend. Source i with integer weight ``w`` of ``W`` parts has drawn ``c`` units (tokens, or documents) of the ``T`` of
 all sources since its stage began, and its next document has ``l`` units. In the ideal blend that document occupies
@@ -10,24 +10,29 @@ the one with the earliest deadline among those released (ties: by name). This is
 "WF2Q: worst-case fair weighted fair queueing", INFOCOM 1996), for documents of one unit the quota method that solves
 the chairman assignment problem (Tijdeman 1980): no source is ever a document ahead of its share or behind it,
 whatever the number of sources. (Always taking the largest deficit instead is off by 1.8 documents with 100 equal
-sources beside a large one.) Both times are exact, and what lies beyond `LATE` counts as `LATE`. They follow from the
-documents of a source alone, so they are computed for all that are looked ahead at (`set_dues`). Of a few sources all
-are looked at; of many the next is the winner of a tournament (``selection.py``).
+sources beside a large one.) Both times are exact; times beyond `LATE` count as `LATE`. They depend only on the
+source's own documents, so they are computed for all pieces looked ahead at (`set_dues`). Few sources are scanned; among
+many, a tournament (``selection.py``) finds the next one.
 
-What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``order.py``). A later
-piece of a document counts as no further document.
+What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``order.py``). Only the first
+piece of a document counts as a document.
 
-Packing. A drawn piece is *pending* until it is in a bin. ``split`` concatenates and cuts; what it cuts off at the end
-of a sample waits until `TAILS` others were, and begins another one, so that both parts are in different batches. What
-fills a sample passes by uncut. ``best_fit`` puts a piece into the open bin that it fills best; where it fits nowhere it
-opens a bin, after closing the fullest if all are in use, or if `OPEN_SEGMENTS` lie in them: tiny documents need few.
-Sources that are packed by ``split`` beside it *fill*: up to `FILLERS` of their pieces wait (of those that fill a sample
-`FEW_FILLERS`, so that there is always something), and a bin that is closed is filled with them (`_filling`). When so
-many wait, the oldest is packed as a whole document. What is left of one that is cut waits until `TAILS` others were,
-as under ``split``, before it is one of those that wait to fill.
-``knapsack`` lets every document wait in a bin of its own, or with the one before it as long as both are small
-(`Config.group`), and when all are in use it makes a sample of those that fill it best. Bins are kept in opening order,
-and every tie goes to the oldest, so that the state needs no slot numbers.
+Packing. A drawn piece is *pending* until it is in a bin.
+
+``split`` concatenates and cuts. The tail cut off at the end of a sample waits until `TAILS` others were cut, and then
+begins another sample, so that both parts are in different batches. Pieces that fill a whole sample pass by uncut.
+
+``best_fit`` puts a piece into the open bin that it fills best. If it fits nowhere, it opens a bin, after closing the
+fullest one if all are in use or hold `OPEN_SEGMENTS` segments: tiny documents need few bins. Sources with ``split``
+beside it *fill*: up to `FILLERS` of their pieces wait (`FEW_FILLERS` of those as long as a sample, so that some always
+do), and fill a bin when it is closed (`_filling`). When that many wait, the oldest is packed as a whole document. The
+tail of a cut piece waits until `TAILS` others were cut, as under ``split``, and then joins the pieces that wait to
+fill.
+
+``knapsack`` lets every document wait in a bin of its own, or share one with the previous document as long as both are
+small (`Config.group`). When all bins are in use, it makes a sample of those that fill it best.
+
+Bins are kept in opening order, and every tie goes to the oldest, so that the state needs no slot numbers.
 """
 
 from __future__ import annotations
@@ -52,10 +57,10 @@ from megaresume.stream.selection import (
 
 # Packing modes.
 BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3
-#: The number of each packing mode; data_yaml.MODES says what else each of them does.
+#: The number of each packing mode; data_yaml.MODES has its other properties.
 MODE_NUMBERS = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
 
-# What `advance` returns: it is done, or its caller must do something and call again.
+# What `advance` returns: done, or what its caller must do before calling it again.
 DONE, REFILL, GROW_BINS, GROW_OUT = 0, 1, 2, 3
 
 # Rows of `Arrays.scalars`. SAMPLES: closed, those that are left out included (see `trained_samples`).
@@ -68,14 +73,14 @@ NUM_WAITING, FREE = 16, 17  # segments in open bins; the first free row of `Arra
 FIRST_TAIL, NUM_TAILS = 18, 19
 NUM_FILLERS = 20
 NUM_SCALARS = 21
-#: The counts of what was trained, which leaving something out does not change.
+#: Counts of what was trained, which leaving samples out does not change.
 COUNTS_OF_TRAINED = (DOCUMENTS, TOKENS)
 
 # Columns of a segment.
 SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
 SEGMENT_WIDTH = 5
 
-# Columns of `Arrays.sources`; what a draw touches comes first, so that it is in few lines of the cache.
+# Columns of `Arrays.sources`; those that a draw touches come first, to share cache lines.
 NEXT, DRAWN_PIECES, DRAWN_DOCUMENTS, DRAWN_TOKENS, DRAWN_IN_STAGE = 0, 1, 2, 3, 4
 RELEASE, DUE = 5, 6  # of the next piece: when it is released, and when the one after it is; see `set_dues`
 HEAD, NUM_AHEAD = 7, 8
@@ -88,25 +93,25 @@ LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 15, 16  # of those drawn
 FILLS = 17  # 1: its documents are cut to fill the samples of whole ones
 SOURCE_WIDTH = 18
 
-# Columns of a piece that is looked ahead at: its position, document, offset, length, what the blend counts of it, and
-# when the one after it is released.
+# Columns of a piece looked ahead at: its position, document, offset, length, its units in the blend, and the release of
+# the piece after it.
 UNITS, RELEASES = 4, 5
 AHEAD_WIDTH = 6
 
 #: Bits for the index of a bin: `data_yaml.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
-#: Segments in open bins from which ``best_fit`` opens no further one.
+#: With this many segments in open bins, ``best_fit`` opens no further bin.
 OPEN_SEGMENTS = 2048
-#: Ends of documents that ``split`` keeps back, and those of pieces that were cut to fill: each is placed again when so
-#: many others were kept back since. As a sample cuts one at most, the parts are at least so many samples apart.
+#: Tails that ``split`` keeps back, and those of pieces cut to fill: each is placed again once this many others were
+#: kept back. As a sample cuts at most one piece, its parts are at least this many samples apart.
 TAILS = 256
-#: Pieces that wait to fill; and those from which on a piece that fills a sample does not wait.
+#: The most pieces that wait to fill; and the number from which on a piece that fills a sample does not wait.
 FILLERS, FEW_FILLERS = 128, 16
-#: Units that no stream comes to: later releases and deadlines count as this one.
+#: More units than any stream reaches: later releases and deadlines count as this.
 LATE = 1 << 61
 #: The number of samples that are hashed at the same time.
 LANES = 16
-#: Sources up to which looking at all is quicker than a tournament.
+#: Up to this many sources, a scan is quicker than a tournament.
 FEW = 6
 
 _GOLDEN = np.uint64(GOLDEN)
@@ -121,15 +126,15 @@ class Config(NamedTuple):
     mode: int
     seq_length: int
     open_bins: int
-    #: samples closed until a bin is due; never reached in a mode that has no bins, see `feed.kernel_config`.
+    #: samples closed until a bin is due; unreachable in a mode without bins, see `feed.kernel_config`.
     max_age: int
     align: int
-    #: whether some sources fill what the whole documents of the others leave free.
+    #: whether some sources fill the gaps that whole documents of the others leave.
     fills: bool
-    #: tokens of the shortest part that such a source is cut into; and those that may stay free so that none is cut.
+    #: tokens of the shortest part cut from such a source; and tokens that may stay free rather than cut one.
     least: int
     spare: int
-    #: ``knapsack``: tokens up to which documents wait together.
+    #: ``knapsack``: documents of up to this many tokens in all wait together.
     group: int
 
 
@@ -142,7 +147,7 @@ class Arrays(NamedTuple):
     digest: UInt64Array
     #: the cursors of the sources, int64[n, SOURCE_WIDTH].
     sources: Int64Array
-    #: int64[K]: tokens left, in opening order; at least 1 of an open bin, else 0.
+    #: int64[K]: free tokens, in opening order; at least 1 for an open bin, else 0.
     room: Int64Array
     #: int64[K]: samples closed when the bin was opened, in opening order.
     opened: Int64Array
@@ -151,24 +156,24 @@ class Arrays(NamedTuple):
     tail: Int64Array
     #: int64[P, SEGMENT_WIDTH]: the pool of all bins.
     segments: Int64Array
-    #: int64[P]: the next row of the same bin, or the next one that is free; -1 at the end.
+    #: int64[P]: the next row of the same bin, or of the free rows; -1 at the end.
     link: Int64Array
-    #: int64[w, SEGMENT_WIDTH]: taken out of the bins of the stage before, to be placed before anything is drawn.
+    #: int64[w, SEGMENT_WIDTH]: taken out of the previous stage's bins, to be placed before anything is drawn.
     carried: Int64Array
-    #: int64[TAILS, SEGMENT_WIDTH], if nothing is packed by ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS
-    #: ends of documents that were cut, the oldest at FIRST_TAIL.
+    #: int64[TAILS, SEGMENT_WIDTH], or int64[0, SEGMENT_WIDTH] if nothing is packed by ``split``: a ring of NUM_TAILS
+    #: tails of cut documents, the oldest at FIRST_TAIL.
     tails: Int64Array
-    #: int64[F, SEGMENT_WIDTH], of a source that fills, else F = 0: NUM_FILLERS pieces that wait, the oldest first.
+    #: int64[F, SEGMENT_WIDTH]: NUM_FILLERS pieces that wait to fill, the oldest first; F = 0 if no source fills.
     fillers: Int64Array
 
 
 def trained_samples(arrays: Arrays) -> int:
-    """The number of the next sample, counted without those that were left out."""
+    """The number of the next sample, not counting those left out."""
     return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT_SAMPLES])
 
 
 def set_shares(sources: Int64Array) -> None:
-    """Compute the shares of the sources that are drawn, from their weights."""
+    """Compute the shares of the drawn sources from their weights."""
     active = sources[:, ACTIVE] > 0
     weights = sources[active, WEIGHT]
     sources[active, SHARE], rests = np.divmod(weights.sum(), weights)
@@ -178,16 +183,16 @@ def set_shares(sources: Int64Array) -> None:
 
 
 def set_dues(source: Int64Array, pieces: Int64Array) -> None:
-    """Compute when a source that is drawn releases its next pieces.
+    """Compute when a drawn source releases its next pieces.
 
-    Such a time is twice the units of all sources that the blend has drawn by then, rounded down, and 1 more if there
-    is a fraction. So it is also the deadline of the piece before: half of it, rounded up.
+    The time is twice the units that the blend has drawn from all sources by then, rounded down, plus 1 if there is a
+    fraction. So half of it, rounded up, is also the deadline of the piece before.
 
     Args:
         source: int64[SOURCE_WIDTH], changed.
         pieces: int64[n, AHEAD_WIDTH], its next ones, changed.
     """
-    # Python's integers: the product may leave 64 bits.
+    # Python's integers: the product may overflow 64 bits.
     fields = source.tolist()
     drawn, weight, share, share_rest = (fields[k] for k in (DRAWN_IN_STAGE, WEIGHT, SHARE, SHARE_REST))
     release, rest = divmod(drawn * (share * weight + share_rest), weight)
@@ -196,12 +201,13 @@ def set_dues(source: Int64Array, pieces: Int64Array) -> None:
 
 @compiled
 def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
-    """Set when the pieces of a source are due, from the release of the first on: a quotient, and its rest by the
+    """Set when the pieces of a source are due, from the first one's release on: a quotient, and its remainder by
     weight.
 
-    ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
-    The latter is estimated by `SHARE_FRACTION`, which loses less than one, and then corrected by its exact remainder,
-    which lies between 0 and 3 w; the products wrap around, but the remainder, their difference, is 63 bits long.
+    ``units * W / w`` for W of up to 61 bits is ``units * (W // w)`` plus ``units * (W % w) / w``, which is below 2**31.
+    The latter is estimated by `SHARE_FRACTION`, which is at most one too low, and then corrected by its exact
+    remainder, which lies between 0 and 3 w; the products wrap around, but the remainder, their difference, fits 63
+    bits.
     """
     source[RELEASE] = 2 * release + (1 if rest else 0)
     weight, share = source[WEIGHT], source[SHARE]
@@ -210,7 +216,7 @@ def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
         units = pieces[k, UNITS]
         quotient = (units * fraction) >> 32
         rest = np.int64(np.uint64(units) * share_rest + np.uint64(rest) - np.uint64(quotient) * np.uint64(weight))
-        once, twice = rest >= weight, rest >= 2 * weight  # no branch: nothing predicts it
+        once, twice = rest >= weight, rest >= 2 * weight  # no branch, as it could not be predicted
         rest -= (weight if once else 0) + (weight if twice else 0)
         too_far = (share >> 30) > 0 and share > LATE // max(units, 1)
         release = np.int64(LATE) if too_far else release + units * share + quotient + once + twice
@@ -223,9 +229,9 @@ def _set_dues(source, pieces, release, rest):  # type: ignore[no-untyped-def]
 @compiled
 def _best_fit(room, length):  # type: ignore[no-untyped-def]
     """The open bin that ``length`` tokens, at least one, fill best (ties: the oldest), or -1."""
-    # What is left and the index in one number, without a sign: what does not fit is larger than all that does. So it is
-    # a plain minimum, which the compiler turns into vector instructions. Over all bins, as those that are not open have
-    # no room: always as many, so that the processor foresees the end.
+    # Free room and bin index in one unsigned number, in which a bin that does not fit is larger than any that does. So
+    # a plain minimum, compiled to vector instructions, finds the bin. It covers all bins, as those that are not open
+    # have no room; the constant count makes the end of the loop predictable.
     best = _ALL
     for b in range(room.size):
         best = min(best, (np.uint64(room[b] - length) << _INDEX_BITS) | np.uint64(b))
@@ -234,13 +240,13 @@ def _best_fit(room, length):  # type: ignore[no-untyped-def]
 
 @compiled
 def _aligned(length, align):  # type: ignore[no-untyped-def]
-    """What so many tokens take of a sample: the multiple of ``align`` that holds them."""
+    """The tokens that a piece takes of a sample: its length rounded up to a multiple of ``align``."""
     return length if align == 1 else -(-length // align) * align
 
 
 @compiled
 def _count(sources, i, ahead, at):  # type: ignore[no-untyped-def]
-    """Piece ``at`` of those ahead of a source is drawn."""
+    """Count piece ``at`` of those ahead of a source as drawn."""
     sources[i, NEXT] = ahead[i, at, 0] + 1
     sources[i, DRAWN_PIECES] += 1
     sources[i, DRAWN_DOCUMENTS] += ahead[i, at, 2] == 0
@@ -252,9 +258,9 @@ def _count(sources, i, ahead, at):  # type: ignore[no-untyped-def]
 
 @compiled
 def _filling(fillers, num_fillers, room, config):  # type: ignore[no-untyped-def]
-    """The piece that a bin is filled with, of those that wait, or -1: the longest that fits, if it leaves no more than
-    ``config.spare`` tokens free; else the oldest that fills it and is cut, both parts being at least ``config.least``
-    tokens long; else, of short ones, the longest that fits."""
+    """The waiting piece to fill a bin with, or -1: the longest that fits if it leaves at most ``config.spare`` tokens
+    free; else the oldest that fills the bin when cut, both parts being at least ``config.least`` tokens long; else the
+    longest short one that fits."""
     whole, longest, cut = -1, 0, -1
     for k in range(num_fillers):
         length = fillers[k, LENGTH]
@@ -282,7 +288,7 @@ def _put(rows, k, source, position, document, offset, length):  # type: ignore[n
 
 @compiled
 def _copy(rows, k, others, other):  # type: ignore[no-untyped-def]
-    """Make row ``k`` that of other segments."""
+    """Copy a segment from other rows to row ``k``."""
     for column in range(SEGMENT_WIDTH):
         rows[k, column] = others[other, column]
 
@@ -298,13 +304,13 @@ def _take(fillers, num_fillers, which):  # type: ignore[no-untyped-def]
 def hash_samples(table, starts, keys, digest, hashes, digests):  # type: ignore[no-untyped-def]
     """Hash the identity of each sample: its segments, in order.
 
-    Each step of a hash waits for the one before it, so `LANES` samples are hashed next to each other, by vectors.
+    Each step of a hash depends on the previous one, so `LANES` samples are hashed side by side, in vectors.
 
     Args:
         table: int64[s, SEGMENT_WIDTH].
         starts: int64[samples + 1], first segment of each sample.
         keys: uint64[n], hash of each source's name.
-        digest: uint64[1], rolling digest, brought forward.
+        digest: uint64[1], rolling digest, updated.
         hashes: uint64[samples], written.
         digests: uint64[samples], written: the rolling digest after each.
     """
@@ -319,7 +325,7 @@ def hash_samples(table, starts, keys, digest, hashes, digests):  # type: ignore[
             most = max(most, counts[lane])
         for m in range(most):
             for lane in range(LANES):
-                # Past the end of its sample a lane reads some other row, and its result is not used.
+                # Past the end of its sample, a lane reads some other row; its result is not used.
                 row = np.uint64(min(at[lane] + m, last))
                 source[lane] = keys[np.uint64(table[row, SOURCE])]
                 place[lane] = np.uint64(table[row, DOCUMENT]) ^ (np.uint64(table[row, POSITION]) * _GOLDEN)
@@ -346,7 +352,7 @@ def _remove_bin(which, num_open, room, opened, head, tail):  # type: ignore[no-u
 
 @compiled
 def _close(a, chosen, begin, stop, free, num_open, out, num_segments):  # type: ignore[no-untyped-def]
-    """Make the chosen ones of the bins ``begin .. stop`` a sample, in opening order, and choose none any more.
+    """Make one sample of the chosen bins among ``begin .. stop``, in opening order, and clear the choice.
 
     Returns:
         segments in ``out``, the first free row, bins that are open; tokens and documents of the sample.
@@ -375,13 +381,13 @@ def _close(a, chosen, begin, stop, free, num_open, out, num_segments):  # type: 
 
 @compiled
 def _keep(tails, first_tail, num_tails, source, position, document, offset, length):  # type: ignore[no-untyped-def]
-    """Keep the end of a document that was cut, in the ring."""
+    """Keep the tail of a cut document, in the ring."""
     _put(tails, (first_tail + num_tails) % tails.shape[0], source, position, document, offset, length)
 
 
 @compiled
 def _end_wait(tails, first_tail, num_tails, fillers, num_fillers):  # type: ignore[no-untyped-def]
-    """If the ring of tails is full, its oldest has waited long enough, and is one of those that wait to fill.
+    """If the ring of tails is full, move its oldest to the pieces that wait to fill.
 
     Returns:
         first_tail, num_tails, num_fillers.
@@ -394,7 +400,7 @@ def _end_wait(tails, first_tail, num_tails, fillers, num_fillers):  # type: igno
 
 @compiled
 def _fill(a, config, b, free, num_waiting, num_fillers, first_tail, num_tails):  # type: ignore[no-untyped-def]
-    """Fill a bin that is about to be closed with pieces that wait.
+    """Fill a bin that is about to be closed with waiting pieces.
 
     Returns:
         free, num_waiting, num_fillers, first_tail, num_tails; False if the pool has no row for the next piece.
@@ -437,17 +443,17 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
         starts: int64[want + 1], first segment of each sample.
 
     Returns:
-        DONE, also where the stream has ended; REFILL (``ahead`` of source ``scalars[REFILL_SOURCE]`` is used up);
+        DONE, also if the stream has ended; REFILL (``ahead`` of source ``scalars[REFILL_SOURCE]`` is used up);
         GROW_BINS; GROW_OUT.
     """
     scalars, sources, segments, link = a.scalars, a.sources, a.segments, a.link
     room, opened, head, tail = a.room, a.opened, a.head, a.tail
     free, num_waiting = scalars[FREE], scalars[NUM_WAITING]
-    # By place in the order of names.
+    # Indexed by place in the order of names.
     release, deadline = sources[:, RELEASE][by_name] >> 1, (sources[:, DUE][by_name] + 1) >> 1
     many = by_name.size > FEW
     rows, scale = tournaments(release, deadline, scalars[STAGE_UNITS])
-    # Scalars live in registers while the loop runs.
+    # Local copies of the scalars, so that they stay in registers.
     samples, documents, tokens = scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS]
     carried, next_carried = a.carried, scalars[NEXT_CARRIED]
     tails, first_tail, num_tails = a.tails, scalars[FIRST_TAIL], scalars[NUM_TAILS]
@@ -457,7 +463,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
     source, position, document = scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2]
     offset, length = scalars[PENDING + 3], scalars[PENDING + 4]
     status = DONE
-    ending = False  # nothing is drawn any more
+    ending = False  # nothing more is drawn
     knapsack = config.mode == KNAPSACK
     chosen = np.zeros(room.size, np.bool_)
     order, tried = np.empty(room.size, np.int64), np.empty(room.size, np.int64)
@@ -470,7 +476,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
             break
 
         close = -1  # the bin that becomes the next sample
-        gather = False  # those of the bins that fill it best become the next sample
+        gather = False  # the bins that fill a sample best become the next one
         overdue = num_open > 0 and samples - opened[0] >= config.max_age
         if overdue and not knapsack:
             close = 0
@@ -492,7 +498,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
             if many:
                 while is_due(rows, scale, stage_units):
                     j = by_name[np.uint64(release_first(rows, scale, deadline))]
-                    # Some draws from now they are needed: from a far cache, where they are since the draw before.
+                    # Prefetch: they will be needed some draws from now, and may be in a far cache.
                     for further in range(2):
                         prefetch(ahead, (j, sources[j, HEAD] + further))  # type: ignore[call-arg]
                 place = winner(rows, scale, stage_units)
@@ -525,19 +531,19 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 release[np.uint64(place)], deadline[np.uint64(place)] = released, due
                 if many:
                     play(rows, scale, place, released, due, stage_units)
-                    # The pieces of this source after the next one, from memory.
+                    # Prefetch the pieces of this source after the next one.
                     prefetch(ahead, (np.int64(i), np.int64(at) + 2))  # type: ignore[call-arg]
             elif num_tails > 0 or num_fillers > 0:
                 ending = True
             elif num_open > 0:
                 gather = knapsack
-                close = -1 if knapsack else 0  # the stream ends: what is open goes out, oldest first
+                close = -1 if knapsack else 0  # the stream ends: close what is open, oldest first
             else:
                 break  # the stream has ended
 
         if length > 0 and close < 0:
             # Where does the pending segment go?
-            # (A whole sample of one document passes the open bins by, through the one spare slot.)
+            # (A document that fills a whole sample bypasses the open bins, in the spare slot.)
             b, is_full = -1, False
             if length < config.seq_length:
                 if config.mode == BEST_FIT:
@@ -563,7 +569,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                     b = num_open
                     room[b], opened[b] = config.seq_length, samples
                     num_open += 1
-                bin_, k = np.uint64(b), np.uint64(free)  # an index without a sign is not looked at for one
+                bin_, k = np.uint64(b), np.uint64(free)  # an unsigned index skips the check for negative ones
                 free = link[k]
                 left = room[bin_]
                 put = min(length, left)
@@ -593,7 +599,7 @@ def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-un
                 a, config, close, free, num_waiting, num_fillers, first_tail, num_tails
             )
             if not fits:
-                status = GROW_BINS  # the bin stays the one to be closed
+                status = GROW_BINS  # the same bin will be closed after that
                 break
         if gather:
             choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)

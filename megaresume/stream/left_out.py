@@ -1,13 +1,11 @@
-"""The samples and documents that a run leaves out: what was asked for (``skips.py``), and since when; and those
-that failed.
+"""The samples and documents that a run leaves out: which were requested (``skips.py``) and since when; and the
+documents that failed.
 
-Steps become samples when they are first named, once. What was decided is kept in the state as a log of what was asked
-for, and as what is in force. The past is immutable: what was trained already is not left out any more, what was left
-out does not come back.
-
-Documents that could not be trained as their index says are `FaultRecord`s. What a fault policy did (masked, cut)
-belongs to the report of a run and never to its order: faults are carried from state to state, but are no part of a
-digest or of any comparison, since a state that is planned again has none.
+Steps are converted to samples once, when they are first requested. The state keeps a log of requests and what is in
+force. The past is immutable: samples already trained cannot be left out, and samples left out do not come back.
+`FaultRecord`s are documents that could not be trained as indexed. How a fault policy treated one (masked, cut) is
+reported and never affects the order: faults are carried from state to state, but are in no digest and no comparison,
+since planning a state again does not recover them.
 
 Imports neither numpy nor numba, as `megaresume.stream.state`.
 """
@@ -37,18 +35,18 @@ Unit = Literal["samples", "steps"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipRecord:
-    """One request to leave something out, as it was first seen."""
+    """One request to leave something out, as first seen."""
 
-    #: samples that were trained when it was first seen.
+    #: samples trained when it was first seen.
     at: int
-    #: ``skip``; ``keep``: a skip that was taken back before it came.
+    #: ``skip``; ``keep``: a skip withdrawn before it was reached.
     action: Literal["skip", "keep"]
     unit: Unit
-    #: the range as it was asked for: [first, stop) samples, or (first, last) steps.
+    #: the range as requested: [first, stop) samples, or (first, last) steps.
     asked: Range
     #: the range in absolute samples, [first, stop).
     samples: Range
-    #: how many of those samples were trained already.
+    #: how many of those samples were already trained.
     late: int
 
     def __str__(self) -> str:
@@ -66,22 +64,22 @@ class DocumentSkip:
     """Documents that are passed over."""
 
     documents: DocumentList
-    #: samples trained when the list was first declared, and when it was taken back: it holds in between.
+    #: samples trained when the list was first declared, and when it was withdrawn: it holds in between.
     at: int
     until: int | None = None
 
     def holds_at(self, sample: int) -> bool:
-        """Whether it holds where so many samples were trained."""
+        """Whether it holds when this many samples were trained."""
         return self.at <= sample and (self.until is None or sample < self.until)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skips:
-    """The skips of a stream, as its state knows them."""
+    """The skips of a stream, as recorded in its state."""
 
-    #: absolute; in force, or left out.
+    #: absolute ranges, in force or already left out.
     ranges: Ranges = ()
-    #: what was asked for, in the order in which it was seen.
+    #: the requests, in the order in which they were seen.
     log: tuple[SkipRecord, ...] = ()
     #: the lists of documents, in the order in which they were declared.
     documents: tuple[DocumentSkip, ...] = ()
@@ -91,14 +89,14 @@ class Skips:
 
     @property
     def asked(self) -> Ranges:
-        """The samples that were asked for and not taken back, also those that came too late."""
+        """The samples requested and not withdrawn, including those requested too late."""
         asked: Ranges = ()
         for record in self.log:
             asked = union(asked, [record.samples]) if record.action == "skip" else minus(asked, [record.samples])
         return asked
 
     def changes(self) -> tuple[int, ...]:
-        """The samples, ascending, at which a list of documents begins or ceases to hold."""
+        """The samples, ascending, at which a list of documents takes effect or ends."""
         marks = {d.at for d in self.documents} | {d.until for d in self.documents if d.until is not None}
         return tuple(sorted(marks))
 
@@ -117,7 +115,7 @@ class Skips:
         """Read what `to_plain` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError, ConfigError: it is not.
+            ValueError, KeyError, TypeError, ConfigError: it is malformed.
         """
         if not all(isinstance(plain[name], list) for name in ("ranges", "log", "documents")):
             raise ValueError(f"no lists: {plain!r:.100}")
@@ -158,16 +156,16 @@ def decide(
     """Decide what is left out from a state on.
 
     Args:
-        before: what the state knows.
-        samples: that it has trained.
-        then: what the data config of that time asked for, and
-        now: that of today. What it asks for no more, and is to come, is taken back.
-        given: asked for in other places: flags, ``attach``. They add.
-        steps_to_samples: the trained samples of steps (first, last).
-        end: trained samples at the end of the run, where it is known.
+        before: the skips in the state.
+        samples: number of samples it has trained.
+        then: what the data config of that time requested.
+        now: what the current one requests. Requests that are gone from it, and not reached yet, are withdrawn.
+        given: requests from elsewhere: flags, ``attach``. They are added.
+        steps_to_samples: converts steps (first, last) to trained samples.
+        end: trained samples at the end of the run, if known.
 
     Returns:
-        what is left out; what changed, in words, to be kept in the state.
+        what is left out; what changed, in words, to be recorded in the state.
 
     Raises:
         ConfigError: a range that begins beyond the end of the run, or is longer than the run.
@@ -177,7 +175,7 @@ def decide(
     ranges, log, asked = before.ranges, list(before.log), before.asked
     wanted = union(now.samples, *(g.samples for g in given))
 
-    # What was named as steps is no business of the data config.
+    # Skips requested by step do not come from the data config.
     by_steps = union(record.samples for record in before.log if record.unit == "steps")
     gone = common(minus(then.samples, union(wanted, by_steps)), common(future, asked))
     log += [SkipRecord(at=samples, action="keep", unit="samples", asked=r, samples=r, late=0) for r in gone]
@@ -201,7 +199,7 @@ def decide(
         if end is not None and r[0] >= (last := absolute(minus(ranges, [r]), end)):
             raise _beyond(unit, named_as, end, last)
         if end is not None and r[1] - r[0] > end:
-            # A typing error, and planning that far may take hours.
+            # Probably a typing error, and planning that far may take hours.
             raise _too_long(unit, named_as, r, end)
     documents, words = _decide_documents(before.documents, samples, then, now, given)
     said = [f"at sample {samples}: {record}" for record in log[len(before.log) :]]
@@ -228,11 +226,11 @@ def _decide_documents(
 
 
 def check_documents(skips: Skips, sizes: Mapping[str, int]) -> None:
-    """Every document that is skipped is one of its source.
+    """Check that the skipped documents exist.
 
     Args:
         skips: what is left out.
-        sizes: documents of each source that is here.
+        sizes: number of documents of each available source.
 
     Raises:
         ConfigError: one lies beyond the end of its source.
@@ -279,13 +277,13 @@ def _beyond(unit: Unit, asked: Range, end: int, end_absolute: int) -> ConfigErro
     )
 
 
-#: Records that a state keeps, the newest: it has to stay small.
+#: How many of the newest records a state keeps, since it must stay small.
 MAX_FAULTS = 1000
 
 
 class FaultRecord(NamedTuple):
-    """One document that was not as its index announced it, and that a policy was applied to. In order: by sample,
-    source, document."""
+    """One document that did not match its index, and that a policy was applied to. Sorts by sample, source,
+    document."""
 
     #: number of the sample that holds it, in the stream.
     sample: int
@@ -303,17 +301,17 @@ class FaultRecord(NamedTuple):
 class Faults:
     """The faults of a run up to a sample."""
 
-    #: the number of all faults, also of those that are not kept.
+    #: the number of all faults, including those no longer kept.
     total: int = 0
     #: the newest faults, at most `MAX_FAULTS`, ascending.
     kept: tuple[FaultRecord, ...] = ()
 
     def with_new(self, faults: Iterable[FaultRecord | tuple[Any, ...]], first: int, stop: int) -> Faults:
-        """The faults with those added that came with samples ``first .. stop``.
+        """The faults plus those in samples ``first .. stop``.
 
         Args:
-            faults: `FaultRecord`, or its fields in order; those of other samples, and repeated ones, are passed over.
-            first: number of the first sample that these faults know nothing of.
+            faults: `FaultRecord`, or its fields in order; those of other samples, and repeats, are ignored.
+            first: number of the first sample that is not covered yet.
             stop: one after the last.
         """
         new = sorted(f for f in {FaultRecord(*fault) for fault in faults} if first <= f.sample < stop)
@@ -328,7 +326,7 @@ class Faults:
         """Read what `to_plain` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not.
+            ValueError, KeyError, TypeError: it is malformed.
         """
         kept = tuple(_record(fields) for fields in plain["kept"])
         total = as_count(plain["total"])
