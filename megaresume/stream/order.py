@@ -1,20 +1,20 @@
-"""`SourceOrder`: which piece of which document comes at a position of a source.
+"""`SourceOrder`: which piece of which document is at a position of a source.
 
     position                0 ................. first ............ first ...........
     eras of the source      | epoch 0 | epoch 1 | the rest of 2    | epoch 3 | ...
 
-An *era* is a run of positions with one set of pieces. Another one begins with the epoch after the sequence length has
-changed, or at once if nothing of an epoch was drawn: an epoch that has begun ends with the pieces that it began with,
-so that every token comes exactly once in it. A position never falls and counts one piece, through all eras.
+An *era* is a run of positions with one set of pieces. A new era begins with the epoch after the sequence length
+changed, or at once if nothing of the epoch was drawn: an epoch that has begun keeps its pieces, so that every token
+comes exactly once in it. Positions only grow, by one per piece, through all eras.
 
-A corpus that grew takes part from the next epoch on in the same way; or at once, in an era that mixes what is left of
-the epoch with what is new by a permutation of its own (`Era.rest`):
+A corpus that grew joins in the same way from the next epoch on; or at once, in an era that mixes the rest of the epoch
+with the new pieces by a permutation of its own (`Era.rest`):
 
-    slot j < rest      what would have come at position first + j of the era before
+    slot j < rest      what would have been at position first + j of the era before
     slot j >= rest     new piece j - rest: the first pieces of the new documents, then their later ones
 
-What is of similar lengths may come together (`permutation.grouped`): within an epoch of an era, what comes at a
-position is then looked up in a window of positions around it.
+If pieces of similar lengths are grouped (`permutation.grouped`), a position of an era's epoch is looked up in a window
+of positions around it.
 
 Everything is O(1) for a position, and O(log) in the number of long documents. ``tests/stream/reference.py`` says the
 same with lists.
@@ -34,7 +34,7 @@ from megaresume.stream.permutation import grouped, index_of, items_at, round_key
 from megaresume.stream.source import STRIDE, PieceLists
 from megaresume.stream.state_text import Era, Eras
 
-#: windows that an order remembers: the one that is read, those that other questions are asked of, and of eras before.
+#: windows cached by an order: the one being read, and some for other queries and earlier eras.
 REMEMBERED = 8
 
 
@@ -46,8 +46,8 @@ class SourceOrder(Eras):
         seed: of the stream.
         shuffle: in two levels.
         lists: of its long documents.
-        eras: of the source; none while nothing can be drawn from it.
-        group: what is of similar lengths comes together; None: as it was shuffled.
+        eras: of the source; empty if nothing can be drawn from it yet.
+        group: group pieces of similar lengths; None: as shuffled.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class SourceOrder(Eras):
         self._windows: dict[tuple[int, int, int], Int64Array] = {}
 
     def revised(self, position: int, *, documents: int, piece: int, now: bool = False, stage: int = 0) -> SourceOrder:
-        """The order from a position on with other pieces.
+        """The order with other pieces from a position on.
 
         Args:
             position: the next one to be drawn.
             documents: of the source.
             piece: tokens of the longest piece; 0: documents are whole.
-            now: new documents come into the epoch that has begun, and not from the next one on.
-            stage: number of the one that begins there.
+            now: new documents join the epoch that has begun, instead of the next one.
+            stage: number of the stage that begins there.
         """
-        eras = [era for era in self.eras if era.first <= position]  # what was to come is decided again
+        eras = [era for era in self.eras if era.first <= position]  # future eras are decided again
         if not eras:
             return self._with([self._era(0, 0, documents, piece, stage)])
         last = eras[-1]
@@ -95,7 +95,7 @@ class SourceOrder(Eras):
         return self._with([*eras, self._era(end, epoch + 1, documents, piece, stage)])
 
     def known_in(self, stage: int) -> SourceOrder:
-        """The order as a stage knew it, without what later ones have settled."""
+        """The order as a stage knew it, without eras that later ones added."""
         known = [era for era in self.eras if era.stage <= stage]
         return self if len(known) == len(self.eras) else self._with(known)
 
@@ -107,7 +107,7 @@ class SourceOrder(Eras):
         return Era(first=first, epoch=epoch, documents=documents, piece=piece, pieces=pieces, stage=stage)
 
     def check(self) -> None:
-        """Raise a `StateError` unless the eras, which were read from a state, are those of the corpus."""
+        """Raise a `StateError` unless the eras, read from a state, fit the corpus."""
         for k, era in enumerate(self.eras):
             before = self.eras[k - 1] if k else None
             if before is None:
@@ -166,7 +166,7 @@ class SourceOrder(Eras):
         return self._ungrouped(k, moved)
 
     def _window(self, k: int, position: int) -> tuple[int, Int64Array]:
-        """The first position of the window of a position, and what `grouped` says of it."""
+        """The first position of a position's window, and its `grouped` order."""
         assert self.group is not None
         era, source = self.eras[k], self.lists.source
         first, stop = window_of(position, *self.epoch_bounds(era, position), self.group)
@@ -182,7 +182,7 @@ class SourceOrder(Eras):
         return first, places
 
     def _ungrouped(self, k: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The documents and pieces at positions of era k, as they were shuffled: lengths are not looked at."""
+        """The documents and pieces at positions of era k before grouping, without looking at lengths."""
         era = self.eras[k]
         if not era.rest:
             turn = (int(positions[0]) - era.first) // era.pieces
@@ -196,7 +196,7 @@ class SourceOrder(Eras):
         if not old.all():
             known = self.eras[k - 1].documents
             new = slots[~old] - era.rest
-            later = self.lists.num_pieces(known, era.piece) - known  # those of the documents that were there
+            later = self.lists.num_pieces(known, era.piece) - known  # of the documents that were already there
             numbers = np.where(new < era.documents - known, new + known, new + known + later)
             documents[~old], offsets[~old] = self._resolve(era, numbers)
         return documents, offsets
@@ -217,7 +217,7 @@ class SourceOrder(Eras):
         return list(self._positions_of(document, epoch))
 
     def _positions_of(self, document: int, epoch: int) -> Iterator[int]:
-        """The positions of a document in an epoch; none if the document came later than the epoch."""
+        """The positions of a document in an epoch; none if the document was added after the epoch."""
         first = next(k for k, e in reversed(list(enumerate(self.eras))) if e.epoch <= epoch and not e.rest)
         base = self.eras[first]
         joins = [e for e in self.eras[first + 1 :] if e.rest and e.epoch == epoch]
@@ -238,7 +238,7 @@ class SourceOrder(Eras):
             return
 
     def _moved(self, position: int, joins: Sequence[Era]) -> int:
-        """The position of a piece once these have mixed what was left of its epoch."""
+        """The position of a piece after these eras mixed new pieces into the rest of its epoch."""
         for era in joins:
             if position >= era.first:
                 slot = position - era.first
@@ -247,7 +247,7 @@ class SourceOrder(Eras):
         return position
 
     def _regrouped(self, era: Era, position: int) -> int:
-        """The position after grouping by length of what was shuffled to this one."""
+        """The position after grouping by length of the piece that was shuffled to this one."""
         if self.group is None:
             return position
         first, places = self._window(self.eras.index(era), position)

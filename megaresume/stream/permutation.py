@@ -10,27 +10,27 @@ never by a sum, which would make epoch 1 of seed 7 the same as epoch 0 of seed 8
 
     index i of an epoch  ->  item P(i)
 
-That alone is the order without a `ShuffleConfig`: any item may follow any other. With one, the order keeps close what
-lies close, for shards on storage where a seek is dear:
+This is the order without a `ShuffleConfig`: any item may follow any other. With one, items that are close in storage
+stay close, for shards on storage with slow seeks:
 
     items              0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13       blocks of 4, the last one shorter
     blocks permuted    8 9 10 11 | 0 1 2 3 | 12 13 | 4 5 6 7
     windows of 2       10 1 8 3 0 9 2 11 | 5 13 6 4 12 7           permuted inside a window of 2 * 4 items
 
-At any time items of ``window`` blocks are read (of two more where a window begins in the middle of a block). Both
-levels are the same permutation, so a seek is O(1) in both directions, whatever the number of items.
+At any time, items of ``window`` blocks are read (two more where a window begins in the middle of a block). Both
+levels use the same permutation, so a seek is O(1) in both directions, whatever the number of items.
 
-With a `GroupConfig`, documents of similar lengths come next to each other: a batch of them needs little padding.
-What another order lays next to each other is laid again within windows of it, by lengths alone (`grouped`):
+With a `GroupConfig`, documents of similar lengths come next to each other, so that a batch needs little padding. The
+order so far is rearranged within windows, by lengths alone (`grouped`):
 
     order before     5 90 7 33 80 6 31 88 30 | 9 41 ...       lengths; a window of 3 batches of 3
     longest first    90 88 80   33 31 30   7 6 5              cut into batches
     batches permuted 33 31 30   7 6 5   90 88 80 | 44 ...
 
-Windows and batches are counted from position 0 of the source, and end with an epoch or an era. A batch that they cut
-in two is two short ones. Of equal lengths, what came first comes first. So it is a permutation of every epoch, which
-follows from the order before, the lengths, and the numbers in the `GroupConfig`, which the run keeps whatever the size
-of its batches becomes; and what comes at a position is known by looking at one window.
+Windows and batches are counted from position 0 of the source, and end with an epoch or an era; a batch cut by such an
+end becomes two short ones. Equal lengths keep their order. So each epoch stays a permutation, which depends only on the
+order before, the lengths, and the numbers in the `GroupConfig`, which a run keeps even if its batch size changes. To
+look up a position takes one window.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 @compiled(numba.uint64(numba.uint64), inline="always")
 def mix(x: np.uint64) -> np.uint64:
-    """The one hash primitive of the order of samples, uint64 to uint64: a bijection, the same on every machine.
+    """The one hash primitive of the sample order, uint64 to uint64: a bijection, the same on every machine.
 
     The output function of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
-    2014); it costs two multiplications.
+    2014), two multiplications.
     """
     x = x + _GOLDEN
     x = (x ^ (x >> _S30)) * _C1
@@ -82,12 +82,12 @@ def round_keys(seed: int, source: str, epoch: int, part: str = "") -> npt.NDArra
         seed: the stream's seed, any integer.
         source: the source's name; renaming a source reshuffles it.
         epoch: 0-based.
-        part: what of the epoch, where it is more than one permutation.
+        part: distinguishes several permutations of one epoch.
 
     Returns:
         uint64[ROUNDS_WHEN_SMALL], read-only; a larger source uses the first of them.
     """
-    # Lengths are written out so that no two tuples share an encoding.
+    # Lengths are included so that no two tuples have the same encoding.
     text = f"megaresume.permutation.1|{seed}|{len(source.encode())}|{source}|{epoch}"
     if part:
         text += f"|{part}"
@@ -99,8 +99,8 @@ def round_keys(seed: int, source: str, epoch: int, part: str = "") -> npt.NDArra
 
 @compiled
 def _permute(indices, out, keys, num_documents, left_bits, right_bits, rounds):  # type: ignore[no-untyped-def]
-    # A round at a time over all values, then again over those that fell outside: loops without a branch, which the
-    # compiler turns into vector instructions. Value by value it takes three times as long.
+    # One round at a time over all values, then again over those still outside: branch-free loops, which the compiler
+    # vectorizes. Value by value takes three times as long.
     one = np.uint64(1)
     left_mask, right_mask = (one << left_bits) - one, (one << right_bits) - one
     num = out.size  # values still outside; those at `where`, with the halves `left` and `right`
@@ -223,7 +223,7 @@ class _Blocks:
         """Items at some indices of a window: int64[n] to int64[n]."""
         first, size, keys = self._window(window)
         places = first + permute(indices, size, keys)
-        # After the shorter block every place counts as if that one were full.
+        # After the shorter block, compute every place as if that block were full.
         places += np.where(places >= self._last_at * self.size + self._last_size, self.size - self._last_size, 0)
         turns, offsets = np.divmod(places, self.size)
         # turns: int64[n], of few blocks that follow each other.
@@ -250,7 +250,7 @@ class _Blocks:
 
 
 def window_of(position: int, begin: int, end: int, group: GroupConfig) -> tuple[int, int]:
-    """[first, stop) positions of the window of a position.
+    """[first, stop) positions of the window that holds a position.
 
     Args:
         position: of the source.
@@ -266,13 +266,13 @@ def grouped(lengths: Int64Array, first: int, group: GroupConfig, keys: npt.NDArr
     """The items at the places of a window.
 
     Args:
-        lengths: int64[n], in the order before.
+        lengths: int64[n], in the order before grouping.
         first: position of the first.
         group: how long a batch is.
         keys: of the permutation of the batches.
 
     Returns:
-        int64[n]: places in the order before.
+        int64[n]: places in the order before grouping.
     """
     cuts = np.arange(first - first % group.batch + group.batch, first + len(lengths), group.batch) - first
     begins, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(lengths)]])

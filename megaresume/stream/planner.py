@@ -1,12 +1,12 @@
-"""`Planner`: drives the planning loop forward from a snapshot, feeding it documents; and `Plan`, what comes of it.
+"""`Planner`: drives the planning loop forward from a snapshot, feeding it documents; and `Plan`, its result.
 
 A plan says what a run of consecutive samples holds, before any token is read.
 
 A planner only moves forward, from stage to stage. `snapshot` is a copy of its few small arrays (microseconds); a
 planner built on a snapshot continues exactly from there, whatever was looked ahead before.
 
-Samples that the run leaves out are planned as all others and then given up, just before the next sample that stays:
-so a planner that stands before them has not decided about them yet.
+Samples to be left out are planned like all others and then discarded, just before the next sample that stays: a planner
+that stands before them has not decided about them yet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megaresume.stream.state import StreamState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSegment:
-    """One segment of a sample, for people: `Plan.segments` gives these, the arrays are for machines."""
+    """One segment of a sample, for people: `Plan.segments` returns these; code uses the arrays."""
 
     #: the source, as an index into the sources of the config.
     source: int
@@ -64,7 +64,7 @@ class Plan:
     starts: npt.NDArray[np.int64]
     #: int64[s, 5]: source, position in the source, document, offset, length.
     table: npt.NDArray[np.int64]
-    #: uint64[samples]: hash of what each sample is, whatever came before.
+    #: uint64[samples]: hash of each sample's identity, independent of what came before.
     hashes: npt.NDArray[np.uint64]
     #: uint64[samples]: rolling digest of the stream after each sample.
     digests: npt.NDArray[np.uint64]
@@ -142,20 +142,20 @@ def concatenate(plans: list[Plan]) -> Plan:
         table=np.concatenate([p.table for p in plans]),
         hashes=np.concatenate([p.hashes for p in plans]),
         digests=np.concatenate([p.digests for p in plans]),
-        orders=plans[-1].orders,  # which know what was before them
+        orders=plans[-1].orders,  # which include the earlier ones
     )
 
 
-#: Documents looked ahead in all sources together (48 bytes each), and at least and at most in each: the fewer there
-#: are, the more often Python is entered.
+#: Documents looked ahead in all sources together (48 bytes each), and the least and most in each: fewer mean more calls
+#: from the loop into Python.
 LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 21, 32, 8192
-#: Pieces that a planner with shared feeds looks ahead: it plans a few samples again, over what the feeds remember.
+#: Look-ahead of a planner with shared feeds: it plans a few samples again, from what the feeds have cached.
 LOOK_AGAIN = 1024
-#: A source is nearly used up when less than one part in so many is left of what was looked ahead.
+#: A source is nearly used up when less than one part in this many of its look-ahead is left.
 TOP_UP = 16
-#: The number of samples to be left out that are planned at a time.
+#: How many samples to be left out are planned at a time.
 LEAVE_OUT = 1 << 13
-#: Rows of a plan for each of the last one, on average.
+#: Rows allocated for a plan, relative to the last plan's average.
 SPARE = 1.1
 
 
@@ -181,7 +181,7 @@ def orders_of(
         lists: of their long documents, if they are known already.
 
     Raises:
-        StateError: what the state knows is not of these sources.
+        StateError: what the state knows does not fit these sources.
     """
     cursors = {} if state is None else state.sources
     orders = Orders(
@@ -202,14 +202,14 @@ def orders_of(
 
 
 def past_orders(course: Course, config: StreamConfig, sources: Sequence[LengthSource]) -> Orders:
-    """The orders that the past of a course knows in the end: made once, as they keep the lists of long documents."""
+    """The final orders of a course's past, made once, as they keep the lists of long documents."""
     if course.past_orders is None:
         course.past_orders = orders_of(course.past, config, sources)
     return course.past_orders
 
 
 def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource], arrays: Arrays) -> Orders:
-    """The orders of the sources from a stage on: of the ones that are drawn in it, or that grow with it."""
+    """The orders of the sources from a stage on, revised for those that are drawn in it or grow with it."""
     config, number = stage.config, int(arrays.scalars[kernel.STAGE])
     positions = arrays.sources[:, kernel.NEXT].tolist()
     return Orders(
@@ -220,7 +220,7 @@ def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource]
             now=entry.name in stage.grown_now,
             stage=number,
         )
-        # A source that pauses has grown all the same: its new documents are there when it continues.
+        # A source that pauses has grown all the same: its new documents join when it continues.
         if entry.weight > 0 or (entry.name in stage.grown_now and order.eras)
         else order
         for order, entry, source, position in zip(orders, config.sources, sources, positions, strict=True)
@@ -234,7 +234,7 @@ class Planner:
         course: the stages of the stream.
         sources: lengths by document, in the order of the sources of every stage.
         arrays: where to start (`snapshot`, or ``cursor.arrays_of`` a state); None: at sample 0. Copied.
-        feeds: those of another planner of the same sources, which remember what they looked up last.
+        feeds: of another planner of the same sources, to share their caches.
 
     Raises:
         CorpusError: a source with a positive weight has no documents.
@@ -259,15 +259,15 @@ class Planner:
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
         self._ahead = np.zeros((len(sources), num, kernel.AHEAD_WIDTH), np.int64)
         self._arrays = Arrays._make(array.copy() for array in arrays or fresh_arrays(first))
-        #: the segments of a sample for which a plan has room, on average.
+        #: average segments per sample that a plan has room for.
         self._segments_a_sample = 16.0
-        #: int64[n]: ties go by name.
+        #: int64[n]: ranks of the names, to break ties.
         self._by_name = np.array(sorted(range(len(sources)), key=lambda i: first.sources[i].name), np.int64)
         self._masks = course.masks_at(self.position)
-        #: called with samples that are left out; ``first`` of such a plan counts them.
+        #: called with the samples left out; ``first`` of such a plan counts them too.
         self.on_left_out: Callable[[Plan], object] = lambda plan: None
         self._set_stage()
-        # A stage that begins right here may lack a source of the one before: only then is anything looked ahead.
+        # A stage that begins right here may lack a source of the previous one, so look ahead only after this.
         if not self._arrive():
             self._look_ahead()
 
@@ -293,7 +293,7 @@ class Planner:
         self._orders = orders[self._stage]
 
     def _arrive(self) -> bool:
-        """Begin what begins here, so that every snapshot is one of the stage that the next sample is of."""
+        """Begin the stages and skips due here, so that every snapshot belongs to the next sample's stage."""
         entered, position = False, self.position
         masks = self.course.masks_at(position)
         if masks is not self._masks:
@@ -320,16 +320,16 @@ class Planner:
 
     @property
     def reached(self) -> int:
-        """Number of the next sample, counted with those that were left out."""
+        """Number of the next sample, counting those left out."""
         return int(self._arrays.scalars[kernel.SAMPLES])
 
     @property
     def arrays(self) -> Arrays:
-        """The arrays that it works on: to be read before it goes on."""
+        """The arrays that it works on: read them before it advances."""
         return self._arrays
 
     def snapshot(self) -> Arrays:
-        """A copy of the planner's arrays, without what of `Arrays.carried` is placed."""
+        """A copy of the planner's arrays, without the placed part of `Arrays.carried`."""
         now = self._arrays
         rest = now._replace(carried=now.carried[int(now.scalars[kernel.NEXT_CARRIED]) :])
         arrays = Arrays._make(array.copy() for array in rest)
@@ -337,7 +337,7 @@ class Planner:
         return arrays
 
     def advance(self, num_samples: int) -> Plan:
-        """Plan the next samples: as many as asked for, fewer only where the stream ends."""
+        """Plan the next samples: as many as requested, fewer only if the stream ends."""
         plans: list[Plan] = []
         while True:
             if num_samples and not self._leave_out():
@@ -351,8 +351,7 @@ class Planner:
                 return concatenate(plans)
 
     def _limits(self) -> list[int]:
-        """The number of samples until something else begins: a stage, a list of documents to skip, samples to leave
-        out."""
+        """The number of samples until the next change: a stage, a list of documents to skip, samples to leave out."""
         left = self.course.samples_left(self._stage, self.position, self._tokens)
         changes, ranges = self.course.skips.changes(), self.course.skips.ranges
         limits = [] if left is None else [left]
@@ -363,7 +362,7 @@ class Planner:
         return limits
 
     def _leave_out(self) -> bool:
-        """Give up the samples that are left out here; False, with nothing done, where the stream ends in them."""
+        """Discard the samples to be left out here; False, with nothing done, if the stream ends in them."""
         ranges = self.course.skips.ranges
         k = bisect_right(ranges, self.reached, key=lambda r: r[0]) - 1
         if k < 0 or self.reached >= ranges[k][1]:
@@ -394,7 +393,7 @@ class Planner:
         scalars = self._arrays.scalars
         scalars[kernel.OUT_SAMPLES] = scalars[kernel.OUT_SEGMENTS] = 0
         first = self.position
-        # As large as the last one was, and a little larger: most plans are kept as they are, without a copy.
+        # A little larger than the last plan: most plans are then kept as they are, without a copy.
         room = int(self._segments_a_sample * num_samples) + len(self._arrays.link) + 1
         table = np.empty((room, kernel.SEGMENT_WIDTH), np.int64)
         starts = np.zeros(num_samples + 1, np.int64)
@@ -421,7 +420,7 @@ class Planner:
         return Plan(first=first, starts=starts, table=table, hashes=hashes, digests=digests, orders=self._orders)
 
     def _look_ahead(self) -> None:
-        """A snapshot knows the deadlines: the documents are looked up when they are drawn, not of all sources now."""
+        """Look ahead. A snapshot has the deadlines, so documents are looked up as they are drawn, not all now."""
         sources = self._arrays.sources
         num_ahead = sources[sources[:, kernel.ACTIVE] > 0, kernel.NUM_AHEAD]
         if len(num_ahead) and num_ahead.all():
@@ -437,7 +436,7 @@ class Planner:
             self._refill(i)
 
     def _activate(self) -> None:
-        """Set the shares of the sources that are drawn, and never release the others."""
+        """Set the shares of the sources that are drawn, and make the others never due."""
         sources = self._arrays.sources
         kernel.set_shares(sources)
         sources[sources[:, kernel.ACTIVE] == 0, kernel.RELEASE] = NEVER
@@ -461,7 +460,7 @@ class Planner:
         return self.feeds[i].fill(position, out, config.sources[i], self._orders[i], masks, config.blend.unit)
 
     def _top_up(self) -> None:
-        """Look further ahead in all sources that are nearly used up, so that the loop is left for few of them alone."""
+        """Look further ahead in all sources that are nearly used up, so that the loop is not interrupted for few."""
         sources = self._arrays.sources
         heads, stops = sources[:, kernel.HEAD], sources[:, kernel.NUM_AHEAD]
         nearly = np.flatnonzero((heads < stops) & ((stops - heads) * TOP_UP < stops))
@@ -472,7 +471,7 @@ class Planner:
             self._set_dues(i)
 
     def _exhaust(self, i: int) -> None:
-        """A source has ended: the stream ends with it, or the others continue with deficits from zero."""
+        """End a source: the stream ends with it, or the others continue with deficits from zero."""
         sources = self._arrays.sources
         sources[i, kernel.IS_EXHAUSTED] = 1
         stop = self._config.sources[i].on_exhausted == "stop"

@@ -9,8 +9,8 @@
 
 Values are checked here, once; code that makes such a dataclass itself is trusted.
 
-Pydantic, which takes longer to import than all that a start reads, is asked only about what is not plainly right: it
-judges what a value may be turned into, and words what is wrong.
+Pydantic takes longer to import than everything else at a start, so it is used only for values that are not plainly
+valid: it decides on conversions, and words the errors.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Taken = Callable[[Any], Any]
 
 
 class Options:
-    """Base of a frozen dataclass that `read` makes of a mapping, whose every key is one of its fields."""
+    """Base of a frozen dataclass that `read` makes from a mapping; each key of the mapping is a field."""
 
     __slots__ = ()
-    #: keys that something else reads, to be named beside the fields where a key is not known.
+    #: keys that other code reads, to be listed beside the fields in the error for an unknown key.
     ALSO: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -82,7 +82,7 @@ class Before:
 
 @dataclasses.dataclass(frozen=True)
 class After:
-    """A function makes the value of what was validated; it raises `refused`."""
+    """Applies a function to a validated value; the function raises `refused`."""
 
     function: Callable[[Any], Any]
 
@@ -123,7 +123,7 @@ class Within:
 class Items:
     """A tuple from a list that is not empty; a single value stands for a list of one."""
 
-    #: the words for what was expected, whatever is wrong with the value.
+    #: what was expected, for every error about the value.
     expected: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -144,7 +144,7 @@ class Items:
 
 
 class Strict:
-    """True or false, and nothing that is like one of them."""
+    """True or false, and nothing that merely converts to one."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
@@ -170,7 +170,7 @@ class NotEmpty:
 
 
 def ListOf(expected: str) -> Before:
-    """A tuple from a list, maybe empty; anything else is refused with these words."""
+    """A tuple from a list, possibly empty; anything else is refused with these words."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, list | tuple):
@@ -191,7 +191,7 @@ def read(cls: Any, value: object, where: str, *, inside: str | None = None) -> A
         cls: a dataclass of `Options`, most often.
         value: plain Python.
         where: its name in the configuration, for errors.
-        inside: what the names of its keys begin with, if that is not ``where``.
+        inside: prefix of its keys' names, if not ``where``.
 
     Raises:
         ConfigError: naming the key, what was found and what was expected.
@@ -227,16 +227,16 @@ def plain(value: Any) -> dict[str, Any]:
 
 
 def plain_kind(value: Any) -> dict[str, Any]:
-    """The plain options of which `read_kind` makes the same object."""
+    """The plain options from which `read_kind` makes the same object."""
     return {"kind": value.kind, **plain(value)}
 
 
 def refused(headline: str = "bad value of {place}", **fields: Any) -> PydanticCustomError:
-    """The error for a validator to raise; `read` makes a `ConfigError` of it.
+    """The error for a validator to raise; `read` turns it into a `ConfigError`.
 
     Args:
         headline: ``{place}`` stands for the place in the configuration.
-        fields: of `ConfigError`; ``at``: keys below the value that is validated; ``key``: one that is not known.
+        fields: of `ConfigError`; ``at``: keys below the validated value; ``key``: an unknown one.
     """
     from pydantic_core import PydanticCustomError
 
@@ -244,7 +244,7 @@ def refused(headline: str = "bad value of {place}", **fields: Any) -> PydanticCu
 
 
 def check_keys(data: Mapping[Any, Any], known: Collection[str], where: str, also: Collection[str] = ()) -> None:
-    """Refuse keys that nobody reads, with a `ConfigError`."""
+    """Refuse unknown keys, with a `ConfigError`."""
     for key in data:
         if key not in known:
             raise _worded(_unknown_key(key, [*known, *also]).context or {}, where, key)
@@ -301,7 +301,7 @@ def _worded(context: Mapping[str, Any], place: str, value: object) -> ConfigErro
 
 
 def _of_pydantic(error: Any) -> dict[str, Any]:
-    """Words for what pydantic itself refuses."""
+    """Words for pydantic's own errors."""
     kind, value = error["type"], error["input"]
     if kind in ("dataclass_type", "dict_type", "mapping_type"):
         return {"headline": "{place} is not a mapping", "found": _typed(value), "expected": "keys and values"}
@@ -319,7 +319,7 @@ def _typed(value: object) -> str:
 
 
 class _UnsureError(Exception):
-    """Pydantic has to look at it."""
+    """The value is not plainly valid, so pydantic must decide."""
 
 
 def _sure(value: T, is_plain: bool) -> T:
@@ -330,7 +330,7 @@ def _sure(value: T, is_plain: bool) -> T:
 
 @functools.cache
 def _plain(kind: Any) -> Taken:
-    """Take values that are plainly of a kind as pydantic does, and raise `_UnsureError` for all others.
+    """Convert plainly valid values as pydantic does, and raise `_UnsureError` for all others.
 
     Args:
         kind: a dataclass of `Options`, or the type of one of its fields.

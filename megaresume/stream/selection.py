@@ -1,17 +1,17 @@
 """The choice of the source that a blend draws next, and of the waiting documents that make up the next sample.
 
-The source is found by two tournaments, one of the sources that wait for their release, by its time, and one of those
-released, by their deadlines. A draw changes two paths in each, whatever the number of sources:
+Two tournaments find the source: one by release, of the sources that are not released yet; one by deadline, of those
+that are. A draw changes two paths in each, whatever the number of sources:
 
     row 1                           root                   each row has the earliest of the four below it
     rows 4 .. 7         0-3    4-7    8-11    12-15
     rows 16 .. 31     0 1 2 3    4 5 6 7    ...            a source has the row 16 + its place
 
-A source has a *place*: its number in the order of names. Of two with the same time the lower place wins: a row is one
-number, the time since the tournament began, and below it the place. No processor foresees who wins a match, so there is
-no branch in one.
+A source's *place* is its number in the order of names; of equal times the lower place wins. A row is one number: the
+time since the tournament began, then the place in the low bits. Matches are computed without a branch, as no processor
+can predict who wins.
 
-The documents (``packing: knapsack``) are the ones that fill a sample best:
+For ``packing: knapsack``, the documents that fill a sample best are chosen:
 
     waiting   3900 3100 2500 2300 1700 900 400 ...   `lookahead` documents, as drawn; small ones in groups
     start     3900                                    the longest: what is hard to place later goes first
@@ -47,14 +47,14 @@ WAITING, READY = 0, 1
 
 
 class Scale(NamedTuple):
-    """How the rows of the tournaments of n sources are read. Of numbers alone: what is handed over with arrays in it is
-    counted as a reference to each, at every draw."""
+    """How to read the rows of the tournaments of n sources. Only numbers: passing a tuple with arrays in it would count
+    a reference to each, at every draw."""
 
     #: the row of place 0, a power of four.
     leaves: int
     #: the number of bits of a place in a row.
     bits: int
-    #: units drawn when they began; and after how many more a time is `far`, as it is so many before.
+    #: units drawn when they began; and the distance after which a time is `far`, ahead or behind.
     since: int
     far: int
 
@@ -64,7 +64,7 @@ def select_of_few(release, deadline, now):  # type: ignore[no-untyped-def]
     """The place of the released source with the earliest deadline, or -1. Looks at every source: int64[n] twice."""
     best, earliest = -1, NEVER
     for place in range(release.size):
-        # No branch: which source comes next is what no processor can predict.
+        # No branch, as no processor can predict which source is next.
         its = deadline[place] if release[place] <= now else NEVER
         best = place if its < earliest else best
         earliest = min(earliest, its)
@@ -76,11 +76,11 @@ def tournaments(release, deadline, now):  # type: ignore[no-untyped-def]
     """Build the tournaments, with all matches played.
 
     Args:
-        release, deadline: int64[n], by place; what is not drawn has a release far beyond all others.
+        release, deadline: int64[n], by place; sources that are not drawn have a release far beyond all others.
         now: units drawn.
 
     Returns:
-        int64[2, rows], of `WAITING` and `READY`, NEVER where nobody is; and their `Scale`.
+        int64[2, rows], of `WAITING` and `READY`, NEVER in empty rows; and their `Scale`.
     """
     leaves, bits = 4, 2
     while leaves < release.size:
@@ -99,7 +99,7 @@ def tournaments(release, deadline, now):  # type: ignore[no-untyped-def]
 
 @compiled(forceinline=True)
 def _number(scale, place, time):  # type: ignore[no-untyped-def]
-    """A time and whose it is; what is far from now is cut."""
+    """A time and a place as one number; times far from now are clipped."""
     return (max(-scale.far, min(time - scale.since, scale.far)) << scale.bits) + place
 
 
@@ -132,7 +132,7 @@ def is_due(rows, scale, now):  # type: ignore[no-untyped-def]
 
 @compiled(forceinline=True)
 def release_first(rows, scale, deadline):  # type: ignore[no-untyped-def]
-    """Release the first of those that wait; its place."""
+    """Release the first waiting source; return its place."""
     place = rows[WAITING, 1] & ((1 << scale.bits) - 1)
     _play(rows, scale, WAITING, place, NEVER)
     _play(rows, scale, READY, place, _number(scale, place, deadline[place]))
@@ -141,8 +141,7 @@ def release_first(rows, scale, deadline):  # type: ignore[no-untyped-def]
 
 @compiled(forceinline=True)
 def winner(rows, scale, now):  # type: ignore[no-untyped-def]
-    """The same as `select_of_few`, once all that are due are released; -1 also if no row knows it: of times that were
-    cut it is not known which is earlier."""
+    """The same as `select_of_few`, once all due sources are released; also -1 if clipped times leave the order open."""
     first = rows[READY, 1]
     is_known = -scale.far < first >> scale.bits < scale.far and now - scale.since < scale.far
     return first & ((1 << scale.bits) - 1) if is_known else -1
@@ -150,9 +149,9 @@ def winner(rows, scale, now):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def prefetch(_: Any, array: Any, index: Any) -> Any:
-    """Ask for the line of the cache that ``array[index]`` begins in, a tuple; past its end, nothing happens.
+    """Prefetch the cache line in which ``array[index]`` (a tuple) begins; past its end, do nothing.
 
-    The pieces ahead of a thousand sources do not fit into the cache, and which source comes next is known too late.
+    The pieces ahead of a thousand sources exceed the cache, and the next source is known too late.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -170,7 +169,7 @@ def prefetch(_: Any, array: Any, index: Any) -> Any:
     return types.none(array, index), generate
 
 
-#: Longest documents that a sample is tried with.
+#: Each sample is tried with this many of the longest documents.
 STARTS = 8
 
 
@@ -181,7 +180,7 @@ def _reachable(row, total):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add(sums, with_it, length, words):  # type: ignore[no-untyped-def]
-    """``with_it`` = the sums, and each of them with ``length`` more. Bits above the room may be set: nobody asks."""
+    """``with_it`` = the sums, and each of them plus ``length``. Bits above the room may be set; they are ignored."""
     whole, bits = length >> 6, np.uint64(length & 63)
     for w in range(words):
         with_it[w] = sums[w]
@@ -200,13 +199,13 @@ def choose(room, num_waiting, capacity, align, overdue, order, tried, sums, chos
     """Choose the documents of the next sample.
 
     Args:
-        room: int64[K], tokens that a sample has left with each document alone, oldest first.
+        room: int64[K], tokens left in a sample that has only this document, oldest first.
         num_waiting: documents that wait, at least 1 and at most K.
         capacity: tokens a sample, a multiple of ``align``.
-        align: tokens that a document takes a multiple of.
+        align: each document takes a multiple of this many tokens.
         overdue: whether the oldest has waited long enough.
-        order, tried: int64[K], to work in.
-        sums: uint64[K + 1, capacity // align // 64 + 1], to work in.
+        order, tried: int64[K], scratch.
+        sums: uint64[K + 1, capacity // align // 64 + 1], scratch.
         chosen: bool[K], out: the documents of the sample.
     """
     # order: from the longest on, ties to the oldest.

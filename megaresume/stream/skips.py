@@ -1,17 +1,16 @@
-"""Skips, as they are asked for: ranges of samples, steps, single documents.
+"""Skips as requested: ranges of samples, steps, single documents.
 
     data.yaml, a flag, attach(skip=)  ->  `SkipConfig`  --left_out.decide-->  `Skips`, in the state
 
-Ranges of samples are written in absolute numbers, steps as training counts them. A sample has two numbers where some
-are left out:
+Ranges of samples are in absolute numbers; steps are as training counts them. With skips, a sample has two numbers:
 
     absolute   0 1 2 3 4 5 6 7 8 9 ...      the number when nothing is skipped
     left out         x x x
     trained    0 1         2 3 4 5 ...      what steps, ledgers and states count
 
-A range is [first, stop). A set of ranges is ascending, and no two of them touch. What is left out at a place is left
-out just before the next sample that is trained: where two were trained the stream still stands at absolute number 2,
-and sample 2 is absolute 5.
+A range is [first, stop). A set of ranges is ascending, and no two touch. Samples are left out just before the next
+sample that is trained: after two trained samples the stream is still at absolute number 2, and trained sample 2 is
+absolute 5.
 
 Imports neither numpy nor numba, as `megaresume.stream.state`.
 """
@@ -83,13 +82,12 @@ def _begin(skipped: Sequence[Range]) -> list[int]:
 
 
 def left_out(skipped: Sequence[Range], samples: int) -> int:
-    """How many samples were left out by the time that ``samples`` were trained; those left out right there are still to
-    come."""
+    """How many samples were left out once ``samples`` were trained; a range that begins right there is not counted."""
     return length(skipped[: bisect_left(_begin(skipped), samples)])
 
 
 def reached(skipped: Sequence[Range], samples: int) -> int:
-    """The absolute number at which the stream stands when so many samples were trained."""
+    """The absolute number that the stream is at when this many samples were trained."""
     return samples + left_out(skipped, samples)
 
 
@@ -145,11 +143,11 @@ def parse_steps(entry: object, where: str) -> Range:
     return first, last
 
 
-#: Documents of a list that a state writes out; a longer one it packs.
+#: A state writes out at most this many documents of a list, and packs a longer one.
 MOST_WRITTEN = 256
-#: Documents of a list: packed they take 2 to 3 bytes each, in every checkpoint.
+#: The most documents in a list: packed, they take 2 to 3 bytes each in every checkpoint.
 MOST_DOCUMENTS = 1 << 20
-#: Epochs in which a list may hold.
+#: The last epoch that a list may name.
 MOST_EPOCHS = 1 << 20
 
 
@@ -164,7 +162,7 @@ class DocumentList:
     digest: str
     #: [first, stop) epochs in which they are left out; None: in all.
     epochs: Range | None = None
-    #: ascending; None: a long list as the data config in a state names it. What a state skips has them.
+    #: ascending; None: a long list that a data config in a state only names. `Skips` in the state have its documents.
     ids: Sequence[int] | None = field(default=None, compare=False)
     #: a file that holds them.
     file: str | None = field(default=None, compare=False)
@@ -206,7 +204,7 @@ class DocumentList:
         """Read what `to_plain` wrote, the list whole.
 
         Raises:
-            ValueError, KeyError, TypeError, ConfigError: it is not.
+            ValueError, KeyError, TypeError, ConfigError: it is malformed.
         """
         if "packed" in plain:
             plain = {name: value for name, value in plain.items() if name != "packed"} | {"ids": _unpacked(plain)}
@@ -223,7 +221,7 @@ class DocumentList:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipConfig:
-    """The skips that are asked for in one place."""
+    """The skips requested in one place."""
 
     #: the ranges of samples to leave out, absolute.
     samples: Ranges = ()
@@ -244,7 +242,7 @@ class SkipConfig:
             where: its name, for errors.
 
         Raises:
-            ConfigError: malformed, backward, a source that there is not, a file that cannot be read.
+            ConfigError: malformed, backward, an unknown source, an unreadable file.
         """
         if isinstance(data, SkipConfig):
             return data
@@ -377,13 +375,13 @@ def _unpacked(entry: Mapping[str, Any]) -> list[int]:
     """Unpack what `_packed` made.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is malformed.
     """
     count = as_count(entry.get("count"))
     if count > MOST_DOCUMENTS:
         raise ValueError(f"{count} documents in a list")
     try:
-        # Never more than there may be, whatever a damaged text unfolds to.
+        # Limit the size, whatever damaged text decompresses to.
         planes = zlib.decompressobj().decompress(b64decode(entry["packed"], validate=True), 8 * count + 1)
     except zlib.error as error:
         raise ValueError(f"a list of documents: {error}") from error

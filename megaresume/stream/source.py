@@ -1,4 +1,4 @@
-"""The source of a stream: how many documents, how long each is; and whether it is the one that it was.
+"""The source of a stream: its number of documents, their lengths, and whether it is still the same.
 
 An epoch of a source is made of pieces of at most a sample (`LongDocuments`), so that a long document is spread over it:
 
@@ -6,10 +6,10 @@ An epoch of a source is made of pieces of at most a sample (`LongDocuments`), so
     first pieces        0   1                    2   3                    4        numbered as their documents
     later pieces            5  6                     7                             N.. , in the order of the documents
 
-Only the documents longer than a piece are listed, so that memory grows with their number alone.
+Only documents longer than a piece are listed, so memory grows with their number alone.
 
-What the sources are is kept as fingerprints, which a resume compares with those of a state. A corpus that has grown is
-declared, and must still have the corpus of before at its beginning; what comes of it is for ``order.py`` to say:
+A source's identity is its fingerprint, which a resume compares with the one in the state. A corpus that grows must be
+declared, and must still begin with the old corpus; ``order.py`` says how the new documents join:
 
     sources:
       web: {path: corpora/web, append: next_epoch}    # or now
@@ -37,7 +37,7 @@ SCAN = 1 << 20
 
 
 class LengthSource(Protocol):
-    """Lengths by document number. Reading the documents is the business of ``data/``."""
+    """Lengths by document number. ``data/`` reads the documents themselves."""
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -80,13 +80,13 @@ def count_trained(
 
 
 class AbsentSource:
-    """A source that the data config of today no longer has, which keeps its place.
+    """A source that is gone from the data config, which keeps its place.
 
-    Knows how many documents there were, and no more: nothing is drawn from it, nothing of it waits to be read.
+    It only knows how many documents there were: nothing is drawn from it, and nothing of it waits to be read.
 
     Args:
         name: of the source.
-        state: that the run resumes from; None if there was none with the source.
+        state: that the run resumes from; None if no state had the source.
     """
 
     def __init__(self, name: str, state: StreamState | None) -> None:
@@ -121,7 +121,7 @@ class AbsentSource:
         )
 
 
-#: long documents that a look-up in a guide leaves to be searched: a page of memory.
+#: entries of a list that a look-up in its guide leaves to be searched: a page of memory.
 STRIDE = 512
 
 
@@ -142,9 +142,9 @@ class LongDocuments:
         return cls(ids, ends, ends[STRIDE - 1 :: STRIDE].copy())
 
     def later(self, num_documents: int) -> int:
-        """Later pieces of the first so many documents."""
+        """Later pieces of the first documents."""
         if not len(self.ids) or self.ids[-1] < num_documents:
-            k = len(self.ids)  # all of them, nearly always: no search through a list on disk
+            k = len(self.ids)  # all of them, nearly always: avoids a search through a list on disk
         else:
             k = int(self.ids.searchsorted(num_documents))
         return int(self.ends[k - 1]) if k else 0
@@ -180,7 +180,7 @@ def find_long(
 
 
 def may_be_cut(source: LengthSource) -> bool:
-    """Whether its documents may be cut into pieces: not if they hold images."""
+    """Whether its documents may be cut: not if they hold images."""
     return not getattr(source, "whole", False)
 
 
@@ -188,7 +188,7 @@ class PieceLists:
     """The long documents of one source, by the length of a piece; each list is made when it is first needed.
 
     Args:
-        source: says them by ``long_documents(piece)`` if it can; or else every length is asked for.
+        source: asked by ``long_documents(piece)`` if it has it; otherwise for every length.
     """
 
     def __init__(self, source: LengthSource) -> None:
@@ -196,14 +196,14 @@ class PieceLists:
         self._lists: dict[int, LongDocuments] = {}
 
     def of(self, piece: int) -> LongDocuments:
-        """The documents longer than a piece of so many tokens."""
+        """The documents longer than this many tokens."""
         if piece not in self._lists:
             known = getattr(self.source, "long_documents", None)
             self._lists[piece] = find_long(self.source, piece) if known is None else known(piece)
         return self._lists[piece]
 
     def num_pieces(self, num_documents: int, piece: int) -> int:
-        """Pieces of the first so many documents; of a piece length of 0, which is none, the documents."""
+        """Pieces of the first documents; with a piece length of 0 (uncut), the number of documents."""
         return num_documents + (self.of(piece).later(num_documents) if piece else 0)
 
 
@@ -222,10 +222,10 @@ def fingerprint_of(source: LengthSource, name: str, *, first: int | None = None)
 
     Args:
         source, name: the source, and its name for errors.
-        first: of its first documents only, as if there were no more: what the source was before it grew. None: of all.
+        first: of its first documents only, as if there were no more: the source before it grew. None: of all.
 
     Raises:
-        CorpusError: it is of a corpus with another number of documents.
+        CorpusError: its number of documents is not the source's.
     """
     given = source.fingerprint() if first is None else source.fingerprint(first=first)
     fingerprint = given if isinstance(given, Fingerprint) else Fingerprint(**given)
@@ -258,7 +258,7 @@ def first_documents(source: LengthSource, name: str, documents: int) -> Fingerpr
 
 
 def same_corpora(fingerprints: Mapping[str, Fingerprint]) -> list[str]:
-    """A line for each corpus that several sources are; sources of which only lengths are known are left out."""
+    """A line for each corpus that several sources share, not counting sources of which only lengths are known."""
     names: dict[Fingerprint, list[str]] = {}
     for name, fingerprint in fingerprints.items():
         if fingerprint.contents is not None and fingerprint.tokens:
@@ -287,10 +287,9 @@ def check_fingerprint(
     name: str, before: Fingerprint | None, now: Fingerprint, source: LengthSource | None = None
 ) -> None:
     """Raise unless a source is the corpus that it was.
-
     Args:
-        name: that the run knows it by.
-        before, now: what it was, and is.
+        name: the run's name for it.
+        before, now: its fingerprints.
         source: may judge and word the error itself, with a method ``changed``; None if it is not available.
 
     Raises:
@@ -355,7 +354,7 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
 
 
 def _other_spans(name: str, before: Fingerprint, now: Fingerprint) -> tuple[str, str]:
-    """The tokens are the same, and others of them are trained."""
+    """The case that the tokens are the same, but other ones of them are trained."""
     if now.trained is None:
         return (
             "the spans that say which tokens are trained are gone: PREFIX.spans was deleted, or not copied with the "
@@ -396,7 +395,7 @@ class Growth:
 
 
 def _when(entry: SourceConfig, cursor: SourceCursor) -> str:
-    """When the new documents of a source that has grown come, if it stands at a cursor; in words."""
+    """When a grown source's new documents will come, from its cursor, in words."""
     has_begun = bool(cursor.eras) and cursor.left < cursor.size
     at_once = entry.append == "now" or not has_begun
     epoch = cursor.epoch + (not at_once)

@@ -1,11 +1,11 @@
-"""The stages of a run: those that were, and those that are declared to come; and what is refused before any is planned.
+"""The stages of a run, past and declared; and refusing those that cannot be planned.
 
-A stage is a range of the stream with one blend and one packing. Where one ends and the next begins (`feed.enter`),
-every source resumes at its own position and the deficits of the blend start at zero, so that a new weight causes no
-burst of catch-up. Documents in open bins are kept: as they are where the packing stays the same, else they are taken
-out, in the order in which they were put in, and are the first to be packed again.
+A stage is a range of the stream with one blend and one packing. At its start (`feed.enter`), every source resumes at
+its own position and the deficits of the blend are reset to zero, so that a new weight causes no burst of catch-up.
+Documents in open bins stay there if the packing is the same; otherwise they are taken out in the order in which they
+were put in, and are packed first.
 
-Refused are documents that would be cut or weighed and cannot be, in any of the stages, and sources with none left.
+Refused are documents that must not be cut or cannot be weighed, in any stage, and sources with no documents left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stage:
     #: the unit of ``at``: the stage begins with the first sample before which the stream holds ``at`` of them.
     unit: StageUnit
     at: int
-    #: sources whose corpora have grown, and take part with all their documents at once.
+    #: sources whose corpora have grown, and join with all their documents at once.
     grown_now: frozenset[str] = frozenset()
 
     @classmethod
@@ -54,7 +54,7 @@ class Stage:
 
 
 def declared(before: StreamConfig, changes: Sequence[StageConfig]) -> list[Stage]:
-    """The stages that follow one with the config ``before``, change by change."""
+    """The stages that the changes to the config ``before`` make, one by one."""
     stages = []
     for change in changes:
         before = before.changed_by(change)
@@ -64,9 +64,9 @@ def declared(before: StreamConfig, changes: Sequence[StageConfig]) -> list[Stage
 
 @dataclass
 class Course:
-    """The stages of a stream, in order, and where those that were reached began.
+    """The stages of a stream, in order, and the starts of those that were reached.
 
-    Shared by all planners of a stream, which find the same beginnings.
+    Shared by all planners of a stream, which compute the same starts.
     """
 
     stages: tuple[Stage, ...]
@@ -76,7 +76,7 @@ class Course:
     schedule: BatchSchedule | None = None
     #: what is left out of the stream.
     skips: Skips = NO_SKIPS
-    #: the orders of the sources in each stage that was reached, by its number.
+    #: the orders of the sources in each stage that was reached, by stage number.
     orders: dict[int, Orders] = field(default_factory=dict)
     #: a state of the run that has gone through the first stages: its sources know which pieces their epochs had.
     past: StreamState | None = None
@@ -101,7 +101,7 @@ class Course:
         return self.stages[index].config
 
     def index_at(self, sample: int) -> int:
-        """Number of the stage that a sample which was planned belongs to."""
+        """Number of the stage that a planned sample belongs to."""
         return max(k for k, first in enumerate(self.began) if first <= sample)
 
     def masks_at(self, sample: int) -> Mapping[int, Masks]:
@@ -121,7 +121,7 @@ class Course:
         return self._masks[which]
 
     def is_due(self, index: int, samples: int, tokens: int) -> bool:
-        """Whether stage ``index`` begins where so many samples, of so many tokens, were planned."""
+        """Whether stage ``index`` begins after this many samples and tokens were planned."""
         if index >= len(self.stages) or (self.stages[index].unit == "step" and self.schedule is None):
             return False
         return self.samples_left(index - 1, samples, tokens) == 0
@@ -138,7 +138,7 @@ class Course:
             return None
         stage = self.stages[index + 1]
         if stage.unit == "tokens":
-            # A sample holds at most seq_length tokens: so many cannot go too far.
+            # A sample holds at most seq_length tokens, so this many samples cannot overshoot.
             left = stage.at - tokens
             return 0 if left <= 0 else max(left // self.config(index).seq_length, 1)
         return max(self._first_sample(stage) - samples, 0)
@@ -171,18 +171,18 @@ class Course:
         return self._records[index]
 
 
-#: Documents looked at, at a time, where the first few mostly answer.
+#: Documents looked at at a time, as the first few mostly decide.
 FEW = 1 << 12
 
 
 def check_whole(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
-    """Refuse a config under which, now or in a declared stage, a document would be cut that must not be.
+    """Refuse a config that, now or in a declared stage, would cut a document that must not be cut.
 
     Args:
         config: with the stages to come.
-        sources: one for each of the config's. Those whose documents are never cut, such as those with images, say so by
-            ``whole`` (True); they may say by ``longest`` how many tokens the longest has, or else every length is asked
-            for; and by ``advice`` what to do about a document that is too long.
+        sources: of the config. Those that are never cut, such as images, have ``whole`` True; optional are ``longest``,
+            the tokens of the longest document (default: all lengths are read), and ``advice`` for a document that is
+            too long.
 
     Raises:
         ConfigError: packing ``split`` with such a source, or samples shorter than its longest document.
@@ -214,20 +214,20 @@ def check_whole(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
 
 
 def _longest(source: LengthSource) -> int:
-    """The longest document by the source itself, or else by its lengths."""
+    """The length of the longest document, from the source itself or else from all lengths."""
     known = getattr(source, "longest", None)
     return max((int(source.lengths(ids).max()) for ids in chunks(source)), default=0) if known is None else int(known)
 
 
 def check_trained(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
-    """Refuse a blend by trained tokens of sources that could not be weighed, now or in a declared stage.
+    """Refuse a blend by trained tokens if a source cannot be weighed by them, now or in a declared stage.
 
     Args:
         config: with the stages to come.
         sources: one for each of the config's.
 
     Raises:
-        ConfigError: a source decides what is trained as its documents are read, or trains nothing at all.
+        ConfigError: a source decides what is trained only as its documents are read, or trains nothing at all.
     """
     if config.blend.unit != "trained":
         return
@@ -274,14 +274,14 @@ def check_growing(config: StreamConfig, sources: Sequence[LengthSource]) -> None
 
 
 def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: StreamState | None) -> None:
-    """Refuse lists of documents after which a source would have none, though its weight is positive.
+    """Refuse lists of documents that leave a source with positive weight without any.
 
-    Epochs in which everything is skipped are passed over, as empty documents are, if others come after them; and a
-    source that ends in them (``max_epochs``) ends as it is configured to, if anything of it was left before.
+    Epochs in which everything is skipped are passed over, like empty documents, if others come after them. A source
+    that ends in such epochs (``max_epochs``) ends as configured, if it had documents left before.
 
     Args:
         course: the stages and what is left out of them.
-        sources: those that are here, by the names of the course.
+        sources: those available, by their names in the course.
         state: that the run resumes from; None if it begins.
 
     Raises:
@@ -301,7 +301,7 @@ def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: 
         if not drawn:
             continue
         bounds = {epoch, *(b for documents in of_source for b in documents.epochs or () if b > epoch)}
-        # From the last bound on every epoch is the same one, forever.
+        # After the last bound, all epochs are alike.
         asked = [max(bounds)] if end is None else sorted(b for b in bounds if b < end)
         if not asked:
             continue  # it has ended
@@ -317,7 +317,7 @@ def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: 
 
 
 def _drawn(course: Course, name: str, state: StreamState | None) -> tuple[bool, int | None]:
-    """Whether a source is drawn in the current stage or a later one; the epoch with which it ends, if it does."""
+    """Whether a source is drawn in the current or a later stage; and its last epoch, if it has one."""
     first = 0 if state is None else len(state.stages) - 1
     samples = 0 if state is None else state.samples
     drawn, ends = False, []
@@ -333,7 +333,7 @@ def _drawn(course: Course, name: str, state: StreamState | None) -> tuple[bool, 
 
 
 def _remains(source: LengthSource, lists: Sequence[DocumentList]) -> bool:
-    """Whether a document with a token is in none of the lists."""
+    """Whether some document with tokens is in none of the lists."""
     skipped = np.unique(np.concatenate([np.array(d.numbers(), np.int64) for d in lists] or [np.zeros(0, np.int64)]))
     for documents in chunks(source, FEW):
         documents = documents[~np.isin(documents, skipped)]

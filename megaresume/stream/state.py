@@ -3,9 +3,9 @@
 The state says how far the stream was *trained*, and holds everything needed to resume from there: nothing of ranks,
 workers, devices or paths. It is a few kilobytes; ``json.loads(json.dumps(state)) == state``.
 
-It is carried in an envelope: a JSON object with its format, its version and a checksum of all the rest. A checkpoint's
-data state is such an object, and the state of a stream inside it is another one. Both are read here, so that what is
-missing, unreadable, of another program, newer or damaged is refused in the same words.
+It is stored in an envelope: a JSON object with a format, a version and a checksum of everything else. A checkpoint's
+data state is one such object, and the stream's state inside it is another. Both are read here, so that a state that is
+missing, unreadable, from another program, newer or damaged is refused in the same words.
 
 Raise `VERSION` when the meaning of a field or the order of samples changes, and keep an example of every version in
 tests/stream/states/.
@@ -41,53 +41,53 @@ _HEAD = {"format": FORMAT, "version": VERSION}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """The identity of a source, wherever it lies."""
+    """The identity of a source, independent of its location."""
 
     documents: int
     tokens: int
     #: xxh3_128 over the lengths of all documents, int64 little-endian, in document order; 32 hex digits.
     lengths: str
-    #: fingerprint of the tokenizer that made the corpus, if known; of image-text data, of its whole encoder.
+    #: fingerprint of the tokenizer that made the corpus, if known; for image-text data, of the whole encoder.
     tokenizer: str | None = None
     #: xxh3_64 of tokens at fixed places (`megaresume.data.source`), or of the hashes of all records of shards;
-    #: None if not known, of a source that has lengths only.
+    #: None if unknown, for a source that only has lengths.
     contents: str | None = None
-    #: xxh3_64 of the spans of trained tokens (`megaresume.data.spans`); None if every token is trained, or the source
-    #: decides it with its documents. In a state it is left out if it is None.
+    #: xxh3_64 of the spans of trained tokens (`megaresume.data.spans`); None, and omitted from a state, if every token
+    #: is trained, or the source decides it with its documents.
     trained: str | None = None
 
 
 class SourceCursor(NamedTuple):
-    """The position in one source. A tuple, as `Segment` and `Bin` are: a state is taken after every step."""
+    """The position in one source. A tuple, like `Segment` and `Bin`, because a state is taken after every step."""
 
     #: pieces drawn or passed over since the start of the run; the next draw looks from here.
     position: int
     #: the epoch that the position is in, counted from 0.
     epoch: int
-    #: documents of which the first piece was drawn, open bins included.
+    #: documents whose first piece was drawn, open bins included.
     documents: int
     #: tokens drawn, open bins included.
     tokens: int
-    #: pieces passed over: empty documents, and those that are skipped by their number.
+    #: pieces passed over: empty documents, and those skipped by number.
     skipped: int
     #: tokens (or documents, by blend.unit) drawn since the deficits last started at zero.
     drawn_in_stage: int
     #: reached max_epochs and was dropped.
     exhausted: bool
-    #: the part of those documents and tokens that is in samples left out, or was taken out of open bins.
+    #: the part of those documents and tokens that is in samples left out, or was removed from open bins.
     left_out_documents: int = 0
     left_out_tokens: int = 0
-    #: the pieces of which its epochs are made; none if it was never to be drawn. See `megaresume.stream.order`.
+    #: the pieces of its epochs; none if it was never to be drawn. See `megaresume.stream.order`.
     eras: tuple[Era, ...] = ()
 
     @property
     def left(self) -> int:
-        """Pieces of the epoch that were not drawn yet; 0 if that is not known."""
+        """Pieces of the epoch not drawn yet; 0 if unknown."""
         return Eras(self.eras).end_of_epoch(self.position) - self.position if self.eras else 0
 
     @property
     def size(self) -> int:
-        """Pieces of the epoch; 0 if that is not known."""
+        """Pieces of the epoch; 0 if unknown."""
         return self.left + self.position - Eras(self.eras).start_of(self.epoch) if self.eras else 0
 
     @property
@@ -97,7 +97,7 @@ class SourceCursor(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A run of tokens of one document. A state has some hundred."""
+    """A run of tokens of one document. A state has several hundred."""
 
     #: the source, as an index into the sources of the config.
     source: int
@@ -112,7 +112,7 @@ class Segment(NamedTuple):
 class Bin(NamedTuple):
     """A sample that is being filled."""
 
-    #: samples that were closed when the bin was opened, those that were left out included.
+    #: samples closed when the bin was opened, including those left out.
     opened_at: int
     segments: tuple[Segment, ...]
 
@@ -132,10 +132,10 @@ class StageRecord:
 class StreamState:
     """A cursor of the stream. All counts are since the start of the run."""
 
-    #: the kind of this state, among those that a checkpoint may carry.
+    #: the kind of state, among those that a checkpoint may hold.
     kind: ClassVar[Literal["stream"]] = "stream"
 
-    #: the normalised data config, with the changes that it declares (`StreamConfig.to_dict`).
+    #: the normalised data config, including declared changes (`StreamConfig.to_dict`).
     config: Mapping[str, Any]
     #: the fingerprints of the sources, by name.
     fingerprints: Mapping[str, Fingerprint]
@@ -149,26 +149,26 @@ class StreamState:
     sources: Mapping[str, SourceCursor]
     #: open bins, in the order in which they were opened.
     bins: Sequence[Bin]
-    #: segments that wait to be placed: what is left of a document that is being cut, or was carried over into a stage.
+    #: segments to be placed: the rest of a document being cut, or carried over from the previous stage.
     pending: Sequence[Segment]
-    #: the ends that packing ``split`` cut off and keeps for a later sample, the oldest first.
+    #: the tails that packing ``split`` cut off and keeps for a later sample, the oldest first.
     tails: Sequence[Segment] = ()
-    #: ranges of the stream with one blend and one packing, those that have begun.
+    #: the stages that have begun.
     stages: tuple[StageRecord, ...]
     #: (first sample, global batch size in samples), ascending: maps steps to samples.
     batches: tuple[tuple[int, int], ...]
-    #: differences that a user accepted, in words, forever.
+    #: differences that a user accepted, in words, kept forever.
     overrides: tuple[str, ...]
     #: rolling hash of the identities of all samples up to here; 16 hex digits.
     digest: str
-    #: documents of those samples that a fault policy was applied to. No part of the order: never compared.
+    #: documents of those samples that a fault policy was applied to. Not part of the order, so never compared.
     faults: Faults = NO_FAULTS
     #: what is left out of the stream.
     skips: Skips = NO_SKIPS
 
     @property
     def reached(self) -> int:
-        """The position of the stream, counted with the samples that were left out."""
+        """The position of the stream, counting the samples left out."""
         return reached(self.skips.ranges, self.samples)
 
     @property
@@ -177,7 +177,7 @@ class StreamState:
         return StreamConfig.recorded(self.stages[-1].config)
 
     def places(self, first: int, stop: int) -> int:
-        """Tokens that samples ``first .. stop`` have room for, by the stages that have begun."""
+        """Token capacity of samples ``first .. stop``, by the stages that have begun."""
         ends = [*(stage.first for stage in self.stages[1:]), max(stop, self.stages[-1].first)]
         return sum(
             max(min(end, stop) - max(stage.first, first), 0) * int(stage.config["seq_length"])
@@ -327,11 +327,11 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
 
 
 def is_version(found: object, newest: int, what: str, path: Path | None = None) -> bool:
-    """Whether this is a version that is known here.
+    """Whether this is a known version.
 
     Args:
-        found: the member ``version`` of something intact.
-        newest: that is known.
+        found: the member ``version`` of an intact object.
+        newest: the newest known version.
         what, path: for the error.
 
     Raises:
@@ -348,11 +348,11 @@ def is_version(found: object, newest: int, what: str, path: Path | None = None) 
 
 
 def check_version(found: object, newest: int, what: str) -> None:
-    """Refuse a version that is not known here.
+    """Refuse an unknown version.
 
     Raises:
         NewerFormatError: it is a later one.
-        StateError: it is none.
+        StateError: not a version.
     """
     if not is_version(found, newest, what):
         raise StateError(
@@ -367,18 +367,18 @@ def check_version(found: object, newest: int, what: str) -> None:
 def open_envelope(
     data: object, make: Callable[[dict[str, Any]], T], *, format_name: str, version: int, texts: type | tuple[type, ...]
 ) -> T:
-    """Check a data state and build it of its members by ``make``.
+    """Check a data state and build it from its members with ``make``.
 
     Args:
         data: a mapping, or the JSON of one.
         make: takes the members, without the checksum.
         format_name: the ``format`` that it must have.
-        version: the newest that is known here.
+        version: the newest known version.
         texts: the types of a text.
 
     Raises:
-        StateError: there is nothing, or it is cut short, damaged, of another format, or ``make`` finds that a member is
-            missing or of the wrong kind.
+        StateError: it is missing, truncated, damaged, of another format, or ``make`` finds a member missing or of the
+            wrong kind.
         NewerFormatError: of a later version.
     """
     fields = _parse(data, texts)

@@ -1,13 +1,12 @@
-"""The text of a `StreamState`, made after every step: what has not changed since the last one is not written again.
+"""The text of a `StreamState`, made after every step; unchanged parts are reused.
 
-It is put together from the texts of the fields. Each is held twice, in its own order of keys, which is written, and
-with sorted keys, which the checksum is of. One of the fields is `Eras`: where the epochs of a source begin and end
-(``order.py`` says what they are made of).
+It is joined from the texts of the fields. Each field has two: in its own order of keys, to be written, and with sorted
+keys, for the checksum. One of the fields is `Eras`: where the epochs of a source begin and end
 
-A large state is packed: the same JSON object in columns, compressed, as one text. That of a run with a thousand
-sources, or with thousands of tiny documents in open bins, would be some hundred kilobytes. It stays one JSON object;
-what it stands for can still be read beside the text, and ``StreamState.from_json`` reads either form. Columns, because
-numbers that mean the same compress well together.
+A large state is packed: the same JSON object in columns, compressed, as one text. Unpacked, a state of a thousand
+sources, or of thousands of tiny documents in open bins, would be several hundred kilobytes. It is still one JSON object
+with its most useful fields readable beside the text, and ``StreamState.from_json`` reads either form. Columns compress
+well, as they put similar numbers together.
 
 Imports neither numpy nor numba, as `megaresume.stream.state`.
 """
@@ -33,17 +32,17 @@ class Era(NamedTuple):
 
     #: the first position of the era.
     first: int
-    #: the epoch that this one is in.
+    #: the epoch of that position.
     epoch: int
     #: documents of the source.
     documents: int
     #: tokens of the longest piece; 0: documents are whole.
     piece: int
-    #: pieces of an epoch; of the rest of one, positions.
+    #: pieces of an epoch; in the rest of an epoch, its positions.
     pieces: int
-    #: 0; or, of the rest of an epoch into which new documents came, the positions of it that were to come without them.
+    #: 0; or, in the rest of an epoch that new documents joined, its number of positions without them.
     rest: int = 0
-    #: number of the stage in which it was settled: who plans an earlier one again must not look ahead into it.
+    #: number of the stage that made it: planning an earlier stage again must not look ahead into it.
     stage: int = 0
 
 
@@ -88,7 +87,7 @@ class Eras:
         return end
 
     def left(self, position: int) -> int:
-        """Positions from this one on that are of one epoch and one era."""
+        """Positions from this one on that are in the same epoch and era."""
         k = self._number(position)
         end = self.epoch_bounds(self.eras[k], position)[1]
         return (min(end, self.eras[k + 1].first) if k + 1 < len(self.eras) else end) - position
@@ -104,7 +103,7 @@ class Eras:
 
 
 class LazyTuple(Sequence[T]):
-    """A tuple that is made of its text when somebody looks into it: most states are only written.
+    """A tuple that is parsed from its text when it is first read; most states are only written.
 
     Args:
         text: compact JSON of a list.
@@ -135,25 +134,25 @@ class LazyTuple(Sequence[T]):
         return hash(self._items)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> tuple[T, ...]:
-        """The tuple itself, which `dataclasses.asdict` then hands to whoever writes JSON."""
+        """The tuple itself, which `dataclasses.asdict` then passes to a JSON writer."""
         return self._items
 
     def __repr__(self) -> str:
         return repr(self._items)
 
 
-#: A field as it is written, and with sorted keys.
+#: A field's text as written, and with sorted keys.
 Text = tuple[str, str]
 
 _as_written = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
 _with_sorted_keys = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
 _name = lru_cache(maxsize=1 << 13)(_as_written)
 
-#: Characters from which a state is packed.
+#: A state is packed from this many characters on.
 LARGE = 1 << 14
-#: Results of `_once` that are kept: of configs, stages and fingerprints of a few streams.
+#: Results that `_once` caches: configs, stages and fingerprints of a few streams.
 MOST_KEPT = 64
-#: (function, id of each object) -> the objects, which are kept so that no other one gets such an id, and the result.
+#: (function, id of each object) -> the objects, kept so that their ids are not reused, and the result.
 _kept: dict[tuple[object, ...], tuple[tuple[object, ...], Any]] = {}
 
 #: The fields of a state in the order in which they are written, after the head.
@@ -165,15 +164,15 @@ FIELDS = (
 COLUMNS = {"config", "fingerprints", "sources", "bins", "tails", "stages"}
 #: The fields of a packed state that stay readable, after the head.
 READABLE = ("samples", "documents", "tokens", "digest")
-#: Fields of a source that are mostly equal to another one: held as the difference.
+#: Fields of a source that nearly equal another one, and are stored as the difference.
 NEARLY = {"documents": "position", "drawn_in_stage": "tokens"}
-#: The fields of a config that say something other than what holds in a stage.
+#: The fields of a config that do not describe a stage.
 NOT_IN_STAGE = ("stages", "skip")
 
 
 def checksum(body: Mapping[str, Any]) -> str:
     """The checksum of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
-    # Keys sorted: a container that reorders keys must not look like damage.
+    # Sorted keys, because a container that reorders keys must not look like damage.
     return _checksum(_with_sorted_keys(body))
 
 
@@ -182,7 +181,7 @@ def _checksum(ordered: str) -> str:
 
 
 def to_json(state: Any, head: Mapping[str, Any]) -> str:
-    """The text of a `StreamState`, with ``head`` before its fields: always the same object, as it is kept."""
+    """The text of a `StreamState`, with ``head`` before its fields. ``head`` is cached: pass the same object."""
     order = _same_object(tuple(state.sources))
     short = {name: _once(_both, value) for name, value in head.items()} | _short_fields(state, order)
     config, fingerprints = _once(_both, state.config), _once(_fingerprints, state.fingerprints)
@@ -201,9 +200,9 @@ def _sealed(body: Mapping[str, str], ordered: str) -> str:
 
 
 def _short_fields(state: Any, order: tuple[str, ...]) -> dict[str, Text]:
-    """The fields that a packed state has as well."""
+    """The fields that a packed state has too."""
     return {
-        # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
+        # Segments and ties depend on the order of the sources, which a container that sorts keys would lose.
         "order": _once(_both, order),
         "samples": _same(str(state.samples)),
         "documents": _same(str(state.documents)),
@@ -247,12 +246,12 @@ def _plain(value: Any) -> Text:
     return _both(value.to_plain())
 
 
-#: The text of faults, remembered by their value: an equal one may be made for every state.
+#: The text of faults, cached by value, as each state may have an equal copy.
 _faults = lru_cache(maxsize=16)(_plain)
 
 
 def _once(make: Callable[..., T], *objects: Any) -> T:
-    """The result of ``make`` for objects that never change, kept for the next state, which has the same ones."""
+    """The result of ``make`` for immutable objects, cached for later states that have the same ones."""
     key = (make, *map(id, objects))
     found = _kept.get(key)
     if found is None:
@@ -321,12 +320,11 @@ def _fingerprints(by_name: Mapping[str, Any]) -> Text:
 
 
 class _Beginning(NamedTuple):
-    """The beginning of the packed text, deflated: what does not change."""
+    """The unchanging beginning of the packed text, deflated."""
 
-    #: holds what it has not given out yet; copied before it is used.
+    #: holds pending output; copied before use.
     deflate: Any
-    #: the text that it has given out, in base 85, as far as that is of whole groups of four bytes; and the bytes after
-    #: them.
+    #: its output in base 85, as far as it is in whole groups of four bytes; and the bytes after that.
     encoded: str
     rest: bytes
 
@@ -358,7 +356,7 @@ def _packed(state: Any, head: Mapping[str, Any], order: tuple[str, ...], short: 
 
 
 def _packed_stages(records: Iterable[Any], config: Mapping[str, Any]) -> str:
-    """The stages, without the config of a stage where that is the state's own, as it nearly always is."""
+    """The stages, without their configs where these equal the state's own, as they nearly always do."""
     base, *configs = json.loads(_as_written([config, *(record.config for record in records)]))
     base = {key: value for key, value in base.items() if key not in NOT_IN_STAGE}
     return _as_written(
@@ -375,10 +373,10 @@ def _sources_in_columns(cursors: Collection[Any]) -> str:
 
 
 def unpack(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a state that was packed.
+    """The body of a packed state, unpacked.
 
     Raises:
-        ValueError, KeyError, TypeError: it was not packed here.
+        ValueError, KeyError, TypeError: it is malformed.
     """
     try:
         columns = json.loads(zlib.decompress(base64.b85decode(body["packed"])))
@@ -425,7 +423,7 @@ def _rows(columns: Mapping[str, Any], order: Sequence[str]) -> dict[str, dict[st
 
 
 def _differences(columns: Mapping[str, Any], sign: int) -> dict[str, Any]:
-    """The fields of `NEARLY` less (``sign`` -1) or plus (1) the one that each is nearly equal to."""
+    """The fields of `NEARLY` minus (``sign`` -1) or plus (1) those that each nearly equals."""
     changed = {
         field: [value + sign * other for value, other in zip(columns[field], columns[like], strict=True)]
         for field, like in NEARLY.items()
@@ -434,8 +432,7 @@ def _differences(columns: Mapping[str, Any], sign: int) -> dict[str, Any]:
 
 
 def _by_column(segments: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Rows as columns, positions as differences: documents of one source that follow each other are drawn one by
-    one."""
+    """Rows as columns, with positions as differences, as consecutive documents of a source have consecutive ones."""
     if not segments:
         return []
     source, position, offset, length = (list(column) for column in zip(*segments, strict=True))

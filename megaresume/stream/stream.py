@@ -2,8 +2,8 @@
 
     permutation of each source -> blend -> lengths -> packer -> samples 0, 1, 2, ...
 
-It answers three questions about any sample: what is in it (`plan`), what is the state before it (`state_at`), what is
-the digest up to it (`digest_at`). What it plans, keeps and plans again is in `Blocks`.
+It answers three questions about any sample: its contents (`plan`), the state before it (`state_at`), and the digest up
+to it (`digest_at`). `Blocks` plans, caches and plans again.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Stream:
         state: where to continue; None: at sample 0.
         origin: a data config that opens the same sources again (`megaresume.batches.open`), if there is one. Kept for
             `megaresume verify`; never part of a state.
-        fingerprints: what `fingerprints` gives, where it is known already.
-        on_change: what a restore does where the config is not the one that the state was made with; see `OnChange`.
-        past: a state that the run has come to, to plan all that led to it again from sample 0.
-        copied: what a copy has from the stream that it is one of.
+        fingerprints: the result of `fingerprints`, if known already.
+        on_change: what a restore does if the config differs from the one in the state; see `OnChange`.
+        past: a state of the run; everything that led to it is planned again from sample 0.
+        copied: the parts shared with the stream that this is a copy of.
 
     Raises:
         ConfigError, CorpusError: the config or a source is unusable.
@@ -83,7 +83,7 @@ class Stream:
         check_whole(config, sources)
         check_trained(config, sources)
         check_growing(config, sources)
-        #: the config of today over all sources that the run ever had; those that are gone have weight 0.
+        #: the current config over all sources that the run ever had; removed ones have weight 0.
         self.config = config
         self.origin = origin
         self.sources = list(sources)
@@ -92,19 +92,19 @@ class Stream:
         copied = copied or {}
         self._skip: tuple[SkipConfig, ...] = copied.get("skip", ())
         self._end: int | None = copied.get("end")
-        #: the samples of steps that are skipped, settled when they are first needed.
+        #: the samples of skipped steps, fixed when they are first needed.
         self._steps: dict[Range, Range] = dict(copied.get("steps", {}))
         self._fingerprints = fingerprints
         self._lock = threading.RLock()
         #: the state that the stream resumes from; None if it began at sample 0.
         self.base_state: StreamState | None = None
-        #: differences between that and the config of today, that were accepted, in words.
+        #: accepted differences between that state and the current config, in words.
         self.accepted: tuple[str, ...] = ()
         self._schedule: BatchSchedule | None = copied.get("schedule")
         self._restore(state)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copied or pickled, for another process: what it is made of, without its lock and what it has planned."""
+        """Copy or pickle for another process: without the lock and the plans."""
         # With the fingerprints: a worker must not ask a slow source for all its lengths again.
         config, sources, past = self._given
         again = partial(
@@ -137,7 +137,7 @@ class Stream:
         with self._lock:
             self._schedule = schedule
             if self._blocks.front == self.start:
-                self._steps.clear()  # nobody has seen what follows
+                self._steps.clear()  # nothing after the first sample was used yet
             if any(stage.unit == "step" for stage in self._course.stages) or any(s.steps for s in self._skip):
                 self._restore(self.base_state)  # what was planned may belong to another stage now
 
@@ -158,11 +158,11 @@ class Stream:
             self._restore(state)
 
     def skip(self, *skip: SkipConfig, end: int | None = None) -> None:
-        """Leave more out than the data config says. Before any sample is planned; a restore keeps to it.
+        """Leave out more than the data config says. Call it before planning; a restore keeps it.
 
         Args:
             skip: what.
-            end: samples that the run will train, if that is known: nothing beyond it can be skipped.
+            end: samples that the run will train, if known: nothing beyond it can be skipped.
 
         Raises:
             StateError, ConfigError: as `restore`; the stream stays as it was.
@@ -180,14 +180,13 @@ class Stream:
         config, course, here, base, accepted, names = self._open(state)
         with self._lock:
             self._blocks = Blocks(course, here, base, config)
-            #: the sample up to which the stream is known to reach: a loop asks before every step.
+            #: the sample up to which the stream is known to reach, as a loop asks before every step.
             self._reaches = 0
             self.config, self.sources, self._course, self.accepted = config, here, course, accepted
-            #: the names of the sources that are here: the one that the run knows each by -> that of the config as it
-            #: was given.
+            #: the sources available: the run's name for each -> its name in the config as given.
             self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
             self.base_state = state
-            #: config and fingerprints of every state: always the same objects, so that their text is made once.
+            #: config and fingerprints of every state: the same objects each time, so that their text is cached.
             self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
 
     def _open(self, state: StreamState | None, lists: Mapping[str, PieceLists] | None = None) -> _Opened:
@@ -195,7 +194,7 @@ class Stream:
 
         Args:
             state: the state.
-            lists: of long documents, by the names that the run knows the sources by; None if they are to be made.
+            lists: of long documents, by the run's names of the sources; None: make them.
         """
         config, sources, past = self._given
         accepted: tuple[str, ...] = ()
@@ -232,7 +231,7 @@ class Stream:
         return _Opened(config, course, here, base, accepted, names)
 
     def read_back(self, state: StreamState) -> None:
-        """Open a state of this stream as a resume with the same config would, from its text, and drop it.
+        """Open a state of this stream as a resume with the same config would, from its text, and discard it.
 
         Raises:
             StateError: no run could resume from it.
@@ -266,7 +265,7 @@ class Stream:
         )
 
     def _samples_of(self, steps: Range) -> Range:
-        """The samples of steps (first, last): those of the schedule when they were first asked for."""
+        """The samples of steps (first, last), by the schedule at the first call."""
         if steps not in self._steps:
             if self._schedule is None:
                 raise no_schedule(steps)
@@ -292,7 +291,7 @@ class Stream:
             return self._course.config(self._course.index_at(sample))
 
     def shape_at(self, sample: int) -> tuple[int, int]:
-        """(tokens of a sample, tokens that a segment's place is a multiple of)."""
+        """(tokens of a sample, alignment of segments in tokens)."""
         config = self.config_at(sample)
         return config.seq_length, config.packing.align
 
@@ -342,21 +341,21 @@ class Stream:
         overrides: Sequence[str] = (),
         faults: Iterable[FaultRecord | tuple[Any, ...]] = (),
     ) -> StreamState:
-        """The state before ``sample``: what a checkpoint needs when ``sample`` samples were trained.
+        """The state before ``sample``, for a checkpoint after ``sample`` trained samples.
 
         Args:
             sample: number of samples trained.
             batches: (first sample, global batch size) segments up to here; see `BatchSchedule.until`.
             overrides: differences accepted at this start, added to those of the state resumed from.
-            faults: documents that a fault policy was applied to since the stream began or was restored, those of all
-                ranks; later ones, and repeated ones, are passed over. Added to those of the state resumed from.
+            faults: documents, on all ranks, that a fault policy was applied to since the stream began or was restored;
+                later ones, and repeats, are ignored. Added to those of the state resumed from.
         """
         fields = self.fields_at(sample)
         before = self.base_state
         plain, fingerprints = self._constants = self._constants or (self.config.to_dict(), self._all_fingerprints())
         return StreamState(
             config=plain,
-            # In the order of the sources; a source that is gone keeps the fingerprint that it had.
+            # In the order of the sources; a removed source keeps its last fingerprint.
             fingerprints=fingerprints,
             batches=tuple(batches) or (before.batches if before is not None else ()),
             skips=self._course.skips,
@@ -366,8 +365,7 @@ class Stream:
         )
 
     def _all_fingerprints(self) -> dict[str, Fingerprint]:
-        """The fingerprints of all sources that the run ever had, by the names it knows them by; those of the gone as
-        they were."""
+        """The fingerprints of all sources that the run ever had, by the run's names; removed ones keep their last."""
         before = {} if self.base_state is None else self.base_state.fingerprints
         return {
             s.name: self.fingerprints[self._first_names[s.name]] if s.name in self._first_names else before[s.name]

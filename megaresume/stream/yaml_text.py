@@ -1,9 +1,9 @@
-"""YAML that people wrote or disks damaged: one kind of error for whatever is wrong with it.
+"""Parses YAML from people or damaged disks, with one kind of error for every fault.
 
-PyYAML raises what int(), dates and dictionaries raise for ``0x_``, ``2001-13-45`` or ``!!bool maybe``, and follows
-aliases forever: nine lines in which each names the line before nine times stand for a billion values.
+PyYAML leaks the errors of int(), dates and dictionaries for ``0x_``, ``2001-13-45`` or ``!!bool maybe``, and follows
+aliases without limit: nine lines that each name the previous line nine times stand for a billion values.
 
-Apart from `schema`, which the launcher imports before a script: it does without PyYAML.
+Separate from `schema`, which the launcher imports before a script and which must not need PyYAML.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 
 from megaresume.stream.errors import ConfigError, NoFileError
 
-#: values that the aliases of a file may stand for, beyond which it is not a configuration.
+#: the most values that the aliases of a file may stand for.
 MAX_VALUES = 1_000_000
 
 #: a character that JSON escapes in two halves, after an even number of backslashes.
@@ -24,8 +24,7 @@ _PAIR = re.compile(r"(?<!\\)((?:\\\\)*)\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """A loader that refuses a key that is given twice, as YAML wants it; the library would drop the first value
-    silently."""
+    """A loader that refuses duplicate keys, as YAML requires; PyYAML would silently drop the first value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -40,14 +39,14 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
-    """The value of a YAML text, in plain Python. Nothing else is ever constructed.
+    """Parse a YAML text to plain Python. Nothing else is ever constructed.
 
     Args:
         text: of the file.
         loader: PyYAML's `SafeLoader`, or a class of it.
 
     Raises:
-        yaml.YAMLError: it is not YAML, nested too deeply, within itself, or stands for too much.
+        yaml.YAMLError: not YAML, nested too deeply, recursive, or expands to too many values.
     """
 
     try:
@@ -67,7 +66,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
 
 
 def _as_one(pair: re.Match[str]) -> str:
-    """Join what JSON escapes as two halves (outside of the first plane of Unicode) and YAML counts as one character."""
+    """Join the two halves (a surrogate pair) in which JSON escapes a character that YAML counts as one."""
     slashes, high, low = pair.groups()
     return f"{slashes}\\U{0x10000 + ((int(high, 16) & 0x3FF) << 10) + (int(low, 16) & 0x3FF):08x}"
 
@@ -81,7 +80,7 @@ def read_mapping(path: Path, what: str, holds: str) -> dict[str, Any]:
         holds: what is expected in it.
 
     Raises:
-        ConfigError: missing, unreadable, not YAML, a key that stands in a mapping twice, or not a mapping.
+        ConfigError: missing, unreadable, not YAML, a duplicate key, or not a mapping.
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), UniqueKeyLoader)
@@ -107,7 +106,7 @@ def read_encoder(path: Path) -> dict[str, Any]:
 
 
 def _check_size(node: yaml.Node) -> None:
-    """Raise a `yaml.YAMLError` where aliases lead in a circle, or multiply."""
+    """Raise a `yaml.YAMLError` if aliases are circular, or expand to too many values."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
