@@ -78,6 +78,7 @@ def check_schedulers(
     scheduled = [_of(one, "optimizer") for one in living if _is_scheduler(one)]
     found = [f"{kind_of(one)} with a scheduler" for one in unknown if any(one is other for other in scheduled)]
     if beginning is not None:
+        action = action if found else f"{action}; the same for every scheduler of the optimizer"
         found += [
             f"{kind_of(_of(one, 'optimizer'))} with a {type(one).__name__} beside the scheduler that is saved,"
             for one in beginning.stepped(living)
