@@ -1,19 +1,18 @@
-"""`Agreement`: whether all ranks that iterate over a loader have the same data, and continue with the same sample.
+"""`Agreement`: whether all ranks that iterate over a loader have the same data and continue at the same sample.
 
-Each rank deals out samples by itself. Ranks with other data, other batches or another state would train samples twice,
-or not at all, and none of them could tell by itself.
+Each rank assigns samples by itself. If one had other data, other batches or another state, samples would be trained
+twice or not at all, and no rank would notice.
 
-At each ``for``, the first rank that comes leaves what it has at the store of the process group, and the others compare:
-
+At each ``for``, the first rank to arrive stores its order in the process group's store, and the others compare theirs:
     rank 0: compare_set(key, "", mine) -> mine                    ... trains on
-    rank 1:                               compare_set(key, "", mine) -> that of rank 0: another one is refused
+    rank 1:                               compare_set(key, "", mine) -> rank 0's: if it differs, refuse
 
-That is one round trip, in no order and without a collective: nobody waits, and ranks that never come (a rank iterates
-alone over what it evaluates) are not missed. The rank that is refused ends the run.
+This takes one round trip, and no collective: nobody waits, and ranks that never arrive are not missed (one rank may
+iterate alone, for an evaluation). The rank that refuses ends the run.
 
-A rank that looks at a batch before the others begin has left its first ``for`` where they continue. It differs from
-them at its second ``for``, and they may never come to that. So they look within a ``for``, after 2, 4, 8, … batches and
-at the end, whether another rank has left it at a sample that they have passed.
+A rank that looks at a batch before the others begin has left its first ``for`` where they are still in it. The
+difference would show at its second ``for``, which the others may never reach. So they also check within a ``for``,
+after 2, 4, 8, … batches and at the end, whether another rank left it at a sample that they have passed.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ import xxhash
 from megaresume.stream.errors import StateError
 from megaresume.stream.stream import Stream
 
-#: loaders of this process that were compared.
+#: loaders of this process that have been compared.
 _loaders = itertools.count()
 
 
 def order_of(stream: Stream) -> str:
-    """What ranks must have in common to deal out one order of the same data, to be compared."""
+    """What all ranks must have in common to assign the same order of the same data."""
     return repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips))
 
 
@@ -44,7 +43,7 @@ class Agreement:
         self._rounds = 0
 
     def __reduce__(self) -> tuple[type[Agreement], tuple[()]]:
-        """A copy is another loader."""
+        """A copy counts as another loader."""
         return Agreement, ()
 
     def check(self, stream: Stream, layout: str, sample: int, *, continues: bool) -> None:
@@ -54,13 +53,13 @@ class Agreement:
             stream: the order.
             layout: how it is dealt out, and where it continues, in words.
             sample: where it continues.
-            continues: whether the ``for`` before it was left there; otherwise a state was loaded in between.
+            continues: whether the previous ``for`` was left there; otherwise a state was loaded in between.
 
         Raises:
-            StateError: another rank has said something else at its same ``for``.
+            StateError: another rank differs at the same ``for``.
         """
         if self._key is None:
-            # By the order in which they are first iterated over: a rank may make a loader that it never uses.
+            # Numbered by first iteration, as a rank may make a loader that it never uses.
             self._key = f"megaresume/loader/{next(_loaders)}"
         self._rounds += 1
         sizes = ", ".join(f"{name} {one.documents}" for name, one in itertools.islice(stream.fingerprints.items(), 4))
@@ -72,7 +71,7 @@ class Agreement:
         try:
             store = dist.distributed_c10d._get_default_store()
             first = json.loads(store.compare_set(self._round(), "", said))
-        except RuntimeError:  # a store without comparisons, or its host has ended
+        except RuntimeError:  # a store without comparisons, or its host has exited
             return
         if first[1:3] != mine:
             raise StateError(
@@ -86,10 +85,10 @@ class Agreement:
             )
 
     def check_not_left(self, sample: int) -> None:
-        """Within a ``for`` that `check` has begun, of which the samples before this one are handed out.
+        """Check within the current ``for``, once all samples before this one are handed out.
 
         Raises:
-            StateError: another rank has left it at an earlier sample, and begun the next one.
+            StateError: another rank has left it at an earlier sample, and begun its next one.
         """
         key = self._round(1)
         try:

@@ -1,10 +1,10 @@
 """Read ahead the records of shards that the next batches of one process need.
 
-    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.data.read_ahead.Ahead`
+    sample numbers of this rank, or worker -> plan -> records -> their places -> `megaresume.data.read_ahead.Ahead`
 
-It follows the reader: what is planned is dropped if other samples are read. So it can make a loader faster, and change
-nothing. Of a loader that is not ours, Megatron's or torch's, nobody says which samples come next: then it is guessed
-from those that came, and a wrong guess costs time and nothing else.
+It follows the reader: plans are dropped if other samples are read. So it makes loading faster and changes nothing. A
+loader that is not ours (Megatron's, torch's) does not announce its next samples: they are guessed from the previous
+ones, and a wrong guess only costs time.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from megaresume.data.read_ahead import Ahead
     from megaresume.data.shard_files import Place
 
-#: MiB of records that are held, and requests to a store at a time, unless more or fewer are asked for.
+#: Defaults: MiB of records held, and concurrent requests to a store.
 MEMORY, REQUESTS = 64, 32
-#: segments planned ahead, however small they are.
+#: the most segments planned ahead, however small they are.
 FARTHEST = 1 << 16
-#: bytes read ahead at first, doubled until they are what is allowed: the first batch waits for little besides its own.
+#: bytes read ahead at first, doubled up to the limit, so that the first batch waits for little besides its own records.
 FIRST = 2 << 20
 
 #: The most samples that are planned together.
 TOGETHER = 64
-#: blocks of the stream that are planned ahead: it keeps more, so that nothing is planned twice.
+#: blocks of the stream planned ahead: fewer than it keeps, so that nothing is planned twice.
 BLOCKS = 24
 
 
 class Guess:
-    """A guess at the samples asked for next: runs of consecutive ones, as long as the last one, at equal distances."""
+    """Guesses the next samples: runs of consecutive ones, as long as the last run, at equal distances."""
 
     def __init__(self) -> None:
         self.gap, self.length = 0, 1
@@ -49,7 +49,7 @@ class Guess:
         self._odd: int | None = None
 
     def follow(self, samples: Sequence[int]) -> bool:
-        """Whether these come as expected. Two runs one after the other that do not begin another sequence."""
+        """Whether these samples were expected. Two unexpected runs in a row begin another sequence."""
         first = samples[0]
         as_expected = True
         for k, sample in enumerate(samples):
@@ -68,7 +68,7 @@ class Guess:
         return True
 
     def runs(self, start: int, stop: int | None = None) -> Iterator[range]:
-        """The runs expected from ``start``, where one begins, to ``stop``."""
+        """The expected runs from ``start``, the beginning of one, to ``stop``."""
         for first in count(start, self.length + self.gap):
             if stop is not None and first >= stop:
                 return
@@ -76,10 +76,10 @@ class Guess:
 
 
 def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, gib: float) -> None:
-    """Have a directory on a local disk keep what is read of object stores.
+    """Cache what is read from object stores in a directory on a local disk.
 
     Raises:
-        UsageError: nothing fits into it.
+        UsageError: it has no room.
     """
     if not 0 < gib < math.inf:
         raise UsageError(
@@ -102,9 +102,9 @@ class ReadAhead:
 
     Args:
         stream: the stream, in this process.
-        upcoming: sample numbers of each micro-batch that will be read, in order; None: to be guessed.
-        memory: bytes of records that are held; more only if one micro-batch needs more.
-        requests: to a store at a time.
+        upcoming: sample numbers of each micro-batch that will be read, in order; None: guess them.
+        memory: bytes of records held; exceeded only if one micro-batch needs more.
+        requests: concurrent, to one store.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class ReadAhead:
         self._window = min(FIRST, memory)
         self._sources = {i: source for i, source in enumerate(stream.sources) if hasattr(source, "places")}
         #: (samples, segments, number of places of their records) of each micro-batch that is planned and not yet read;
-        #: and these places. So Python's collector has few objects to visit: it takes longer than the rest of this.
+        #: and these places. Few objects, because Python's collector would take longer than all the rest.
         self._planned: deque[tuple[tuple[int, ...], int, int]] = deque()
         self._places: deque[Place] = deque()
         self._segments = 0
-        #: the samples that were planned last: the first one, where the segments of each begin, their records.
+        #: the samples planned last: the first one, where the segments of each begin, their records.
         self._first = -2
         self._starts: list[int] = [0, 0]
         self._pairs: list[list[int]] = []
@@ -138,7 +138,7 @@ class ReadAhead:
 
     @contextmanager
     def reading(self, samples: Sequence[int]) -> Iterator[None]:
-        """A context around the reading of the next micro-batch."""
+        """A context for reading the next micro-batch."""
         if self._ahead is None:
             yield
             return
@@ -168,7 +168,7 @@ class ReadAhead:
             self._ahead = None
 
     def _follow(self, guess: Guess, samples: Sequence[int], ahead: Ahead) -> None:
-        """Read these, together, and those that come after them, if that can be told."""
+        """Read these samples' records together, and those of the next ones, if they can be guessed."""
         as_expected = guess.follow(samples)
         if self._planned and self._planned[0][0] == tuple(samples):
             return
@@ -180,7 +180,7 @@ class ReadAhead:
         self._upcoming = chain([samples], coming)
 
     def _plan(self, ahead: Ahead) -> None:
-        # Half of it at once: so neighbours meet in one request.
+        # Half of the limit at once, so that neighbouring records share a request.
         if ahead.held > self._window // 2 or self._segments > FARTHEST // 2:
             return
         farthest = BLOCKS * self._stream.block_samples
@@ -195,7 +195,7 @@ class ReadAhead:
             try:
                 samples = next(self._upcoming)
                 segments, places = self._records_of(samples)
-            except (StopIteration, MegaresumeError):  # which whoever reads on will meet
+            except (StopIteration, MegaresumeError):  # the reader will raise it
                 self._upcoming = iter(())
                 break
             self._planned.append((tuple(samples), segments, len(places)))
@@ -208,11 +208,11 @@ class ReadAhead:
 
     @property
     def _span(self) -> int:
-        """The number of samples of all ranks, from the first that is planned to the last one."""
+        """The number of samples, on all ranks, from the first planned one to the last."""
         return self._planned[-1][0][0] - self._planned[0][0][0] if self._planned else 0
 
     def _records_of(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
-        """Segments of these samples, and where their records lie."""
+        """Number of segments of these samples, and the places of their records."""
         segments = 0
         places: list[Place] = []
         for sample in samples:
@@ -224,10 +224,10 @@ class ReadAhead:
         return segments, places
 
     def _records(self, sample: int) -> list[list[int]]:
-        """Source and document of each segment of a sample; of the next ones too while one follows the other."""
+        """Source and document of each segment of a sample; plans following samples too if samples are consecutive."""
         num = len(self._starts) - 1
         if not 0 <= sample - self._first < num:
-            # Of others' samples between two of this rank nothing is asked.
+            # Do not plan the samples of other ranks in between.
             num = min(2 * num, TOGETHER) if sample == self._first + num else 1
             try:
                 plan = self._stream.plan(sample, sample + num)

@@ -1,9 +1,9 @@
-"""From what samples hold to a batch: `Assembler` writes its arrays, `make_batch` makes tensors of them.
+"""From planned samples to a batch: `Assembler` writes its arrays, `make_batch` turns them into tensors.
 
 Stateless: the same plan gives the same bytes anywhere.
 
-A preference pair is one document, so that it is never packed but whole; its `Spans` say where the rejected half begins.
-Both halves are kept apart as two documents are.
+A preference pair is one document, so that packing keeps it whole; its `Spans` say where the rejected half begins.
+The halves are kept apart like two documents.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Assembler:
     Args:
         sources: in the order of the stream's config.
         seq_length: tokens a sample.
-        align: tokens that a segment's place is a multiple of (``packing.align``).
+        align: each segment's start is a multiple of this many tokens (``packing.align``).
         pad_id: token written where there is no document.
-        seed, names: of the stream and of its sources, which randomness in image-text documents is keyed by; needed
-            if there are such. Errors name sources by them.
-        cold: is told what is read.
+        seed, names: of the stream and its sources, keys of the randomness in image-text documents, which need them.
+            Errors name sources by them.
+        cold: gets told what is read.
 
     Raises:
-        ConfigError: image sources that do not go together.
+        ConfigError: image sources that do not fit together.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Assembler:
         self._names = list(names)
         self._cold = cold
         self._in_one_array: dict[int, bool] = {}
-        #: sources that say which of their tokens are trained, by number.
+        #: sources that mark which of their tokens are trained, by number.
         self.masked = [i for i, source in enumerate(self.sources) if has_spans(source)]
         #: the names of the sources that begin with a preference pair.
         self._pairs = [self.name_of(i) for i in self.masked if has_pairs(self.sources[i])]
-        #: documents of which no loss is taken, by the number of their source.
+        #: documents excluded from the loss, by source number.
         self._without_loss = masked_documents(names)
         with_images = {i: s for i, s in enumerate(self.sources) if is_document_source(s)}
         #: reads image-text documents; None if the blend has none.
@@ -137,18 +137,18 @@ class Assembler:
         pairs: list[Int64Array] | None = None,
         samples: Sequence[int] | None = None,
     ) -> SegmentLayout:
-        """Write the samples of a plan into arrays of as many rows.
+        """Write the samples of a plan into arrays with as many rows.
 
         Args:
             plan: the samples.
             out: the arrays.
             images: where to collect images.
-            pairs: where to collect preference pairs, as `find_pairs` gives them.
+            pairs: where to collect preference pairs, as `find_pairs` returns them.
             samples: their numbers, if they are not consecutive.
 
         Raises:
-            CorpusError: a document is damaged, or not as long as the index says; a preference pair is cut.
-            UsageError: the blend has image sources, or preference pairs, and whoever asks has no place for them.
+            CorpusError: a document is damaged, or its length differs from the index; a preference pair is cut.
+            UsageError: the blend has image sources or preference pairs, and the caller has no place for them.
         """
         if self.documents is not None and images is None:
             raise UsageError(
@@ -158,7 +158,7 @@ class Assembler:
                 action="load batches with images through megaresume.attach or StreamLoader, or leave these sources out",
             )
         layout = self.lay_out(plan)
-        if self._pairs and pairs is None:  # before anything is trained, although there may be none here
+        if self._pairs and pairs is None:  # before anything is trained, even if this batch has none
             raise refuse_pairs(self._pairs)
         if self._cold is not None:
             self._cold.begin(plan, range(plan.first, plan.stop) if samples is None else samples)
@@ -224,15 +224,14 @@ class Assembler:
         )
 
     def _mask(self, i: int, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> Int64Array:
-        """Take the loss away if it does not count; returns the preference pairs."""
+        """Clear the loss mask of tokens that are not trained; return the preference pairs."""
         trained = spans_of(self.sources[i], plan.table[:, DOCUMENT][mine])
         assert trained is not None, f"{self.name_of(i)} had spans when it was opened"
         mask_segments(trained.starts, trained.spans, mine, plan.table, layout.rows, layout.columns, out.loss_mask)
         return find_pairs(trained, mine, plan, layout, self.sources[i], self.name_of(i))
 
     def _take_loss_away(self, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
-        """Take the loss away from documents that are not to be trained. Raises UsageError for a loop without a loss
-        mask."""
+        """Clear the loss mask of excluded documents. Raises UsageError for a loop without a loss mask."""
         for i, documents in self._without_loss.items():
             if not out.loss_mask.size:
                 raise UsageError(
@@ -247,7 +246,8 @@ class Assembler:
                 out.loss_mask[layout.rows[k], column : column + int(table[k, LENGTH])] = 0
 
     def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: SegmentLayout, out: BatchArrays) -> None:
-        """A source without one array of tokens: a call for each segment, with the token after it if there is one."""
+        """Read a source without one array of tokens: a call per segment, including the token after it if there is
+        one."""
         totals = source.lengths(plan.table[mine, DOCUMENT]).tolist()
         for k, total in zip(mine.tolist(), totals, strict=True):
             document, offset, length = plan.table[k, [DOCUMENT, OFFSET, LENGTH]].tolist()
@@ -270,13 +270,13 @@ def find_pairs(
 
     Args:
         spans: of the segments' documents.
-        mine: rows of the plan's table that are of this source.
+        mine: rows of the plan's table that belong to this source.
         plan, layout: of the batch.
-        source: which it is.
-        name: of it, for errors.
+        source: its number.
+        name: its name, for errors.
 
     Returns:
-        int64[p, 4]: row, columns at which the chosen and the rejected half begin, and the one after the pair.
+        int64[p, 4]: row, columns at which the chosen and the rejected half begin, and the column after the pair.
 
     Raises:
         CorpusError: a pair is longer than a sample, or was cut to fill one; the spans are damaged.
@@ -309,7 +309,7 @@ def find_pairs(
 
 
 def refuse_pairs(names: Sequence[str]) -> UsageError:
-    """Refuse pairs for a loop that did not ask for them: it would train rejected answers as it does chosen ones."""
+    """Refuse pairs for a loop that did not ask for them: it would train rejected answers like chosen ones."""
     return UsageError(
         "the blend has preference pairs, and this loop would train both of each",
         found=f"chosen and rejected conversations in {', '.join(names)}",
@@ -334,20 +334,20 @@ def make_batch(
         plan: the samples.
         assembler: reads them.
         samples: their numbers, if they are not consecutive.
-        fields: which of those that a loop can do without.
+        fields: the optional fields to include.
         attention_mask: add the document-diagonal mask.
         pin_memory: put tensors into page-locked memory.
-        levels: of images, 8-bit levels instead of pixels where they have such; `shown` makes pixels of them.
+        levels: of images, 8-bit levels instead of pixels if they have them; `shown` makes pixels of them.
 
     Raises:
-        CorpusError: a document is damaged, or not as long as the index says.
-        UsageError: a loop without a loss mask, and sources that say which tokens are trained; one that did not ask
-            for preference pairs, and sources that have them.
+        CorpusError: a document is damaged, or its length differs from the index.
+        UsageError: sources mark which tokens are trained, and the loop has no loss mask; or they have preference pairs,
+            which the loop did not ask for.
     """
     if "loss_mask" not in fields:
         _check_all_trained(assembler)
     shape = (len(plan), assembler.seq_length)
-    # A copy to a GPU watches memory that torch locked, under the tensor that it was locked for: never from_numpy.
+    # Copies to a GPU track page-locked memory by the tensor that torch locked it for, so never use from_numpy.
     names = ("tokens", *(name for name in fields if name != PAIRS))
     tensors = {name: torch.empty(shape, dtype=_DTYPES[name], pin_memory=pin_memory) for name in names}
     arrays = BatchArrays(**_NOTHING | {name: tensor.numpy() for name, tensor in tensors.items()})
@@ -388,8 +388,7 @@ def make_batches(
 ) -> list[Batch]:
     """Read the samples of several micro-batches of text at once.
 
-    Tensors share memory and nothing else: a storage ends where its tensor does, and each counts its changes by itself,
-    as autograd needs it.
+    Tensors only share memory: each has its own storage, and its own version counter, as autograd needs it.
 
     Args:
         plan: of all samples.
@@ -413,7 +412,7 @@ def make_batches(
         _parts(plan.hashes.view(np.int64).copy(), sizes),
         strict=True,
     )
-    # For a micro-batch of 2,048 tokens this takes as long as half of their copy: nothing here that needs not be.
+    # For a micro-batch of 2,048 tokens this takes half as long as copying them, so keep it minimal.
     if not others:
         return [{"tokens": t, "cu_seqlens": c, "samples": n, "hashes": h} for t, c, n, h in rows]
     return [
@@ -423,7 +422,7 @@ def make_batches(
 
 
 def _parts(array: npt.NDArray[Any], sizes: Sequence[int]) -> Iterable[torch.Tensor]:
-    """A tensor of each part of an array, of so many rows."""
+    """Split an array into tensors with these numbers of rows."""
     if len(set(sizes)) == 1:  # in half the time of slices
         return map(torch.from_numpy, array.reshape(len(sizes), sizes[0], *array.shape[1:]))
     ends = list(accumulate(sizes, initial=0))
@@ -431,7 +430,7 @@ def _parts(array: npt.NDArray[Any], sizes: Sequence[int]) -> Iterable[torch.Tens
 
 
 def _grouped(values: Iterable[T], sizes: Sequence[int]) -> Iterable[list[T]]:
-    """Lists of so many."""
+    """Split values into lists of these sizes."""
     if set(sizes) == {1}:
         return map(list, zip(values, strict=False))
     rest = iter(values)

@@ -1,8 +1,8 @@
-"""A batch: arrays, which compiled loops lay out and write as a whole, and then torch tensors.
+"""A batch: arrays, which compiled loops lay out and write as a whole, and torch tensors made from them.
 
-The loops do not hold the GIL. A blend with image sources has the keys of images in every batch, also in one without an
-image: with 0 rows, so that all ranks run the same graph. Image-text documents have tokens and labels as text has, and
-the images beside them:
+The loops release the GIL. A blend with image sources has the image keys in every batch, with 0 rows if there is no
+image, so that all ranks run the same graph. Image-text documents have tokens and labels like text, and the images
+beside them:
 
     sample   | t t t I I I I t t | t t I I t t t t | padding |      t: text, I: image token
     images         ^ row, column, 4 tokens  ^ row, column, 2 tokens
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from megaresume.encoding.images.pixels import Levels
 
 
-#: Fields of a batch that a loop can do without.
+#: Optional fields of a batch, included by default.
 Field = Literal["labels", "loss_mask", "position_ids", "pairs"]
 FIELDS: tuple[Field, ...] = ("labels", "loss_mask", "position_ids")
-#: The field that a loop has to ask for.
+#: The field that is only included on request.
 PAIRS: Field = "pairs"
 
 
@@ -65,7 +65,7 @@ class _Always(TypedDict):
 class Batch(_Always, total=False):
     """A micro-batch of m samples of S tokens."""
 
-    # Unless a loop does without them.
+    # Optional, included by default.
 
     #: int64[m, S]: the next token of the same document.
     labels: torch.Tensor
@@ -76,23 +76,23 @@ class Batch(_Always, total=False):
     #: bool[m, 1, S, S]: True where attention is not allowed (Megatron's convention); only if asked for.
     attention_mask: torch.Tensor
 
-    #: int64[p, 4], only if asked for: of each preference pair its row, the columns at which the chosen and the rejected
-    #: conversation begin, and the one after both.
+    #: int64[p, 4], only on request: of each preference pair its row, the columns at which the chosen and the rejected
+    #: conversation begin, and the column after both.
     pairs: torch.Tensor
 
-    # The rest only where the blend has image sources; n images, in the order of their tokens.
+    # The rest only if the blend has image sources; n images, in the order of their tokens.
 
     #: float32[sum of num_tiles, ...]: tiles or patches of all images, one image after another.
     pixel_values: torch.Tensor
-    #: int64[n, 3]: frames, rows and columns of each image: of patches, of tiles or of pixels, as its processor says.
+    #: int64[n, 3]: frames, rows and columns of each image, in patches, tiles or pixels depending on its processor.
     image_grid_thw: torch.Tensor
     #: int64[n, 3]: row of the micro-batch, column of the first image token, image tokens.
     image_positions: torch.Tensor
     #: int32[n]: rows of ``pixel_values`` of each image.
     num_tiles: torch.Tensor
-    #: records that were not as the index announced them, and what was done.
+    #: records that did not match the index, and how they were treated.
     faults: list[FaultRecord]
-    #: on the way from a worker process, how ``pixel_values`` in 8 bits become pixels.
+    #: from a worker process: how to turn ``pixel_values`` in 8 bits into pixels.
     levels: Levels | None
 
 
@@ -118,7 +118,7 @@ def image_places(batch: Batch) -> torch.Tensor:
     """The places of image tokens: bool[m, S]. Row by row those of ``image_positions``, one image after another.
 
     Raises:
-        UsageError: a text of the batch has the image token too.
+        UsageError: text in the batch contains the image token too.
     """
     positions = batch["image_positions"]
     if not len(positions):
@@ -138,13 +138,13 @@ def image_places(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArrays:
-    """A batch of m samples of S tokens, before torch. Those that nobody asked for are empty: [0, 0]."""
+    """A batch of m samples of S tokens, before torch. Fields left out are empty: [0, 0]."""
 
     #: the tokens, int64[m, S].
     tokens: Int64Array
     #: int64[m, S]: the next token of the same document; 0 if there is none.
     labels: Int64Array
-    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; only where the
+    #: float32[m, S]: 1 where the label counts: never at the last token of a document or at padding, and only where the
     #: spans of a corpus, or the template of image-text documents, say so.
     loss_mask: npt.NDArray[np.float32]
     #: int64[m, S]: from 0 in every segment.
@@ -152,7 +152,7 @@ class BatchArrays:
 
     @classmethod
     def empty(cls, num_samples: int, seq_length: int, fields: Collection[Field] = FIELDS) -> BatchArrays:
-        """Arrays that are not initialised: the tokens, and these fields."""
+        """Uninitialized arrays for the tokens and these fields."""
         shape = (num_samples, seq_length)
         return cls(
             tokens=np.empty(shape, np.int64),
@@ -166,7 +166,7 @@ class BatchArrays:
 class SegmentLayout:
     """The places of the n segments of m samples."""
 
-    #: int64[n], in samples from the first of the batch.
+    #: int64[n]: sample of each segment, from the first of the batch.
     rows: Int64Array
     #: where the segments start in their samples, in tokens, int64[n].
     columns: Int64Array
@@ -182,11 +182,11 @@ class SegmentLayout:
 
 @compiled
 def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds, order, num_of_source):  # type: ignore[no-untyped-def]
-    """Lay out the segments of a plan, and the places across which attention must not look.
+    """Lay out the segments of a plan, and the bounds that attention must not cross.
 
     Args:
         table, starts: of the `Plan`: int64[n, SEGMENT_WIDTH], int64[m + 1].
-        align: tokens that a segment's place is a multiple of.
+        align: each segment's start is a multiple of this many tokens.
         seq_length: S.
         rows, columns: int64[n], written.
         bounds: int32[n + 2 * m], written: for each sample the starts of its segments, that of the padding after
@@ -208,7 +208,7 @@ def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds,
             written += 1
             end = column + table[k, LENGTH]
             column = -(-end // align) * align
-        if column < seq_length:  # also the padding begins at a multiple: kernels for packed attention count on it
+        if column < seq_length:  # padding too begins at a multiple, as packed-attention kernels require
             bounds[written] = column
             written += 1
         bounds[written] = seq_length
@@ -224,7 +224,7 @@ def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds,
     return written
 
 
-#: Bytes of a document that are asked for before it is copied; what follows, the processor foresees.
+#: Bytes of a document that are prefetched before it is copied; the hardware prefetches the rest.
 ASKED_FOR = 512
 
 
@@ -239,12 +239,12 @@ def copy_segments(  # type: ignore[no-untyped-def]
     Args:
         stored: [tokens of the corpus], any integer dtype.
         document_starts, document_lengths: int64[k], where each segment's document is in ``stored``, in tokens.
-        which: int64[k], rows of ``table`` that are of this source.
+        which: int64[k], rows of ``table`` that belong to this source.
         table: int64[n, SEGMENT_WIDTH], all segments of the batch. rows, columns: int64[n], where they go.
-        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Labels and loss mask may be empty: they are left out.
+        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Empty labels and loss mask are not written.
     """
     for j in range(which.size):
-        ahead = j + 2  # documents lie anywhere: these are on their way while others are copied
+        ahead = j + 2  # documents are scattered: prefetch these while others are copied
         if ahead < which.size:
             place = document_starts[ahead] + table[which[ahead], OFFSET]
             for i in range(0, ASKED_FOR, 64):
@@ -273,12 +273,12 @@ def copy_segments(  # type: ignore[no-untyped-def]
 
 @compiled
 def mask_segments(starts, spans, which, table, rows, columns, loss_mask):  # type: ignore[no-untyped-def]
-    """Take the loss away where the label is not trained.
+    """Clear the loss mask where the label is not trained.
 
     Args:
         starts, spans: int64[k + 1], int32[s, 2]: of each segment's document, as in `Spans`.
         which, table, rows, columns: as for `copy_segments`.
-        loss_mask: float32[m, S], written: at place i of a segment stands the loss of its token i + 1.
+        loss_mask: float32[m, S], written: place i of a segment has the loss of its token i + 1.
     """
     for j in range(which.size):
         k = which[j]
@@ -299,7 +299,7 @@ def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask
 
     Args:
         starts: int64[m + 1], the segments of each row. columns: int64[n], where each lies. table: of the `Plan`.
-        align: tokens that a segment's place is a multiple of.
+        align: each segment's start is a multiple of this many tokens.
         pad_id: token written where there is no document.
         tokens, labels, position_ids: int64[m, S]. loss_mask: float32[m, S]. All but the tokens may be empty.
     """
@@ -335,19 +335,19 @@ def _pad(row, start, stop, pad_id, tokens, labels, loss_mask):  # type: ignore[n
 
 
 def separated(pairs: Int64Array, layout: SegmentLayout, out: BatchArrays, align: int) -> SegmentLayout:
-    """Keep the halves of each pair apart: no label, no position and no attention leads from one to the other.
+    """Keep the halves of each pair apart: labels, positions and attention do not cross from one to the other.
 
     Args:
         pairs: int64[p, 4], as `megaresume.batches.assemble.find_pairs` gives them.
         layout: of the batch.
         out: its arrays, written.
-        align: tokens that a segment's place is a multiple of.
+        align: each segment's start is a multiple of this many tokens.
 
     Returns:
-        the layout with the rejected halves as segments of their own in its bounds.
+        the layout with each rejected half as a segment of its own in its bounds.
 
     Raises:
-        UsageError: places must be multiples, which those of rejected halves are not.
+        UsageError: segments must be aligned, which rejected halves are not.
     """
     if align > 1:
         raise UsageError(

@@ -1,16 +1,16 @@
-"""`ColdPages`: tokens that are not in memory are asked for before they are read.
+"""`ColdPages`: asks the kernel for tokens that are not in memory before they are read.
 
-    a batch is read -> did it wait for a disk? -- no --> nothing more, and the question costs next to nothing
+    a batch is read -> did it wait for a disk? -- no --> nothing more; the check costs next to nothing
                                 |
                                yes
                                 v
-    where this batch and the next ones lie -> neighbours joined -> the kernel reads all of them at once
+    the places of this batch and the next ones -> join neighbours -> the kernel reads all of them at once
 
-Tokens are read through memory maps, a few KB here and a few there. Without this each waits for the one before, and the
-kernel reads megabytes around it as well. Of a source that is shuffled in blocks, what lies around is wanted soon: there
-it is asked for, a region at a time.
+Tokens are read through memory maps, a few KB at a time. Without this, each read waits for the previous one, and the
+kernel also reads megabytes around it. In a source shuffled in blocks, the surroundings are needed soon, so there
+they are requested, a region at a time.
 
-As in `megaresume.batches.ahead`, what is planned is dropped if other samples are read.
+As in `megaresume.batches.ahead`, plans are dropped if other samples are read.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
 from megaresume.stream.stream import Stream
 
-#: bytes of tokens asked for before they are read.
+#: bytes of tokens requested ahead.
 AHEAD = 8 << 20
-#: bytes that nobody wants, between two places that are asked for as one.
+#: the largest gap, in bytes, between two places that are requested as one.
 GAP = 32 << 10
-#: bytes asked for by one call: the kernel reads no more than its read-ahead at one.
+#: bytes requested by one call, as the kernel reads at most its read-ahead per call.
 LONGEST = 128 << 10
-#: seconds: what takes no longer did not wait for a disk, or not so long that it counts.
+#: seconds: a faster read did not wait for a disk, or not noticeably.
 QUICK = 2e-4
-#: places in a row that were in memory: then nothing is asked for any more.
+#: after this many places in a row that were in memory, stop requesting.
 CLEAN = 8
-#: batches between two looks whether that is so, at most.
+#: the most batches between two checks of that.
 PATIENCE = 1024
-#: places that are read at a time, of a file system that does nothing if it is told what will be needed (Lustre, FUSE).
+#: concurrent reads, for file systems that ignore the advice of what will be needed (Lustre, FUSE).
 THREADS = 16
-#: batches that waited although they were asked for: then it is such a one.
+#: after this many batches that waited although they were requested, take the file system for one of those.
 IGNORED = 2
-#: The advice of madvise, since Linux 5.14, to wait until the pages are there.
+#: The advice of madvise, since Linux 5.14, that waits until the pages are read.
 POPULATE_READ = 22
 
 
@@ -63,7 +63,7 @@ if sys.platform == "linux":
 
 
 def _waits() -> int:
-    """The number of times that this thread has waited for a page that was not in memory."""
+    """How often this thread has waited for a page that was not in memory."""
     return getrusage(RUSAGE_THREAD).ru_majflt
 
 
@@ -78,23 +78,23 @@ class ColdPages:
     def __init__(self, stream: Stream, seq_length: int) -> None:
         self._stream = stream
         self._sources = {i: source for i, source in enumerate(stream.sources) if isinstance(source, TokenSource)}
-        #: the most samples that are asked for ahead: never so many that a state must plan again.
+        #: the most samples requested ahead: few enough that a state needs no planning again.
         self._most = max(AHEAD // 4 // seq_length, 1)
         self._farthest = stream.block_samples
         self._guess = Guess()
-        #: the sample up to which everything expected was asked for.
+        #: the sample up to which everything expected was requested.
         self._told = 0
-        #: whether to ask: at the start nobody knows, so it does.
+        #: whether to request: at first yes, since it is not known.
         self._cold = False
         self._clean = self._pause = 0
         self._patience = 1
-        #: the batch that is being read: when, waits of this thread before it, segments, whether they were asked for.
+        #: the batch being read: start time, this thread's waits before it, segments, whether they were requested.
         self._begun = 0.0
         self._before = self._segments = 0
         self._was_told = False
         self._ignored = 0
         self._threads: ThreadPoolExecutor | None = None
-        #: the regions of the sources that are shuffled in blocks.
+        #: the regions of the sources shuffled in blocks.
         self._blocks = {
             i: _Regions(shuffle, source, seq_length)
             for i, source in self._sources.items()
@@ -106,7 +106,7 @@ class ColdPages:
     def begin(self, plan: Plan, samples: Sequence[int]) -> None:
         """Note that the tokens of a plan are about to be read."""
         if self._cold:
-            with contextlib.suppress(Exception):  # which whoever reads will meet
+            with contextlib.suppress(Exception):  # the reader will raise it
                 self._ask(plan, samples)
             self._before = _waits()
         self._begun = time.perf_counter()
@@ -137,13 +137,13 @@ class ColdPages:
         step = guess.length + guess.gap
         num = max(min(self._most // guess.length, self._farthest // step), 1)
         start = max(guess.next, self._told)
-        if start > guess.next + step * num * 7 // 8:  # not one after another: so neighbours meet
+        if start > guess.next + step * num * 7 // 8:  # not one by one, so that neighbours are joined
             return
         self._told = min(guess.next + step * num, start + step * max(num // 8, 1))
         self._tell([self._stream.plan(run[0], run[-1] + 1).table for run in guess.runs(start, self._told)])
 
     def _tell(self, tables: Sequence[Int64Array]) -> list[Future[int]]:
-        """Ask for the tokens of these segments, after a look at the first of them. What is done by threads."""
+        """Request the tokens of these segments, after probing the first. Returns the work done by threads."""
         reading: list[Future[int]] = []
         table = np.concatenate(tables) if tables else np.zeros((0, 5), np.int64)
         looked = False
@@ -154,7 +154,7 @@ class ColdPages:
             mine = table[table[:, SOURCE] == i]
             view = source.token_view
             starts = source.token_starts(mine[:, DOCUMENT]) + mine[:, OFFSET]
-            stops = np.minimum(starts + mine[:, LENGTH] + 1, len(view))  # and the label of the last one
+            stops = np.minimum(starts + mine[:, LENGTH] + 1, len(view))  # including the last label
             base, width = view.ctypes.data, view.itemsize
             starts, stops = base + starts * width, base + stops * width
             if i in self._blocks:
@@ -172,7 +172,7 @@ class ColdPages:
         return reading
 
     def _look(self, view: npt.NDArray[np.int64], place: int) -> None:
-        """Read one token that was not asked for: is it in memory?"""
+        """Read one token that was not requested, to see whether it is in memory."""
         self._pause -= 1
         if self._pause > 0:
             return
@@ -187,7 +187,7 @@ class ColdPages:
                 self._expect(cold=False)
 
     def _expect(self, *, cold: bool) -> None:
-        """Ask from now on, and have the kernel read nothing that is not asked for; or neither."""
+        """Cold: request from now on, and turn the kernel's own read-ahead off; otherwise the reverse."""
         self._cold = cold
         how = mmap.MADV_RANDOM if cold else mmap.MADV_NORMAL
         for view in (source.token_view for source in self._sources.values()):
@@ -197,9 +197,9 @@ class ColdPages:
 
 
 class _Regions:
-    """The file of a source that is shuffled in blocks, in regions, each of them asked for once, as a whole.
+    """The file of a source shuffled in blocks, split into regions; each is requested once, as a whole.
 
-    The documents of a block are read a few at a time while those of others are; a region is a part of a block.
+    The documents of several blocks are read in turn, a few at a time; a region is a part of a block.
     """
 
     def __init__(self, shuffle: ShuffleConfig, source: TokenSource, seq_length: int) -> None:
@@ -208,19 +208,20 @@ class _Regions:
         block = shuffle.block * view.itemsize * min(len(view) // max(len(source), 1), seq_length)
         self._base, self._end = view.ctypes.data, view.ctypes.data + view.nbytes
         self._size = max(min(block // 4, LONGEST) // mmap.PAGESIZE, 1) * mmap.PAGESIZE
-        #: the regions of two windows that were asked for last.
+        #: the regions of two windows that were requested last.
         self._asked: OrderedDict[int, None] = OrderedDict()
         self._most = 2 * shuffle.window * (block // self._size + 2)
 
     def around(self, starts: Int64Array, stops: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The ranges to ask for instead of these bytes: the regions of them that were not asked for.
+        """The ranges to request instead of these bytes: the regions they are in, unless requested already.
 
         Args:
             starts, stops: int64[n], addresses.
-            lengths: int64[n], of their documents. Pieces of long ones lie among those of other blocks: they stay.
+            lengths: int64[n], of their documents. Pieces of long ones lie among other blocks, and are returned as
+            given.
 
         Returns:
-            as starts and stops.
+            starts and stops, in the same form.
         """
         alone = lengths > self._seq_length
         if alone.all():
@@ -237,7 +238,7 @@ class _Regions:
 
 
 def joined(starts: Int64Array, stops: Int64Array) -> Iterator[tuple[int, int]]:
-    """Ranges of bytes as whole pages, neighbours in one, none of them too long; in ascending order."""
+    """Join ranges of bytes into whole pages, merging neighbours up to a maximum length; ascending."""
     if not len(starts):
         return
     starts, order = starts // mmap.PAGESIZE * mmap.PAGESIZE, np.argsort(starts)

@@ -6,8 +6,8 @@
             ...
             checkpoint["data"] = loader.state_dict()
 
-Batches are planned in the training process, for all ranks alike; torch's own ``DataLoader`` reads the items of this
-rank. A sample is an item; with ``seq_length`` it is as many items as that holds. A state is a number of samples.
+Batches are planned in the training process, the same for all ranks; torch's own ``DataLoader`` reads this rank's
+items. A sample is an item; with ``seq_length``, as many items as fit. A state is a number of samples.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _END = object()
 
 
 class DataLoader(RankLoader):
-    """Batches of one rank, and the state of all ranks.
+    """Batches of one rank; the state covers all ranks.
 
-    Every epoch of a dataset is a new permutation of its items. Batches continue across the end of an epoch, so that
-    none is short and no item comes twice or not at all; one ``for`` ends with the first step that reaches the end of
-    the epoch. What was handed out counts as trained: a ``for`` that was left continues where it ended.
+    Every epoch of a dataset is a new permutation of its items. Batches continue across the end of an epoch, so none is
+    short and no item is repeated or skipped; one ``for`` ends with the first step that reaches the end of the epoch.
+    Batches handed out count as trained: after a ``for`` was left, the next continues where it ended.
 
     Args:
         dataset: with ``len(dataset)`` and ``dataset[i]``; or several, blended by item: ``{name: (dataset, weight)}``.
@@ -61,37 +61,37 @@ class DataLoader(RankLoader):
         seed: of the order.
         collate_fn: list of items to a batch; default: torch's, or `flatten` with ``seq_length``.
         num_workers, pin_memory, persistent_workers: as in torch's ``DataLoader``.
-        drop_last: drop the last step if it is short. Without ``max_epochs`` none is.
+        drop_last: drop the last step if it is short, which only happens with ``max_epochs``.
         accumulation: micro-batches of an optimizer step: a ``for`` ends with a whole step.
         max_epochs: the end of every dataset, or by name; None for no end. The last batch may then be short, and is
-            dealt out evenly.
+            split evenly over the ranks.
         append: what a resume does if a dataset has grown: its new items come from the next epoch on
-            (``next_epoch``), or mixed into the rest of this one (``now``); None if it is refused.
+            (``next_epoch``), or mixed into the rest of this one (``now``); None: refuse.
         on_change: what a resume does if weights, packing or datasets changed: ``refuse`` it, or begin a ``stage``
             there.
         seq_length: pack items into samples of this many tokens; None if an item is a sample.
         packing: ``best_fit`` or ``knapsack``, with whole items; ``split``, which cuts them; or as in a data.yaml.
         lengths: tokens of each item: name of a column, a list, or a function of an item; or by dataset. None:
             ``len(item["input_ids"])``, counted once.
-        lengths_dir: directory that keeps lengths, so that they are not counted again, and for questions about the run.
+        lengths_dir: directory to keep lengths in, so that they are counted once; also for questions about the run.
         blend: what weights count: ``tokens`` or ``documents`` (items). Default: tokens of packed items, else items.
         stages: changes to come, as in a data.yaml: ``[{"from_samples": 10_000, "weights": {"web": 1, "code": 3}}]``.
         skip: what to leave out: ``["80:88"]``, or ``{"samples": [...], "documents": {"data": [17]}}`` (items).
         keyed: seed the generators of Python, NumPy and torch before each item by (seed, dataset, epoch, item), so that
             a dataset that draws random numbers draws the same on any layout and after a resume; and before each call of
             ``collate_fn`` by (seed, first sample). In workers without it: see `item_batches`.
-        balance: deal the samples of each step so that all ranks have as much to do; None: as the picture shows. Needs
-            ``seq_length``. Over micro-batches of an accumulation, a state can then be taken between steps alone.
+        balance: deal the samples of each step so that all ranks have equal work; None: do not. Needs ``seq_length``.
+            With ``accumulation``, a state can then only be taken between steps.
         group_by_length: batches of items of similar lengths, which need little padding: within windows of 50 steps,
-            items are sorted by ``lengths``, and steps shuffled. The run keeps the windows that it began with.
+            items are sorted by ``lengths``, and steps shuffled. The windows of a run never change.
         dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
         torch_options: other options of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
 
     Raises:
         UsageError: an IterableDataset, a sampler, ``shuffle=False``, a step that is larger than the dataset, or lengths
             that are invalid.
-        ConfigError: invalid weights or epochs, or an item that is longer than a sample and is not to be cut.
-        CorpusError: an item of which the tokens cannot be counted.
+        ConfigError: invalid weights or epochs, or an item that is longer than a sample and must not be cut.
+        CorpusError: an item whose tokens cannot be counted.
     """
 
     _unit = "items"
@@ -141,7 +141,7 @@ class DataLoader(RankLoader):
         sources = item_options.sources_of(
             named, of_each, self._packing, directory=directory, num_workers=num_workers, keyed=keyed
         )
-        #: the samples that one epoch of all datasets makes: its items; if they are packed, about so many.
+        #: samples in one epoch of all datasets: their items; if these are packed, an estimate.
         self.items = item_options.samples_of(
             sources, self._packing, batch_size=batch_size, dp_size=ranks.size, accumulation=accumulation
         )
@@ -172,12 +172,12 @@ class DataLoader(RankLoader):
         if asked := SkipConfig.from_dict(skip, list(named), "skip="):
             self.stream.skip(asked)
         self._position = 0
-        #: whether a trainer says when the run ends, and not the loop over this.
+        #: whether a trainer, and not the loop over this, decides when the run ends.
         self.ends_elsewhere = False
         #: whether a trainer compares the loaders of all ranks.
         self.is_compared = False
         self._agreement = Agreement()
-        #: the epoch of the state that was loaded; whether the loop asked for it; whether the next ``for`` is empty.
+        #: the epoch of the state that was loaded; whether the loop has asked for it; whether the next ``for`` is empty.
         self._resumed_epoch, self._was_asked, self._is_passed = 0, False, False
         #: number of the current ``for``: only the last one may continue.
         self._turn: object = None
@@ -206,7 +206,7 @@ class DataLoader(RankLoader):
         )
 
     def made_by(self, call: str) -> DataLoader:
-        """A trainer's own: errors name the call that a user made, ``megaresume.attach``."""
+        """Mark the loader as made by a trainer, so that errors name the user's call, ``megaresume.attach``."""
         self.ends_elsewhere = self.is_compared = True
         for source in self._sources.values():
             source.call = call
@@ -214,9 +214,9 @@ class DataLoader(RankLoader):
 
     @property
     def origin(self) -> dict[str, Any] | None:
-        """A data config of the same order, for questions about the run: it knows the items by their numbers.
+        """A data config of the same order, for questions about the run, with items by number.
 
-        None if they are packed or grouped, and their lengths are in no file.
+        None if items are packed or grouped, and their lengths are in no file.
         """
         mapping = self.stream.config.to_dict()
         for (name, fingerprint), source in zip(self.stream.fingerprints.items(), self._sources.values(), strict=True):
@@ -240,10 +240,10 @@ class DataLoader(RankLoader):
         return self._packing.seq_length is not None
 
     def as_recorded(self, state: StreamState) -> Stream:
-        """The order that a state was taken of, over the same datasets, whatever was appended or changed since.
+        """The order that a state was taken from, over the same datasets, whatever was appended or changed since.
 
         Raises:
-            StateError: the items that it was over are not as they were.
+            StateError: its items have changed.
         """
         today = (source.name for source in resolved(self._config, state.config["sources"]).sources)
         sources = dict(zip(today, self._sources.values(), strict=True))
@@ -255,11 +255,11 @@ class DataLoader(RankLoader):
         return Stream(config, here, state=state)
 
     def places(self, first: int, stop: int, stream: Stream) -> list[tuple[int, int, str, Any]]:
-        """Find the items of samples, of an order in which each sample is one: (epoch, item, dataset, place), for
+        """Find the items of samples, in an order in which each sample is one: (epoch, item, dataset, place), for
         `read`.
 
         Raises:
-            CorpusError: it draws from a dataset that is not there any more.
+            CorpusError: it draws from a dataset that was removed.
         """
         plan = stream.plan(first, stop)
         labels = [source.label for source in stream.config.sources]
@@ -273,7 +273,7 @@ class DataLoader(RankLoader):
 
     @property
     def dataset(self) -> Any:
-        """The dataset as it was given; it cannot be replaced."""
+        """The dataset as given; it cannot be replaced."""
         return self._dataset
 
     @property
@@ -293,7 +293,7 @@ class DataLoader(RankLoader):
 
     @property
     def layout(self) -> str:
-        """The division of samples into steps and micro-batches, and where it continues: the same on every rank."""
+        """How samples are divided into steps and micro-batches, and where it continues: the same on every rank."""
         return (
             f"batch_size={self.batch_size}, accumulation={self.accumulation}, drop_last={self.drop_last}, "
             f"balance={self.balance}, samples {self.samples} to {self.stop}"
@@ -301,29 +301,27 @@ class DataLoader(RankLoader):
 
     @property
     def step_samples(self) -> int:
-        """The number of samples in one step, of all ranks and micro-batches together: of `schedule`, which a trainer
-        may set."""
+        """Samples in one step, over all ranks and micro-batches, from `schedule`, which a trainer may set."""
         return self.schedule.size_at(0)
 
     @property
     def samples(self) -> int:
-        """The number of samples handed out since the start of the run, of all ranks together."""
+        """Samples handed out since the start of the run, over all ranks."""
         return self._position
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample, from 0. Of a blend: as many samples as all datasets together make."""
+        """The epoch of the next sample, from 0. In a blend, an epoch is as many samples as all datasets together."""
         self._was_asked = True
         return self._epochs.of(self._position)
 
     @property
     def epoch_end(self) -> int:
-        """The sample with which the epoch after that of the next sample begins."""
+        """The first sample of the epoch after the next sample's."""
         return self._epochs.end_from(self._position)
 
     def epoch_ends(self) -> Iterator[int]:
-        """The sample at which the epoch ends, and where each epoch after it ends; the last one with the end of the
-        data."""
+        """The samples at which this epoch and each later one end; the last is the end of the data."""
         return self._epochs.ends(self._position)
 
     @property
@@ -333,13 +331,13 @@ class DataLoader(RankLoader):
 
     @property
     def batch_sampler(self) -> None:
-        """None, for those that ask a loader for its sampler (Lightning does)."""
+        """None, for code that asks a loader for its sampler (as Lightning does)."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by loops before each epoch; the loader counts by itself, and checks that the loop counts alike.
+        """Called by loops before each epoch; the loader counts by itself, and checks that the loop agrees.
 
-        After `load_state_dict`, a loop that begins at epoch 0 again passes over those that are trained: the next
-        ``for`` is then empty.
+        After `load_state_dict`, a loop may begin at epoch 0 again: the ``for`` of each epoch that is already trained
+        is empty.
 
         Raises:
             UsageError: the next sample is of another epoch.
@@ -358,7 +356,7 @@ class DataLoader(RankLoader):
             )
 
     def __copy__(self) -> DataLoader:
-        """Another loader of the same datasets, which continues on its own from the same sample."""
+        """Another loader of the same datasets, which continues independently from the same sample."""
         return copy.deepcopy(self, {id(one): one for one, _ in item_options.named(self.dataset).values()})
 
     def __len__(self) -> int:
@@ -376,11 +374,11 @@ class DataLoader(RankLoader):
         return picture_of_state(self.stream.state_at(self._position))
 
     def state_at(self, sample: int) -> StreamState:
-        """The state before a sample that lies at or after the one loaded.
+        """The state before a sample, which must not lie before the one loaded.
 
         Raises:
-            StateError: the samples of the step are balanced, and it has trained some of them; or there are other ranks
-                than when the loader was made.
+            StateError: the samples of the step are balanced, and it is half trained; or the ranks have changed since
+                the loader was made.
         """
         self.ranks.check()
         schedule = self.stream.schedule
@@ -399,17 +397,17 @@ class DataLoader(RankLoader):
         return self.stream.state_at(sample, batches=batches)
 
     def has_batches_at(self, sample: int) -> bool:
-        """Whether the run has a micro-batch for every rank there; with ``drop_last``, a step that begins there."""
+        """Whether every rank has a micro-batch at this sample; with ``drop_last``, whether a step begins there."""
         wanted = self.step_samples if self.drop_last else self.dp_size
         if self.stop is not None and sample + wanted > self.stop:
             return False
         return self.stream.reaches(sample + wanted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` gave, on any number of ranks, workers, and items a batch.
+        """Resume from the result of `state_dict`, with any number of ranks, workers, and items per batch.
 
         Raises:
-            StateError: it is damaged, or of other datasets: naming what differs. The loader stays as it was.
+            StateError: it is damaged, or of other datasets, naming what differs. The loader is unchanged.
         """
         self.restore(StreamState.from_json(state))
 
@@ -426,21 +424,21 @@ class DataLoader(RankLoader):
             log.info("megaresume: %s", line)
 
     def rewind(self, sample: int) -> None:
-        """Hand out again from a sample on: no batch since then was trained. A ``for`` that runs is over.
+        """Hand out samples again from this one on: no batch since then was trained. Ends a running ``for``.
 
         Args:
-            sample: with which a step begins; at or after the state that was loaded.
+            sample: the first of a step; not before the state that was loaded.
         """
         self._position, self._turn = sample, None
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this rank, from the next one to the end of the epoch; none of an epoch that `set_epoch` says,
-        and that is trained.
+        """The batches of this rank, from the next one to the end of the epoch; none if `set_epoch` named an epoch that
+        is already trained.
 
         Raises:
-            StateError: another ``for`` over this loader, or `load_state_dict`, came between two batches; there are
-                other ranks than when the loader was made; or they have other data, or another position: `Agreement`.
-            UsageError: ``collate_fn`` gave nothing.
+            StateError: another ``for`` over this loader, or `load_state_dict`, came between two batches; or the ranks
+                changed since the loader was made, or differ in their data or position: `Agreement`.
+            UsageError: ``collate_fn`` returned None.
         """
         self.ranks.check()
         if self._is_passed:
@@ -455,7 +453,7 @@ class DataLoader(RankLoader):
         self._workers.generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
         batches = self._read()
         for number in itertools.count():
-            # Before a batch is taken, too: workers that are kept would lose it for the other loop.
+            # Check before taking a batch, too: persistent workers would lose it for the other loop.
             self._check_turn(turn)
             batch = next(batches, _END)
             if compares and (batch is _END or (number > 1 and number.bit_count() == 1)):
@@ -478,7 +476,7 @@ class DataLoader(RankLoader):
             )
 
     def _warn_of_epochs(self) -> None:
-        """Warn once after a resume: a loop that never asks which epoch it is in trains as many epochs again."""
+        """Warn once after a resume if the loop never asks for its epoch: it would train all epochs again."""
         is_open = self.stop is None and all(source.max_epochs is None for source in self.stream.config.sources)
         if self._resumed_epoch and is_open and not (self._was_asked or self.ends_elsewhere):
             self._was_asked = True
@@ -490,7 +488,7 @@ class DataLoader(RankLoader):
             )
 
     def _asked(self) -> Iterator[Asked]:
-        """The samples that are asked for, for each batch of a ``for``."""
+        """The samples of each batch of a ``for``."""
         step_start = self._position
         if self.balance is not None:
             step_start -= (self._position - self.stream.start) % self.step_samples
@@ -504,7 +502,7 @@ class DataLoader(RankLoader):
         if self._workers.torch.pin_memory:
             yield from self._workers
             return
-        # What torch does without workers, but for its marks for a profiler, which take 5 us a batch.
+        # What torch does without workers, except its profiler marks, which take 5 us per batch.
         for asked in self._asked():
             yield self._batches.__getitems__(asked)
 

@@ -1,9 +1,9 @@
 """The images of a batch: image-text documents are written into it, and their pixels beside them.
 
-A packed batch of images is hundreds of megabytes: that the system hands out so much memory again, page by page, takes
-as long as writing the pixels. They lie
+A packed batch of images is hundreds of megabytes, and getting that much memory from the system, page by page, takes
+as long as writing the pixels. Pixels are in
 
-    in the process that trains   float32, in memory that an earlier batch has left, if there is some
+    in the training process      float32, in memory of an earlier batch if some is free
     page-locked                  float32
     in a worker process          shared memory: float32, or levels in 8 bits for `shown` to make pixels of
 """
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 class BatchImages:
     """The n images of a batch, before torch; filled by `Assembler.fill`."""
 
-    #: the pixels of each image, float32[k, *pixel_shape]; or its levels, if the room takes these.
+    #: the pixels of each image, float32[k, *pixel_shape]; or 8-bit levels, if the memory is for levels.
     pixels: list[npt.NDArray[Any]] = field(default_factory=list)
     #: (frames, rows, columns) of each.
     grids: list[tuple[int, int, int]] = field(default_factory=list)
     #: (row of the batch, column, tokens) of each.
     positions: list[tuple[int, int, int]] = field(default_factory=list)
-    #: documents that were not as the index announced them; `sample` is the row of the batch.
+    #: documents that did not match the index; `sample` is the row of the batch.
     faults: list[FaultRecord] = field(default_factory=list)
     #: the memory that processors write to; None: each allocates its own.
     room: Room | None = None
@@ -61,7 +61,7 @@ class DocumentReader:
         seed: of the stream.
 
     Raises:
-        ConfigError: the sources have not one image token and one shape of pixels.
+        ConfigError: the sources differ in image token or pixel shape.
     """
 
     def __init__(self, sources: dict[int, DocumentSource], *, names: Sequence[str], seed: int) -> None:
@@ -83,12 +83,12 @@ class DocumentReader:
 
     @functools.cached_property
     def levels(self) -> Levels | None:
-        """The map from 8-bit levels to pixels for all sources; None if not all have levels, or one map."""
+        """The map from 8-bit levels to pixels; None unless all sources have levels and the same map."""
         found = {getattr(source, "levels", None) for source in self.sources.values()}
         return found.pop() if len(found) == 1 else None
 
     def most_rows(self, plan: Plan) -> int:
-        """Rows of pixels that the images of a plan have at most; of encoders that do not say, 0."""
+        """The most rows of pixels that a plan's images can have; 0 for encoders that do not say."""
         rows = 0
         for i, source in self.sources.items():
             most = getattr(source.encoder, "most_rows", None)
@@ -102,11 +102,11 @@ class DocumentReader:
         """Write the segments ``which`` (rows of the plan's table) into their places.
 
         Raises:
-            CorpusError: a document cannot be read and the policy is ``error``; or an encoder breaks its word.
+            CorpusError: a document cannot be read and the policy is ``error``; or an encoder's answer is inconsistent.
         """
         from megaresume.encoding.images.document import Key  # deferred: a start with text alone does without images
 
-        # In the order of the table, whatever the sources: it is that of rows and columns.
+        # In the order of the table, across sources: that is the order of rows and columns.
         for k in sorted(which.tolist()):
             source, position, document, offset, length = plan.table[k].tolist()
             total = self.sources[source].length(document)
@@ -127,7 +127,7 @@ class DocumentReader:
                 images.faults.append(FaultRecord(row, key.source, document, epoch, fault.policy, fault.reason))
 
     def _check(self, encoded: EncodedDocument, key: Key, length: int, *, levels: bool) -> None:
-        """A shifted image is trained without a word, so nothing that an encoder answers is believed unchecked."""
+        """Check everything an encoder answers: a shifted image would be trained without an error."""
         if encoded.tokens.shape != (length,) or encoded.trained.shape != (length,):
             raise self._broken(
                 key,
@@ -181,12 +181,12 @@ def _write(encoded: EncodedDocument, row: int, column: int, out: BatchArrays) ->
     out.loss_mask[row, end - 1] = 0
 
 
-#: memory of batches that nobody refers to any more; the two that were left last.
+#: memory of batches that are no longer referenced; the last two.
 _LEFT: deque[npt.NDArray[np.uint8]] = deque(maxlen=2)
 
 
 class _Loan:
-    """Memory that is kept for a later batch as soon as no array or tensor is in it."""
+    """Memory that is kept for a later batch once no array or tensor uses it."""
 
     def __init__(self, num_bytes: int) -> None:
         try:
@@ -203,13 +203,13 @@ class _Loan:
 
 
 def left_memory(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Memory of this shape, float32, not initialised."""
+    """Uninitialized float32 memory of this shape."""
     num_bytes = 4 * math.prod(shape)
     return np.asarray(_Loan(num_bytes))[:num_bytes].view(np.float32).reshape(shape)
 
 
 def room_of(plan: Plan, documents: DocumentReader, *, pin_memory: bool, levels: bool) -> torch.Tensor | None:
-    """Rows for the pixels of a plan, where what is never written costs nothing; None: copy them together at the end."""
+    """Memory for the pixels of a plan; unwritten parts cost nothing. None: concatenate the images at the end."""
     rows = documents.most_rows(plan)
     if levels and documents.levels is not None:
         return _empty((rows, *documents.levels.shape), torch.uint8)
@@ -255,8 +255,7 @@ def shown(batch: Any, *, pin_memory: bool = False) -> Any:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin_memory: bool = False) -> torch.Tensor:
-    """A tensor that is not initialised; in a worker process, in memory that the consumer reads: a copy takes a fifth of
-    its time."""
+    """An uninitialized tensor; in a worker process it is in shared memory, where a copy takes a fifth of the time."""
     if torch.utils.data.get_worker_info() is None or not shape[0]:
         return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
     return shared_memory(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)

@@ -1,16 +1,16 @@
-"""Micro-batches of items: read and collated, by whoever takes them or by a worker process, and what they draw there.
+"""Micro-batches of items: read and collated in the training process or a worker, and the random numbers drawn there.
 
-Three things may draw random numbers: a dataset, a ``collate_fn``, and the training. Where they draw from:
+A dataset, a ``collate_fn`` and the training may draw random numbers. The generators they use:
 
                       dataset                            collate_fn
     in a worker       seeded by the first sample         seeded by the first sample
     else, if keyed    seeded item by item (`items`)      seeded by the first sample; the training's are left alone
     else              of the process, which a checkpoint holds
 
-Seeded are the generators of Python, NumPy and torch (of the CPU), by the seed of the order and the number of the first
-sample of the micro-batch: so what a worker draws does not depend on which worker it is, or what it has read before.
+Seeded are the generators of Python, NumPy and torch (of the CPU), by the seed of the order and the first sample of the
+micro-batch, so what a worker draws does not depend on which worker it is, or on what it read before.
 
-`Collated`: a look at every batch, whether ``collate_fn`` has dropped items.
+`Collated`: checks every batch for items that ``collate_fn`` dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megaresume.stream.errors import UsageError
 log = logging.getLogger(__name__)
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-#: objects around the user's collate_fn: the Trainer's, and ours.
+#: wrappers around the user's collate_fn: the Trainer's, and ours.
 _WRAPPERS = 2
 
 
@@ -44,20 +44,20 @@ class Asked(NamedTuple):
 
 
 class ItemBatches(torch.utils.data.Dataset[Any]):
-    """Micro-batches by what is asked for.
+    """Micro-batches, by what is `Asked` for.
 
     Args:
         items: gives items by place: see `items.reader`.
         collate_fn: makes a batch of them.
         seed: of the order.
-        keyed: randomness is keyed in the training process too.
+        keyed: also key the randomness in the training process.
     """
 
     def __init__(self, items: Any, collate_fn: Callable[[list[Any]], Any], *, seed: int, keyed: bool) -> None:
         self._items, self.collate_fn, self._seed, self._keyed = items, collate_fn, seed, keyed
 
     def __getitems__(self, asked: Asked) -> Any:
-        """A batch. torch calls it so."""
+        """A batch; torch calls this."""
         key = f"{self._seed} {asked.sample}"
         if torch.utils.data.get_worker_info() is not None:
             seed_generators(f"items {key}")
@@ -78,7 +78,7 @@ class ItemBatches(torch.utils.data.Dataset[Any]):
 
 
 def warn_of_generators(collate_fn: Callable[[list[Any]], Any]) -> None:
-    """Say that an object draws from a generator of its own, as transformers' collators do that are given a ``seed``."""
+    """Warn of an object with its own generator, as transformers' collators have if given a ``seed``."""
     if own := list(_generators(collate_fn, _WRAPPERS)):
         log.warning(
             "megaresume: collate_fn has a generator of its own (%s): what it draws is another thing after a resume; "
@@ -96,14 +96,14 @@ def _generators(collate_fn: Any, wrappers: int) -> Iterator[str]:
 
 
 class Collated:
-    """Looks at every batch of a loader, by the rows of its first tensor: what a ``collate_fn`` drops would count as
-    trained, and never come again.
+    """Checks the rows in the first tensor of every batch: items that a ``collate_fn`` drops would count as trained, and
+    never come again.
 
-    A batch with fewer rows than items, beside another one with as many, is said once. A ``collate_fn`` that always
-    makes one row of several items is none that drops any.
+    Warns once if some batch has fewer rows than items while another has as many. A ``collate_fn`` that always makes one
+    row of several items is fine.
 
     Args:
-        row_by_item: False: items are packed, so that rows say nothing.
+        row_by_item: False: items are packed, so the number of rows means nothing.
     """
 
     def __init__(self, *, row_by_item: bool) -> None:
@@ -115,7 +115,7 @@ class Collated:
         """Check that a collated batch holds this many items.
 
         Raises:
-            UsageError: there is no batch.
+            UsageError: the batch is None.
         """
         if batch is None:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What an item of a dataset holds, as a number: by which a resume sees that it is another one."""
+"""A hash of a dataset item's contents, by which a resume notices that it changed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import xxhash
 
 
 def item_hash(item: Any) -> int:
-    """xxh3_64 of what an item holds: tensors, arrays, numbers, text, pictures, in mappings, lists and objects.
+    """xxh3_64 of an item's contents: tensors, arrays, numbers, text, pictures, in mappings, lists and objects.
 
-    The same in every process. Of an object of which nothing is known only the type counts.
+    The same in every process. For an object of unknown structure, only the type counts.
     """
     try:
         return xxhash.xxh3_64_intdigest(_plain(item).encode())
@@ -30,7 +30,7 @@ class _NotPlain(Exception):
 
 
 def _plain(value: Any) -> str:
-    """Check at once what `_hash_into` would hash step by step: for conversations and other rows, in half the time."""
+    """Encode plain items directly, in half the time of `_hash_into`: conversations and other rows."""
     kind = type(value)
     if kind is str:
         return f"str {value!r}:"
@@ -72,7 +72,7 @@ def _hash_into(hasher: Any, value: Any) -> None:
         hasher.update(bytes(value))
     elif isinstance(value, str | int | float | complex | bool | None):
         hasher.update(f"{type(value).__name__} {value!r}:".encode())
-    elif isinstance(value, Enum):  # a member holds its class, and that its members
+    elif isinstance(value, Enum):  # a member refers to its class, which refers to its members
         hasher.update(f"{type(value).__qualname__} {value.name}:".encode())
     elif callable(getattr(value, "tobytes", None)):  # a picture of Pillow
         hasher.update(f"picture {getattr(value, 'mode', '')} {getattr(value, 'size', '')}:".encode())

@@ -1,13 +1,12 @@
-"""How many tokens each item of a dataset has: a column, a list, or counted by a function.
+"""The tokens of each item of a dataset: from a column or a list, or counted by a function.
 
-They are kept, if a directory is given:
+With a directory, they are kept in:
 
     <directory>/<name>.<16 hex digits>.lengths.npy    int64[items], and after the array its checksum, 16 bytes
 
-The digits are a hash of the number of items, of what 32 of them hold, and of the function's name, so that another
-dataset has another file and is counted; of a column or a list, a hash of the lengths. A file that is damaged is written
-again. Only what is read later shows an item that changed and is not one of the 32: the reader refuses an item that is
-not as long as it was counted.
+The digits hash the number of items, the contents of 32 of them, and the function's name, so that another dataset gets
+another file and is counted; for a column or a list, they hash the lengths. A damaged file is written again. A changed
+item that is not among the 32 is only noticed when it is read: the reader refuses an item whose length differs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megaresume.stream.progress import progress
 
 log = logging.getLogger(__name__)
 
-#: items that a worker reads at a time to count their tokens.
+#: items that a worker counts at a time.
 CHUNK = 256
 
 
@@ -42,12 +41,12 @@ def lengths_of(
         dataset: map-style.
         name: for errors and the file.
         lengths: name of a column, ``dataset[lengths]``; a list or array; a function of an item; None: `token_count`.
-        directory: where they are kept; None: nowhere.
+        directory: where to keep them; None: nowhere.
         num_workers: processes that read the items to be counted; 0: this one.
 
     Raises:
         UsageError: no such column, or not one whole number for each item.
-        CorpusError: an item of which the tokens cannot be counted.
+        CorpusError: an item whose tokens cannot be counted.
     """
     path: Path | None = None
     if isinstance(lengths, str):
@@ -122,7 +121,7 @@ def _read_kept(path: Path, items: int) -> Int64Array | None:
             checksum = file.read()
     except (OSError, ValueError, EOFError):
         return None
-    # A length that is damaged would be believed: an item of 0 tokens is never trained, and never read to be compared.
+    # A damaged length would be believed: an item of 0 tokens is never trained, so never read and compared.
     is_whole = known.shape == (items,) and known.dtype == np.int64
     return known if is_whole and checksum == xxhash.xxh3_128_digest(known.data) else None
 

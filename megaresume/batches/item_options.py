@@ -1,4 +1,4 @@
-"""The options of `megaresume.DataLoader`: checked, and made into the sources and the data config of a stream."""
+"""The options of `megaresume.DataLoader`: checked, and turned into the sources and data config of a stream."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 ONLY = "data"
 #: The options of one dataset, as in a data.yaml.
 OF_A_DATASET = ("weight", "max_epochs", "on_exhausted", "append", "shuffle", "was")
-#: steps within which items are sorted by length, at most.
+#: the most steps within which items are sorted by length.
 WINDOW = 50
-#: options of torch's ``DataLoader`` that would be another order, and what stands in their place.
+#: options of torch's ``DataLoader`` that would change the order, and their replacements.
 _REFUSED = {
     "sampler": "the order is the stream's: leave the sampler out; weigh datasets by {name: (dataset, weight)}",
     "batch_sampler": "the order is the stream's: leave it out, and pass batch_size",
@@ -35,8 +35,8 @@ _REFUSED = {
 
 
 class ItemOptions(TypedDict, total=False):
-    """The options of `megaresume.DataLoader` that decide the samples and their order. A host that makes the loader by
-    itself takes them too."""
+    """The options of `megaresume.DataLoader` that decide the samples and their order. Hosts that make the loader take
+    them too."""
 
     append: Append | None
     on_change: OnChange
@@ -54,13 +54,13 @@ class ItemOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """The settings by which items become samples."""
+    """How items become samples."""
 
     #: tokens of a sample; None if an item is a sample.
     seq_length: int | None
     #: ``packing`` of a data.yaml.
     how: str | Mapping[str, Any]
-    #: items that are samples come in batches of similar lengths.
+    #: batches hold items of similar lengths, each a sample.
     groups: bool = False
 
     @property
@@ -71,16 +71,16 @@ class Packing:
     @property
     def cuts(self) -> bool:
         """Whether items are cut."""
-        mode = self.settings["mode"]  # as it was given: the stream's config refuses one that does not exist
+        mode = self.settings["mode"]  # as given: the stream's config refuses an unknown mode
         return self.seq_length is not None and any(traits.cuts for name, traits in MODES.items() if name == mode)
 
 
 def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Datasets, and what is said of each, by name.
+    """Datasets and their options, by name.
 
     Raises:
         UsageError: no weights, or not map-style.
-        ConfigError: an option that a dataset does not have.
+        ConfigError: an unknown option of a dataset.
     """
     if not isinstance(dataset, Mapping):
         check_map_style(dataset, ONLY)
@@ -126,7 +126,7 @@ def sources_of(
 
 
 def windows_of(items: int, step: int) -> dict[str, int]:
-    """The `GroupConfig` of a run that begins: items grouped by length as transformers' sampler does.
+    """The `GroupConfig` of a new run: groups items by length as transformers' sampler does.
 
     Args:
         items: of the dataset.
@@ -146,7 +146,7 @@ def samples_of(
         batch_size, dp_size, accumulation: samples of a micro-batch, ranks, micro-batches of a step.
 
     Raises:
-        UsageError: a step takes more.
+        UsageError: one step needs more.
     """
     size, what = sum(len(source) for source in sources.values()), "items"
     if packing.seq_length is not None:
@@ -178,7 +178,7 @@ def config_of(
     """The data config of a stream of these datasets. ``group``: see `windows_of`; None if lengths do not count.
 
     Raises:
-        UsageError: a stage that packs items of which nobody knows the lengths.
+        UsageError: a stage that packs items of unknown lengths.
     """
     packed = packing.seq_length is not None
     for stage in stages:
@@ -238,7 +238,7 @@ def check_torch_options(options: Mapping[str, Any], *, shuffle: bool) -> None:
 
 
 def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
-    """Refuse lengths that nothing asks for, packing without lengths for each dataset, and unknown packing modes."""
+    """Refuse lengths that are not used, packing without lengths for each dataset, and unknown packing modes."""
     if packing.groups:
         _check_groups(packing, names)
     if packing.seq_length is None and ((lengths is not None and not packing.groups) or packing.how != "best_fit"):
@@ -279,7 +279,7 @@ def _check_groups(packing: Packing, names: Sequence[str]) -> None:
 
 
 def check_balance(balance: Balance | None, packing: Packing) -> None:
-    """Refuse to balance items of which the tokens are not known."""
+    """Refuse to balance items whose tokens are not counted."""
     if balance is not None and packing.seq_length is None:
         raise UsageError(
             "ranks cannot be balanced by items of unknown length",
@@ -290,14 +290,14 @@ def check_balance(balance: Balance | None, packing: Packing) -> None:
 
 
 def check_packed_before(packing: Packing, before: int) -> None:
-    """Refuse to pack items at a resume that were not packed, or the other way round: their lengths were not known.
+    """Refuse a resume that switches packing on or off: the lengths were not known.
 
     Args:
-        packing: of today.
+        packing: the current one.
         before: tokens of a sample in the state; 1: an item is a sample.
 
     Raises:
-        StateError: with what it was.
+        StateError: saying which it was.
     """
     now, then = (length if length is not None and length > 1 else None for length in (packing.seq_length, before))
     if (now is None) != (then is None):
