@@ -1,7 +1,7 @@
-"""Planned samples -> the places of the items of each batch of this rank (`Places`), up to the end of an epoch.
+"""`Places`: from planned samples to the places of the items in each batch of this rank, up to the end of an epoch.
 
-`ItemEpochs`: where an epoch of a stream ends, in samples. Of one dataset: with the sample before which its last item
-was drawn; the last epoch of all, with the stream. Of a blend: after as many samples as all datasets together make.
+`ItemEpochs`: where an epoch of a stream ends, in samples. For one dataset: before the sample that follows the draw of
+its last item; the last epoch ends with the stream. For a blend: after as many samples as all datasets together make.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaresume.stream.stream import Stream
 
 #: The number of samples that are planned at a time.
 BLOCK = 4096
-#: The number of samples looked at in one go for the end of an epoch.
+#: The number of samples searched at a time for the end of an epoch.
 STRIDE = 4096
 
 
@@ -32,7 +32,7 @@ class ItemEpochs:
 
     Args:
         stream: of items.
-        size: samples that one epoch of all datasets makes; if they are packed, about so many.
+        size: samples in one epoch of all datasets; an estimate if they are packed.
         item_by_item: an item is a sample.
     """
 
@@ -42,13 +42,13 @@ class ItemEpochs:
         self._has_end = any(
             source.max_epochs is not None and source.on_exhausted != "repeat" for source in stream.config.sources
         )
-        #: a sample, and where its epoch ends, as it was planned last.
+        #: a sample and the end of its epoch, as last planned.
         self._planned = 0, 0
-        #: the samples that are known to be of one epoch, and that epoch: a Trainer asks after every step.
+        #: samples known to be in one epoch, and that epoch, as a Trainer asks after every step.
         self._known, self._known_epoch = range(0), 0
 
     def forget(self) -> None:
-        """The stream was restored: what was planned is of another one."""
+        """Clear the caches after the stream was restored."""
         self._planned, self._known = (0, 0), range(0)
 
     def of(self, sample: int) -> int:
@@ -70,18 +70,18 @@ class ItemEpochs:
         return int(min(cursor.epoch, source.max_epochs - 1) if waits else cursor.epoch)
 
     def known_end(self, first: int) -> int | None:
-        """The first sample after ``first`` that is of a later epoch, if that takes no planning."""
+        """The first sample after ``first`` of a later epoch, if it is known without planning."""
         cursors = list(self.stream.fields_at(first)["sources"].values())
         if len(cursors) > 1:
             return (first // self.size + 1) * self.size
         return first + int(cursors[0].left) if self._item_by_item and not self.stream.skips else None
 
     def end(self, first: int, stop: int) -> int | None:
-        """The end of the epoch of a sample, if that is not after ``stop``; else None."""
+        """The end of a sample's epoch, if that is not after ``stop``; else None."""
         epoch = self.of(first)
         if self.of(stop) == epoch:
             return None
-        low, high = first, stop  # low is of the epoch, high is of a later one
+        low, high = first, stop  # low is in the epoch, high in a later one
         while high - low > 1:
             middle = (low + high) // 2
             if self.of(middle) == epoch:
@@ -91,7 +91,7 @@ class ItemEpochs:
         return high
 
     def end_from(self, first: int) -> int:
-        """The end of the epoch of a sample, however far it is; the end of the stream, if that comes before."""
+        """The end of a sample's epoch, or of the stream if that comes before, however far it is."""
         if (known := self.known_end(first)) is not None:
             return known
         if not self._planned[0] <= first < self._planned[1]:
@@ -99,7 +99,7 @@ class ItemEpochs:
         return self._planned[1]
 
     def ends(self, first: int) -> Iterator[int]:
-        """The end of the epoch of a sample, and of each epoch after it; the last one with the end of the stream."""
+        """The end of a sample's epoch, and of each later one; the last is the end of the stream."""
         known = None if self._has_end else self.known_end(first)
         if known is None:
             yield from self._plan_ends(first)
@@ -109,7 +109,7 @@ class ItemEpochs:
             known += self.size
 
     def _plan_ends(self, first: int) -> Iterator[int]:
-        stream = copy.copy(self.stream)  # which a loop that reads from it does not notice
+        stream = copy.copy(self.stream)  # so that a loop reading from it is not affected
         stream.restore(self.stream.state_at(first))
         ahead, begin = ItemEpochs(stream, self.size, item_by_item=self._item_by_item), first
         while True:
@@ -132,8 +132,8 @@ class Places:
     Args:
         loader: of this rank.
         epochs: of its stream.
-        sources: by today's names, in the order in which places count them.
-        whole_rows: a place says epoch, offset, lengths and key as well.
+        sources: by current names, in the order in which places number them.
+        whole_rows: places include epoch, offset, lengths and key.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class Places:
         self._whole_rows = whole_rows
 
     def to_epoch_end(self, start: int, step_start: int, ahead: deque[tuple[int, int]]) -> Iterator[Asked]:
-        """The samples of each batch, to the step that reaches the end of the epoch.
+        """The samples of each batch, up to the step that reaches the end of the epoch.
 
         Args:
             start: the next sample.
-            step_start: the first one of its step. What lies between them was handed out before.
-            ahead: is appended where each batch ends, in samples, and how many items it has.
+            step_start: the first one of its step. The samples between were handed out before.
+            ahead: gets appended, per batch, its end in samples and its number of items.
         """
         loader, known = self._loader, self._epochs.known_end(step_start)
         ends = [loader.stop] if loader.stop is not None else []
@@ -175,12 +175,12 @@ class Places:
                 return
 
     def of(self, plan: Plan, stream: Stream) -> list[Any]:
-        """The places of all segments of a plan of a stream."""
+        """The places of all segments of a plan."""
         table = plan.table
         items = table[:, DOCUMENT]
         if not self._whole_rows and len(self._names) == 1:
             return list(items.tolist())
-        # A source that the run had before, and has no more, has no dataset.
+        # A source that was removed from the run has no dataset.
         sources = stream.config.sources
         labels = [source.label for source in sources]
         datasets = np.array([self._names.index(label) if label in self._names else -1 for label in labels])
@@ -197,5 +197,5 @@ class Places:
 
 
 def _whole(samples: int, step: int) -> int:
-    """The number of samples of the fewest whole steps that hold so many."""
+    """The number of samples, rounded up to whole steps."""
     return -(-samples // step) * step

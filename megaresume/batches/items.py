@@ -1,16 +1,16 @@
 """Items of any map-style dataset: as the documents of a stream, and read by their places in a batch.
 
-`ItemSource`: one item is one document. `ItemReader`: the places of the items of a batch (`item_places`) -> these
-items. A place is a number, if there is one dataset; else a list
+`ItemSource`: one item is one document. `ItemReader`: reads items by their places in a batch (`item_places`). A place is
+a number if there is one dataset, otherwise a list
 
     [dataset, item]                                         several datasets
     [dataset, item, epoch, offset, length, tokens, key]     packed, or with keyed randomness
 
 With keyed randomness, the generators of Python, NumPy and torch (of the CPU) are seeded before each ``dataset[item]``
-by (key, epoch, item), the key by the seed and the dataset, and are as they were after the batch: what an item draws
-then depends on nothing else.
+by (key, epoch, item), with the key from seed and dataset, and restored after the batch, so that an item's draws depend
+on nothing else.
 
-`flatten` makes one row without padding, with the keys that transformers takes for packed attention:
+`flatten` makes one row without padding, with the keys that transformers uses for packed attention:
 
     items        a a a | b b | c c c c          total = 9
     position_ids 0 1 2   0 1   0 1 2 3
@@ -45,7 +45,7 @@ Measure = Callable[[Any], int]
 
 #: the label that is not a target.
 IGNORED = -100
-#: items that are read for a fingerprint, spread evenly: each may be a picture to decode.
+#: items read for a fingerprint, spread evenly: few, as each may be a picture to decode.
 PLACES = 32
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class ItemSource:
         lengths: int64[items] tokens of each item; None if an item is a sample.
         whole: items are never cut.
         kept: file of the lengths, or of the sizes.
-        sizes: int64[items], by which items that are samples are grouped; None if they are not.
-        keyed: randomness is keyed: items are compared by what they draw under one key.
+        sizes: int64[items], by which unpacked items are grouped; None if they are not grouped.
+        keyed: randomness is keyed, so items are compared under one key.
     """
 
     #: the call that made it, for errors.
@@ -92,7 +92,7 @@ class ItemSource:
             )
 
     def __len__(self) -> int:
-        """Items, as they were when the loader was made."""
+        """Number of items when the loader was made."""
         return self._items
 
     def first(self, items: int) -> ItemSource:
@@ -139,7 +139,7 @@ class ItemSource:
     def changed(self, name: str, before: Fingerprint, now: Fingerprint) -> StateError | None:
         """Why a state of other items cannot be resumed from, in the words of the call that made the dataset a source.
 
-        None if it can: ``keyed`` was switched on or off, and what could be compared is the same.
+        None if it can: only ``keyed`` was switched, and everything that can be compared is the same.
 
         Args:
             name: of the dataset, in the state.
@@ -169,7 +169,7 @@ class ItemSource:
         else:
             cause = "items hold something else: the dataset was shuffled or rebuilt, or its transform was changed"
             action = keep
-        # Of another number of items the hashes say nothing more.
+        # If the number of items differs, the hashes add nothing.
         asked = [] if more else ["contents"] if self.tokens is None else ["lengths", "contents"]
         fields = [field for field in asked if getattr(before, field) != getattr(now, field)]
         return StateError(
@@ -181,7 +181,7 @@ class ItemSource:
         )
 
     def _is_as_before(self, before: Fingerprint, now: Fingerprint) -> bool:
-        """Whether all is the same that can be compared, if items could be compared only before or only now."""
+        """Whether everything comparable is the same, if items could be compared only before or only now."""
         if self._keyed:
             return before == replace(now, contents=None)
         if now != replace(before, contents=None):
@@ -194,12 +194,12 @@ def _items(number: int) -> str:
 
 
 def items_hash(dataset: Any, name: str, items: int, *, keyed: bool = False) -> str | None:
-    """The hash of what `PLACES` of the first ``items`` items hold; None if they are not the same when read again.
+    """The hash of the contents of `PLACES` of the first ``items`` items; None if reading them again gives others.
 
     Args:
         dataset, name: see `ItemSource`.
         items: how many.
-        keyed: seed the generators before each, which is another thing than what a run draws for it.
+        keyed: seed the generators before each, with other seeds than a run uses.
     """
 
     def read(item: int, _offset: int, _count: int) -> Int64Array:
@@ -215,7 +215,7 @@ def items_hash(dataset: Any, name: str, items: int, *, keyed: bool = False) -> s
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave the generators of Python, NumPy and torch (of the CPU) as they were before, whatever is drawn within it."""
+    """Restore the generators of Python, NumPy and torch (of the CPU) at the end of the block."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -240,7 +240,7 @@ def token_count(item: Any) -> int:
 
 @contextlib.contextmanager
 def reading_item(name: str, i: int) -> Iterator[None]:
-    """Add to an error of a dataset's own which item it was read for."""
+    """Add to an error of the dataset's own which item was being read."""
     try:
         yield
     except Exception as error:
@@ -249,7 +249,7 @@ def reading_item(name: str, i: int) -> Iterator[None]:
 
 
 def uncounted(name: str, i: int, item: Any, error: Exception) -> CorpusError:
-    """An item of which the tokens cannot be counted."""
+    """The error for an item whose tokens cannot be counted."""
     keys = f" of {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
     return CorpusError(
         f"the tokens of item {i} of dataset '{name}' cannot be counted",
@@ -260,8 +260,7 @@ def uncounted(name: str, i: int, item: Any, error: Exception) -> CorpusError:
 
 
 def reader(datasets: Mapping[str, Any], measures: Mapping[str, Measure] | None, *, keyed: bool) -> Any:
-    """The object that torch reads from: an `ItemReader`; or the dataset itself, if all that it would do is to ask
-    it."""
+    """The object that torch reads from: an `ItemReader`; or the dataset itself, if a reader would only pass on."""
     one = next(iter(datasets.values()))
     if len(datasets) == 1 and measures is None and not keyed and not hasattr(one, "__getitems__"):
         return one
@@ -272,9 +271,9 @@ class ItemReader(torch.utils.data.Dataset[Any]):
     """Items by place, in the training process or in a worker, which plans nothing.
 
     Args:
-        datasets: by name, in the order in which places count them.
-        measures: functions by name that count the tokens of an item, if items are packed: each must be as long as it
-            was when it was planned.
+        datasets: by name, in the order in which places number them.
+        measures: functions by name that count the tokens of an item, if items are packed: each item must still have its
+            planned length.
         keyed: randomness is keyed.
     """
 
@@ -297,7 +296,7 @@ class ItemReader(torch.utils.data.Dataset[Any]):
         """Items in this order; by the dataset's own ``__getitems__`` if it has one and randomness is not keyed.
 
         Raises:
-            CorpusError: it answers with more or fewer items, or an item is not as long as it was.
+            CorpusError: it returns more or fewer items, or an item's length has changed.
         """
         if isinstance(places[0], int):
             return self._many(0, places)
@@ -340,7 +339,7 @@ class ItemReader(torch.utils.data.Dataset[Any]):
         return read  # type: ignore[no-any-return]
 
     def _cut(self, item: Any, place: Sequence[int]) -> Any:
-        """The part of an item that was planned, mostly all of it."""
+        """The planned part of an item, mostly all of it."""
         dataset, number, _, offset, length, tokens, _ = place
         assert self._measures is not None
         try:
@@ -379,7 +378,7 @@ def _entries(value: Any) -> int | None:
 
 
 def flatten(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A batch of all items, as transformers' ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` gives it.
+    """One batch of all items, like transformers' ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``.
 
     Args:
         items: each with ``input_ids``, and ``labels`` of the same length if any has them.

@@ -1,17 +1,17 @@
 """`StreamLoader`: packed samples of a stream, as the micro-batches of one rank (`rank_loader`).
 
 `StreamDataset`: the stream as a map-style torch dataset; item i is a pure function of the stream and i. In a worker
-process it plans for itself: a worker is handed sample numbers, never samples, so that neither the number of workers nor
-how they were started can enter the order.
+process it plans for itself: workers get sample numbers, never samples, so that neither their number nor how they were
+started can affect the order.
 
-`Together`: small micro-batches of text, several read at once. What Python does for a batch takes as long as copying
-10,000 tokens. So it is done once for as many micro-batches as this rank takes next, up to `TOKENS`: one plan, one
+`Together`: reads several small micro-batches of text at once. Python's overhead for a batch takes as long as copying
+10,000 tokens, so it is paid once for as many of this rank's next micro-batches as fit into `TOKENS`: one plan, one
 layout, one copy from each source. A block begins and ends with a step, unless a step is longer.
 
     samples of this rank   0 | 2 | 4 | 6 | 8 | 10 | 12 | ...
-    read at once           1 |   2   |       4         | ...     twice as many, as long as that is quick
+    read at once           1 |   2   |       4         | ...     doubled as long as that is quick
 
-It changes nothing but the time: the end of the stream, and an error, come at the micro-batch that they belong to.
+Only the timing changes: the end of the stream, and an error, come at the micro-batch that they belong to.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ StartMethod = Literal["fork", "spawn", "forkserver"]
 class StreamLoader(RankLoader):
     """Iterates over the micro-batches of one data-parallel rank, in order, forever.
 
-    Without workers, a prefetch thread reads: compiled loops that do not hold the GIL; for corpora of tokens nothing is
-    faster. Worker processes are for sources whose ``get`` is slow Python; fork or spawn, any number. With
-    ``prefetch=0`` it is done on demand, in the consumer's thread. Small micro-batches of text are read several at once,
-    but for those of workers and in page-locked memory: see `Together`.
+    Without workers, a prefetch thread reads, in compiled loops that release the GIL; nothing is faster for corpora of
+    tokens. Worker processes (fork or spawn, any number) are for sources whose ``get`` is slow Python. With
+    ``prefetch=0``, the consumer's thread reads on demand. Small micro-batches of text are read several at once, except
+    in workers and into page-locked memory: see `Together`.
 
     Args:
         stream: the global stream.
@@ -63,15 +63,15 @@ class StreamLoader(RankLoader):
         prefetch: micro-batches read ahead (by each worker).
         start_method: of worker processes; None: Python's default.
         pin_memory: put tensors into page-locked memory, for asynchronous copies to a GPU.
-        fields: which of ``labels``, ``loss_mask`` and ``position_ids`` batches hold; a loop that makes them by itself
-            saves their time.
+        fields: which of ``labels``, ``loss_mask`` and ``position_ids`` batches include; leave out those that the loop
+            makes itself, to save their time.
         attention_mask: add the document-diagonal mask.
         pad_id: token written where there is no document.
-        balance: deal the samples of each global batch so that all ranks have as much to do; None: as they come.
+        balance: deal the samples of each global batch so that all ranks have equal work; None: in stream order.
         read_ahead: MiB of records of tar shards that are read before they are needed (by each worker); 0: none.
         requests: to an object store at a time (of each worker).
-        cache_dir: directory on a local disk that keeps records of shards on an object store; None if none are kept.
-        cache_gib: GiB that it may take.
+        cache_dir: directory on a local disk that caches records of shards on an object store; None: no cache.
+        cache_gib: its limit in GiB.
 
     Raises:
         UsageError: the global batch does not divide over the ranks, there is no such rank, or a number is too small.
@@ -125,7 +125,7 @@ class StreamLoader(RankLoader):
 
     @property
     def start(self) -> int:
-        """The sample with which a ``for`` begins; setting it makes the next one begin there."""
+        """The first sample of a ``for``; setting it makes the next one begin there."""
         return self._start
 
     @start.setter
@@ -142,9 +142,9 @@ class StreamLoader(RankLoader):
             first = samples.stop
 
     def next_steps(self, first: int, micro_batches: int) -> tuple[range, int] | None:
-        """The steps from a sample on, as many as are so many micro-batches of this rank, but at least one."""
+        """The next steps from a sample on, as many as this many micro-batches make, but at least one."""
         samples = micro_batches * self.micro_batch_size * self.dp_size
-        # Not so far that what a state needs would have to be planned again.
+        # Not so far that taking a state would need planning again.
         most = min(samples, self.dataset.stream.block_samples)
         try:
             return next(self.runs_of_steps(first, most=most), None)
@@ -156,10 +156,10 @@ class StreamLoader(RankLoader):
 
         Raises:
             UsageError: a second call without ``stop``, as in a loop over epochs: it would begin again with ``start``.
+                Or spawned workers would run the script again, which has no ``if __name__ == "__main__":``.
             StreamExhausted: the stream ends within the next global batch; on every rank alike.
             CorpusError: a document is damaged.
-            StateError: there are other ranks than when the loader was made.
-            UsageError: also, spawned workers would begin the script again, which has no ``if __name__ == "__main__":``.
+            StateError: the ranks have changed since the loader was made.
         """
         self.ranks.check()
         if self._was_read and self.stop is None:
@@ -190,7 +190,7 @@ class StreamLoader(RankLoader):
     def read_ahead_of(self, worker: int = 0, workers: int = 1) -> ReadAhead:
         """The `ReadAhead` of the process that reads every ``workers``-th micro-batch from number ``worker`` on."""
         whole_steps = copy.copy(self)
-        whole_steps.at_end = "refuse"  # what is special about the last step is said once, where it is read
+        whole_steps.at_end = "refuse"  # a short last step is only reported where it is read
         upcoming = islice(whole_steps.indices(), worker, None, workers)
         return ReadAhead(self.dataset.stream, upcoming, memory=self.read_ahead << 20, requests=self.requests)
 
@@ -207,7 +207,7 @@ class StreamLoader(RankLoader):
 
 
 class _InWorkers(torch.utils.data.Dataset[Batch]):
-    """The dataset in worker processes, each of which reads its share: of images, levels instead of pixels."""
+    """The dataset in worker processes, each of which reads its share; images as levels instead of pixels."""
 
     def __init__(self, loader: StreamLoader) -> None:
         self._loader = loader
@@ -226,13 +226,13 @@ class _InWorkers(torch.utils.data.Dataset[Batch]):
 
 #: micro-batches that are dealt at a time.
 DEALT = 64
-#: The most tokens read at once; more only if one micro-batch has more.
+#: The most tokens read at once; exceeded only if one micro-batch has more.
 TOKENS = 1 << 17
-#: seconds: what takes longer waits for a disk. Then one at a time is as fast, and nobody waits for all of them.
+#: seconds: slower reads wait for a disk. Then one at a time is as fast, without waiting for the rest.
 QUICK = 0.01
 
-# A worker that is forked while another thread compiles (the prefetch thread of another loader, at its first batch)
-# would wait for numba's lock forever: a fork waits until it is free.
+# A worker forked while another thread compiles (another loader's prefetch thread, at its first batch) would wait for
+# numba's lock forever, so a fork waits until the lock is free.
 os.register_at_fork(
     before=global_compiler_lock.acquire,
     after_in_parent=global_compiler_lock.release,
@@ -243,12 +243,12 @@ os.register_at_fork(
 class StreamDataset(torch.utils.data.Dataset[Batch]):
     """A dataset whose items are the samples of a stream, by number.
 
-    With a ``DataLoader``, pass ``collate_fn=whole`` and a batch sampler that gives sample numbers.
+    With a ``DataLoader``, pass ``collate_fn=whole`` and a batch sampler of sample numbers.
 
     Args:
-        stream: the stream; its sources must be readable, not only give lengths.
-        num_samples: what ``len`` answers, for samplers that ask (Megatron's do): samples of the whole run.
-        fields: which of those that a loop can do without, besides the tokens: each costs time.
+        stream: its sources must be readable, not only have lengths.
+        num_samples: the result of ``len``, for samplers that need it (Megatron's): samples of the whole run.
+        fields: the optional fields to include; each costs time.
         attention_mask: add the document-diagonal mask, bool[m, 1, S, S].
         pad_id: token written where there is no document.
     """
@@ -280,9 +280,9 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     @property
     def stream(self) -> Stream:
-        """This process's stream; in a worker, it continues where the parent's was when the worker was started."""
+        """This process's stream; in a worker, a copy from when the worker was started."""
         if self._owner != os.getpid():
-            # Forked: the parent's lock may have been held at that moment.
+            # After a fork: the parent's lock may have been held at that moment.
             self._stream, self._owner = copy.copy(self._stream), os.getpid()
             self._assemblers, self._ahead = {}, None
         return self._stream
@@ -338,7 +338,8 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         return self.__getitems__([sample])
 
     def __getitems__(self, samples: Sequence[int]) -> Batch:
-        """A micro-batch: ``samples`` in this order, usually consecutive. Records of the next ones are read ahead."""
+        """A micro-batch: ``samples`` in this order, usually consecutive. Also reads the records of the next ones
+        ahead."""
         stream = self.stream  # of this process
         if self._ahead is None:
             self._ahead = ReadAhead(stream, None)
@@ -346,7 +347,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
             return self.read(samples)
 
     def read(self, samples: Sequence[int], *, pin_memory: bool = False, levels: bool = False) -> Batch:
-        """Read samples as one batch, if asked for in page-locked memory, or with levels of images instead of pixels."""
+        """Read samples as one batch; optionally in page-locked memory, or with image levels instead of pixels."""
         plan = self._plan(samples)
         assembler = self.assembler_of(min(samples), max(samples) + 1)
         return make_batch(
@@ -361,11 +362,11 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     @property
     def reads_several(self) -> bool:
-        """Whether `read_several` may be used: all tokens lie in arrays, and nothing is asked for but fields of them."""
+        """Whether `read_several` may be used: all tokens are in arrays, and only fields of them are included."""
         return (
             not self.attention_mask
             and PAIRS not in self._fields
-            # Looked up without opening a file of tokens, which may never be needed.
+            # Checked without opening a file of tokens, which may never be needed.
             and all(
                 isinstance(source, AbsentSource) or inspect.getattr_static(source, "token_view", None) is not None
                 for source in self.stream.sources
@@ -373,7 +374,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         )
 
     def read_several(self, micro_batches: Sequence[Sequence[int]]) -> list[Batch]:
-        """Micro-batches as `read` gives them, each with tensors of its own, in memory that they share."""
+        """Micro-batches like `read` returns them, each with its own tensors, in shared memory."""
         samples = list(chain.from_iterable(micro_batches))
         return make_batches(
             self._plan(samples),
@@ -402,18 +403,18 @@ class Together:
 
     def __init__(self, loader: StreamLoader) -> None:
         self._loader = loader
-        #: the micro-batches that are read at once, at most.
+        #: the most micro-batches read at once.
         self._most = 1
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises what reading them one by one raises, after the same micro-batches."""
+        """Raises the same errors as reading one by one, after the same micro-batches."""
         for block in self._blocks():
             begun = time.perf_counter()
             batches = self._read(block)
             quick = time.perf_counter() - begun < QUICK
             self._most = min(2 * self._most, TOKENS) if quick else max(len(block) // 2, 1)
             yield from batches
-            del batches  # the next ones may lie where these have been, which the processor still has at hand
+            del batches  # so that the next ones can reuse their memory, still in the cache
 
     def _read(self, block: Sequence[Sequence[int]]) -> Iterable[Batch]:
         dataset = self._loader.dataset
@@ -428,7 +429,7 @@ class Together:
         while (run := loader.next_steps(first, self._most)) is not None:
             samples, step = run
             mine = [micro_batch for _, micro_batch in loader.deal(samples, step)]
-            alike = stream.config_at(samples[0]) is stream.config_at(samples[-1])  # else another shape may begin
+            alike = stream.config_at(samples[0]) is stream.config_at(samples[-1])  # else the shape may change within
             room, begin = TOKENS // stream.shape_at(samples[0])[0] if alike else 1, 0
             while begin < len(mine):
                 stop = begin + max(min(self._most, room // len(mine[begin])), 1)

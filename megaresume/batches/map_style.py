@@ -1,7 +1,7 @@
-"""A dataset must have items by number; for one that has none, `check_map_style` says what to use instead.
+"""`check_map_style`: a dataset must have items by number; for one without, says what to use instead.
 
-For a streaming dataset of Hugging Face's `datasets` the refusal has the calls to write. `datasets` shows the files of a
-stream, and what was done to their rows, in no public way, so nothing is read by what is found there.
+For a streaming dataset of Hugging Face's `datasets`, the error includes the calls to write. `datasets` has no public
+way to see the files of a stream and what was done to their rows, so our findings are only shown, never used to read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megaresume.stream.errors import UsageError
 
 #: the class of its streaming datasets.
 _NAME = "datasets.iterable_dataset.IterableDataset"
-#: names of files that are shown.
+#: how many names of files are shown.
 _SHOWN = 3
-#: names under which builders of `datasets` keep the files of a stream, the better one first.
+#: names under which builders of `datasets` keep the files of a stream, best first.
 _FILES = ("files", "original_files", "base_files")
 #: builders whose files `megaresume prepare --index-only` leaves where they are.
 _ROWS = ("parquet", "json", "arrow", "text")
-#: The method that made rows what they are, by the class that it returns.
+#: class of an iterable -> the method that returns it, by which rows were changed.
 _METHODS = {"MappedExamplesIterable": "map", "FilteredExamplesIterable": "filter"}
 
 
@@ -33,7 +33,7 @@ def check_map_style(dataset: Any, name: str) -> None:
         UsageError: a path, a loader, an IterableDataset, or an object without ``len(dataset)`` and ``dataset[i]``.
     """
     expected = "a map-style dataset: len(dataset), and dataset[i] for each i below it"
-    if isinstance(dataset, str | bytes | os.PathLike):  # text has items by number: its characters
+    if isinstance(dataset, str | bytes | os.PathLike):  # text has characters by number
         path = repr(os.fspath(dataset))
         raise UsageError(
             f"dataset '{name}' is a path",
@@ -103,7 +103,7 @@ def calls_instead(dataset: Any) -> tuple[str, str]:
 
 
 def _chain(dataset: Any) -> Iterator[object]:
-    """The iterables that make its rows, the last one first."""
+    """The chain of iterables that makes its rows, the last one first."""
     one = getattr(dataset, "_ex_iterable", None)
     while one is not None:
         yield one

@@ -1,6 +1,6 @@
-"""Documents of which no loss is taken, though they are trained in their places: for ``replay --skip-documents``.
+"""Documents excluded from the loss, for ``replay --skip-documents``.
 
-The order stays as it was: only the loss mask of their tokens is 0.
+They stay in their places, and the order is unchanged; only their tokens' loss mask is 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: the path of a `megaresume.checkpoint.replay.Replay`, as JSON. Unset: this is no replay.
+#: the path of a `megaresume.checkpoint.replay.Replay`, as JSON. Unset if this is no replay.
 REPLAY_VARIABLE = "MEGARESUME_REPLAY"
 
 
@@ -25,7 +25,7 @@ def masked_documents(names: Sequence[str]) -> dict[int, npt.NDArray[np.int64]]:
     Args:
         names: of the sources, in the order of the stream's config.
     """
-    import numpy as np  # deferred: what only asks for `REPLAY_VARIABLE` starts without it
+    import numpy as np  # deferred: code that only needs `REPLAY_VARIABLE` starts without it
 
     path = os.environ.get(REPLAY_VARIABLE)
     said = json.loads(Path(path).read_text())["masked"] if path else {}

@@ -1,26 +1,26 @@
-"""Batches as the keyword arguments of other people's models.
+"""Batches as the keyword arguments of third-party models.
 
     text           megatron-core GPTModel     for_mcore_gpt      rows joined, bounds of documents as PackedSeqParams
     image-text     megatron-core LLaVAModel   for_mcore_llava    one image token an image, as that model wants it
     both           Hugging Face transformers  for_hf             causal language models, LLaVA to Qwen3-VL
 
-All keep documents apart: what a model computes for one does not depend on what lies beside it in a sample. They work on
-whatever device the batch is on.
+All keep documents apart: a model's result for one does not depend on its neighbours in a sample. They work on any
+device.
 
-A batch holds an image as many tokens as its features take; ``LLaVAModel`` wants one, and makes room itself:
+A batch has as many image tokens as an image has features; ``LLaVAModel`` wants one, and makes room itself:
 
     tokens      t t I I I I t t      ->   input_ids   t t I t t      (it inserts img_seq_len features a tile for I)
     labels      1 . . . . 5 6 7           labels      1 . 5 6 7      (an image has the label of its last token)
 
-so that what the model puts together has every token where the batch has it. Checked with megatron-core 0.16.
+so that every token is at the same place in the model's sequence as in the batch. Checked with megatron-core 0.16.
 
-Of transformers (checked with version 5):
+For transformers (checked with version 5):
 
-    position_ids   0 1 2 3 | 0 1 2 | 0 0 0     begin again in every document: with no attention mask and no cache,
-                                               transformers keeps documents apart by that alone, in every attention
+    position_ids   0 1 2 3 | 0 1 2 | 0 0 0     restart in every document: without an attention mask and a cache,
+                                               transformers separates documents by this alone, in every attention
 
-`labels` there name the token itself, and the model shifts them; where a document continues in the next sample, its last
-label would be lost in that shift. So ``shift_labels`` are passed too, which the losses of transformers prefer.
+Its `labels` are the token itself, which the model shifts; the last label of a document that continues in the next
+sample would be lost in that shift. So ``shift_labels`` are passed too, which the losses of transformers prefer.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from megaresume.stream.errors import UsageError
 Family = Literal[
     "causal_lm", "llava", "internvl", "gemma3", "qwen2_vl", "llava_next", "llava_onevision", "idefics3", "pixtral"
 ]
-#: pixels are patches of one size: [patches, values of a patch]; of the others tiles.
+#: families whose pixels are patches of one size: [patches, values of a patch]; the others have tiles.
 _OF_PATCHES = ("qwen2_vl", "pixtral")
-#: The label that transformers leave out of a loss.
+#: The label that transformers excludes from a loss.
 IGNORED = -100
 
 
 def packed_seq_params(cu_seqlens: Sequence[torch.Tensor], device: torch.device | None = None) -> Any:
-    """The bounds of documents for attention over rows that are joined to one.
+    """The bounds of documents, for attention over rows joined into one.
 
     Args:
         cu_seqlens: of each sample, int32[segments + 1].
         device: where attention runs.
 
     Returns:
-        megatron-core's `PackedSeqParams` (``thd``) for ``[1, m * S]`` tokens. Alignment belongs to the document before
-        it, padding at the end is a document of its own.
+        megatron-core's `PackedSeqParams` (``thd``) for ``[1, m * S]`` tokens. Alignment padding belongs to the document
+        before it; padding at the end is a document of its own.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -68,7 +68,7 @@ def packed_seq_params(cu_seqlens: Sequence[torch.Tensor], device: torch.device |
         qkv_format="thd",
         cu_seqlens_q=joined,
         cu_seqlens_kv=joined,
-        # Context parallelism looks at these. There is nothing between documents that attention would have to leave out.
+        # Context parallelism reads these. There are no gaps between documents for attention to leave out.
         cu_seqlens_q_padded=joined,
         cu_seqlens_kv_padded=joined,
         max_seqlen_q=longest,
@@ -99,9 +99,9 @@ def for_mcore_llava(
 ) -> dict[str, Any]:
     """Keyword arguments of ``LLaVAModel.forward``.
 
-    The model gives the loss of every token of the sample, images included, and a loss mask of the same shape. Its mask
-    leaves out the first token after an image, which the template of a caption trains on: weigh the losses with
-    ``batch["loss_mask"]`` instead, whose places are the same.
+    The model returns the loss of every token of the sample, images included, and a loss mask of the same shape. Its
+    mask leaves out the first token after an image, which the template of a caption trains on: weigh the losses with
+    ``batch["loss_mask"]`` instead, which has the same shape.
 
     Args:
         batch: m samples of S tokens, with square tiles (processors ``patches`` and ``tiles``).
@@ -111,11 +111,11 @@ def for_mcore_llava(
 
     Returns:
         images, input_ids, position_ids, labels, loss_mask, num_image_tiles, image_token_index, attention_mask,
-        packed_seq_params. With several samples, rows are filled up to the longest: the model cuts what is after
-        ``language_max_sequence_length``, which has to be S.
+        packed_seq_params. With several samples, rows are padded to the longest: the model cuts off tokens after
+        ``language_max_sequence_length``, which must be S.
 
     Raises:
-        UsageError: images of another number of tokens; no images at all in this blend; packed rows.
+        UsageError: an image has another number of tokens; the blend has no images; or packed rows.
     """
     if "pixel_values" not in batch:
         raise UsageError(
@@ -138,7 +138,7 @@ def for_mcore_llava(
     for row, column, num in batch["image_positions"].tolist():
         keep[row, column + 1 : column + num] = False
         input_ids[row, column] = image_token_index
-        # What the last token of the image predicts: the model moves it there.
+        # The label of an image's last token: the model moves it there.
         labels[row, column] = labels[row, column + num - 1]
         loss_mask[row, column] = loss_mask[row, column + num - 1]
     return {
@@ -162,7 +162,7 @@ def _attention(batch: Batch, *, packed: bool) -> dict[str, Any]:
 
 
 def _check_sizes(batch: Batch, img_seq_len: int) -> None:
-    """Images of another size would shift all that follows, without a word."""
+    """Check image sizes: another size would silently shift everything after it."""
     places = image_places(batch)
     for row, column, num in batch["image_positions"].tolist():
         if not bool(places[row, column : column + num].all()):
@@ -186,7 +186,7 @@ def _check_sizes(batch: Batch, img_seq_len: int) -> None:
 
 
 def _kept(rows: torch.Tensor, keep: torch.Tensor, fill: float) -> torch.Tensor:
-    """The kept columns of each row, filled up at the end: [m, longest]."""
+    """The kept columns of each row, padded at the end: [m, longest]."""
     kept = [row[mask] for row, mask in zip(rows, keep, strict=True)]
     return torch.nn.utils.rnn.pad_sequence(kept, batch_first=True, padding_value=fill)
 
@@ -209,10 +209,10 @@ def for_hf(
         input_ids, position_ids, labels, shift_labels, use_cache; pixel_values if there are images, for ``qwen2_vl``
         with image_grid_thw, for ``llava_next``, ``llava_onevision`` and ``pixtral`` with image_sizes (height, width);
         for ``gemma3`` token_type_ids and attention_mask; attention_mask with ``mask_dtype``.
-        Without an image in the batch the vision model is left out.
+        Without an image in the batch, the vision model is not run.
 
     Raises:
-        UsageError: another family, pixels that are not of this one, or no ``sliding_window`` for ``gemma3``.
+        UsageError: unknown family, pixels of another family, or no ``sliding_window`` for ``gemma3``.
     """
     if family not in get_args(Family):
         raise UsageError.unknown(
@@ -226,7 +226,7 @@ def for_hf(
         "position_ids": batch["position_ids"],
         "labels": labels,
         "shift_labels": next_tokens,
-        "use_cache": False,  # with one, transformers would not look at the position ids
+        "use_cache": False,  # with a cache, transformers would ignore the position ids
     }
     if "pixel_values" in batch and family != "causal_lm":
         _check_pixels(batch, family)
@@ -264,7 +264,7 @@ def _check_pixels(batch: Batch, family: str) -> None:
 
 
 def _images_for(batch: Batch, family: str) -> dict[str, torch.Tensor]:
-    """The arguments of this family that hold images; at least one."""
+    """The image arguments for this family; at least one image."""
     pixels, grids = batch["pixel_values"], batch["image_grid_thw"]
     if family == "qwen2_vl":
         return {"pixel_values": pixels, "image_grid_thw": grids}
@@ -278,8 +278,8 @@ def _images_for(batch: Batch, family: str) -> dict[str, torch.Tensor]:
 
 
 def _whole_images(batch: Batch) -> torch.Tensor:
-    """The images whole, float32[n, 3, H, W], from their patches; if sizes differ, zeros follow the right and the lower
-    edge."""
+    """Whole images, float32[n, 3, H, W], from their patches; smaller ones are padded with zeros at the right and
+    bottom."""
     pixels, sizes = batch["pixel_values"], batch["image_grid_thw"][:, 1:]
     edge = math.isqrt(pixels.shape[1] // 3)
     height, width = sizes.max(dim=0).values.tolist()
@@ -305,10 +305,10 @@ def _added(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _of_gemma3(
     batch: Batch, window: int | None, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Which tokens are of images, and the masks of both kinds of its layers.
+    """Which tokens belong to images, and the masks of both kinds of layers.
 
-    An image (images that touch, as one) sees all of itself. transformers finds the images of a packed row by positions
-    that begin again in every document, so its own masks for the layers with a window are those of other documents.
+    An image (or several that touch) sees all of itself. transformers locates the images of a packed row by positions
+    that restart in every document, so its own masks for the layers with a window would be wrong.
 
     Returns:
         int64[m, S], and bool[m, 1, S, S] each, True where attention is allowed; with a dtype, added to the scores.
@@ -335,13 +335,13 @@ def _of_gemma3(
 
 
 def _positions_of_axes(batch: Batch) -> torch.Tensor:
-    """Rotary positions of Qwen2-VL, from 0 in every document, as its ``get_rope_index`` gives them for that one alone.
+    """Rotary positions of Qwen2-VL, from 0 in every document, as ``get_rope_index`` computes them for it alone.
 
-    A token of text has the same position on all three axes. Those of an image are those of its place in the grid,
-    counted from the position after the text before it; the text after continues from the largest of them.
+    A text token has the same position on all three axes. An image token has its place in the grid, counted from the
+    position after the preceding text; the following text continues from the largest of them.
 
     Returns:
-        int64[4, m, S]: plain positions, by which documents are told apart, and those in time, height and width.
+        int64[4, m, S]: plain positions, which separate documents, and those in time, height and width.
     """
     plain = batch["position_ids"].cpu()
     # axes: [3, m, S]
@@ -360,7 +360,7 @@ def _positions_of_axes(batch: Batch) -> torch.Tensor:
 
 
 def _in_tokens(num: int, grid: list[int]) -> tuple[int, int, int]:
-    """(frames, rows, columns) of tokens of an image with this grid of patches."""
+    """(frames, rows, columns) in tokens, for an image with this grid of patches."""
     frames, rows, columns = grid
     merge = math.isqrt(frames * rows * columns // num)
     if frames * rows * columns != num * merge * merge or rows % merge or columns % merge:

@@ -1,9 +1,9 @@
 """From a data.yaml, a mapping or a Megatron ``--data-path`` to a `Stream` whose samples can be read.
 
 `open_validation` opens fixed sets: the same samples of the same documents, however the training changes.
-How sets are declared: `megaresume.data.data_config`. What a set does not say itself (seq_length, packing, blend,
-seed) is as the run began with, and so are the weights of `part:` sets: the first stage in the run's state says it, and
-a later data config does not move it.
+How sets are declared: `megaresume.data.data_config`. Settings that a set leaves out (seq_length, packing, blend, seed),
+and the weights of `part:` sets, are those that the run began with: they come from the first stage in the run's state,
+and a later data config does not change them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
-#: the name of the set if no sets are declared.
+#: the name of the only set if none are declared.
 DEFAULT_SET = "valid"
 
 
@@ -43,17 +43,16 @@ def open_stream(
     """Open the sources of a data config and build their stream.
 
     Args:
-        data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list of words; or a
-            `DataConfig`, which has read one of them.
+        data: path of a data.yaml; the mapping in it; the words after ``--data-path``, as a list; or a `DataConfig` made
+            from one of them.
         seq_length: tokens per sample, if the config does not say.
         seed: if the config does not say.
         split: Megatron's ``--split``, for sources without their own.
         part: train, valid or test.
         base_dir: directory that paths in a mapping or list are relative to; that of the file for a data.yaml.
-        objects: sources that are Python objects, by the name of today.
+        objects: sources that are Python objects, by current name.
         state: where to continue; None: from sample 0.
-        on_change: what a restore does if the config is not the one that the state was made with: ``refuse``, or
-            ``stage``: begin a new stage there.
+        on_change: what a restore does if the config differs from the state's: ``refuse``, or begin a new ``stage``.
 
     Raises:
         ConfigError, CorpusError, SetupError, StateError: see `StreamConfig.from_dict`, `open_sources` and `Stream`.
@@ -74,7 +73,7 @@ def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[st
         mapping["skip"] = config.skip.to_dict(files=True)
     for source in config.sources:
         options = located(source.options, directory)
-        if split is not None and options.get("kind") != "energon":  # which has its own split
+        if split is not None and options.get("kind") != "energon":  # energon has its own split
             options.setdefault("split", split)
         mapping["sources"][source.name] |= options
     return mapping
@@ -95,7 +94,7 @@ def open_validation(
 
     Args:
         data: as for `open_stream`; its key ``validation`` names the sets.
-        training: the training stream: what no set may hold.
+        training: the training stream, whose documents no set may hold.
         seq_length, seed, split, base_dir, objects: as for `open_stream`.
         state: of the run that continues; default: what ``training`` was restored from.
 
@@ -123,7 +122,7 @@ def open_validation(
 
 
 def check_held_out(training: Stream, held_out: Stream, name: str, state: StreamState | None) -> None:
-    """Refuse a validation stream that holds documents of the training stream's sources, or of those that it once had.
+    """Refuse a validation stream that holds documents of the training stream's past or present sources.
 
     Args:
         training, held_out: the streams.
@@ -163,21 +162,21 @@ def open_part(
         data, seq_length, seed, split, base_dir, objects: as for `open_stream`.
         part: valid or test.
         state: of the run; None if it begins.
-        own: seed, seq_length, packing and blend if they are not those of the training.
+        own: seed, seq_length, packing and blend, if they differ from those of the training.
         left_out: sources of the training that have no such part.
     """
     named = DataConfig.of(data, base_dir)
     if named.words:
         of_part, of_training = (named.mapping_for(p, split)["sources"] for p in (part, "train"))
         if [s["weight"] for s in of_part.values()] != [s["weight"] for s in of_training.values()]:
-            state = None  # corpora without weights are weighed by their documents, which no flag moves
+            state = None  # corpora without weights are weighted by size, which no flag changes
     config = named.stream_config(part, split=split, seq_length=seq_length, seed=seed)
     if state is not None:
         config = as_begun(config, state, left_out)
     if own:
         said = StreamConfig.from_dict(config.to_dict() | dict(own))
         config = replace(config, seed=said.seed, seq_length=said.seq_length, packing=said.packing, blend=said.blend)
-    # Validation has no end: epochs are counted for the training.
+    # Validation has no end: epoch limits are for the training.
     config = replace(config, sources=tuple(replace(s, max_epochs=None, on_exhausted="drop") for s in config.sources))
     specs = {source.label: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=named.directory, split=split, part=part, objects=objects)
@@ -205,15 +204,15 @@ def _open_set(
 
 
 def as_begun(config: StreamConfig, state: StreamState, left_out: Sequence[str] = ()) -> StreamConfig:
-    """The blend and the packing that a run began with, over the places that its data config names today.
+    """The blend and packing that a run began with, over the current locations of its sources.
 
     Args:
         config: the current one.
         state: of the run.
-        left_out: sources that have no part to be measured.
+        left_out: sources without such a part.
 
     Raises:
-        ConfigError: a source that validation measures is gone.
+        ConfigError: a source that validation measures was removed.
     """
     begun = StreamConfig.from_dict(state.stages[0].config)
     now = {source.name: source for source in config.sources}

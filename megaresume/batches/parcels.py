@@ -1,15 +1,15 @@
-"""A batch from a worker process to the training process, in one piece of shared memory.
+"""Passes a batch from a worker process to the training process in one piece of shared memory.
 
-torch passes every tensor of a batch in a file of its own, through a socket, and both processes map it again: for text
+torch passes each tensor of a batch in a file of its own, through a socket, and both processes map it again: for text,
 that takes several times as long as reading it.
 
-    worker            collate -> Outbox     copy all tensors into the room that was used longest ago
-    training process  Inbox -> batch        copy them out of it, and mark it as free
+    worker            collate -> Outbox     copy all tensors into the room used longest ago
+    training process  Inbox -> batch        copy them out, and mark the room as free
 
-A room is memory of a worker that is sent until the training process knows it. The mark that it is free is not all that
-keeps the two apart, which would need a memory barrier: a room rests until the worker has been asked for as many
-batches as it may be ahead, each through a pipe, and all of that after the training process has copied what was in the
-room, or has thrown it away unseen. A batch of `LARGE` bytes gets a room of its own and is not copied out.
+A room is memory of a worker; it is sent until the training process knows it. The free mark alone would need a memory
+barrier. So a room also rests until the worker was asked for as many batches as it may be ahead, each through a pipe:
+by then the training process has copied the room's content, or discarded it unread. A batch of `LARGE` bytes gets a
+room of its own and is not copied out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: bytes that every tensor's place is a multiple of: a line of the cache.
+#: alignment of tensors in bytes: a cache line.
 ALIGN = 64
 #: bytes from which a batch is not copied out of its room.
 LARGE = 8 << 20
@@ -47,7 +47,7 @@ class TensorPlace(NamedTuple):
 class Parcel(NamedTuple):
     """A batch on its way."""
 
-    #: process and number of a room that is used again; None: ``room`` belongs to this batch.
+    #: process and number of a reused room; None: ``room`` belongs to this batch alone.
     key: tuple[int, int] | None
     #: uint8[n], in shared memory; None if the training process knows it.
     room: torch.Tensor | None
@@ -58,19 +58,19 @@ class Parcel(NamedTuple):
 
 
 class Outbox:
-    """A ``collate_fn`` for worker processes, which packs what another one gives.
+    """A ``collate_fn`` for worker processes, which packs the result of another one.
 
-    Tensors are packed that lie on the CPU, in dicts, lists and tuples; everything else is sent as torch sends it.
+    Packs CPU tensors in dicts, lists and tuples; everything else is sent as torch sends it.
 
     Args:
         collate_fn: gives a batch.
-        ahead: batches that a worker may be ahead (``prefetch_factor``); None: never use a room again.
+        ahead: batches that a worker may be ahead (``prefetch_factor``); None: never reuse a room.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, ahead: int | None) -> None:
         self._collate_fn = collate_fn
         self._ahead = ahead
-        #: (number, room), the one that was used longest ago first.
+        #: (number, room), the one used longest ago first.
         self._rooms: deque[tuple[int, torch.Tensor]] = deque()
 
     def __call__(self, items: Any) -> Parcel:
@@ -112,7 +112,7 @@ class Inbox:
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Note that workers are started anew: the batches that they have on their way will be thrown away."""
+        """Note that workers were restarted: batches on their way will be discarded."""
         for room in self._rooms.values():
             room[_FULL] = 0
 
@@ -137,7 +137,7 @@ class _Packed:
 
     def __init__(self) -> None:
         self.end = ALIGN
-        #: the tensors by identity, so that one that is in a batch twice is so after it.
+        #: the tensors by identity, so that one that occurs twice is packed once.
         self.tensors: dict[int, tuple[TensorPlace, torch.Tensor]] = {}
 
     def add(self, part: Any) -> Any:
@@ -162,7 +162,7 @@ def _can_be_packed(part: Any) -> bool:
         and part.is_cpu
         and not part.requires_grad
         and not part.is_quantized
-        # Otherwise it lies where the training process can read it.
+        # Otherwise it is already in memory that the training process can read.
         and not (part.nbytes >= LARGE and part.is_shared())  # type: ignore[no-untyped-call]
     )
 

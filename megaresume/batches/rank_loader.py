@@ -1,16 +1,16 @@
 """`RankLoader`: one rank's micro-batches of a stream, the core of both loaders.
 
-    which samples   `runs_of_steps`   are there samples for another step? all of it, a part, or none
+    which samples   `runs_of_steps`   all of the next step, a part of it, or none if the stream ends
                     `deal`            those of each micro-batch of this rank
-    who reads them  `_read`           a thread, worker processes, or whoever takes the batch
+    who reads them  `_read`           a thread, worker processes, or the consumer
 
 A micro-batch of all ranks is a run of consecutive samples:
 
     samples  0 ............... W ............... 2W        W = micro_batch_size * ranks
              rank 0 | rank 1 | rank 0 | rank 1 |
 
-so the order knows nothing of ranks, workers or batch sizes. Sample numbers are computed in the consumer's process: what
-reads the samples cannot change what comes next, and batches that were read ahead are no part of any state.
+so the order does not depend on ranks, workers or batch sizes. Sample numbers are computed in the consumer's process:
+readers cannot change what comes next, and batches read ahead are not part of any state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)
 
-#: refuse: raise StreamExhausted; deal: deal out what every rank can be given some of; drop: leave it out.
+#: refuse: raise StreamExhausted; deal: deal out as much as gives every rank some; drop: leave it out.
 AtEnd = Literal["refuse", "deal", "drop"]
 
 
@@ -43,7 +43,7 @@ class DataParallel:
     Args:
         rank: this one, from 0.
         size: how many there are.
-        is_default: whether they are those of torch.distributed, or of a process alone; otherwise they were given.
+        is_default: they come from torch.distributed, or there is one process; otherwise they were given.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class DataParallel:
     is_default: bool
 
     def check(self) -> None:
-        """Compare it with the process group of now, which may have been made since, or made again with other ranks.
+        """Compare it with the current process group, which may have been made, or made again, since.
 
         Raises:
             StateError: samples would be trained twice, or by nobody.
@@ -66,7 +66,7 @@ class DataParallel:
                 action="make the loader after init_process_group (and again after a new one, with the state of the "
                 "one before), or give it dp_rank and dp_size",
             )
-        # With fewer data-parallel ranks than processes (tensor parallelism and the like) only all ranks together know.
+        # With fewer data-parallel ranks than processes (tensor parallelism etc.), no single rank can tell.
         if _has_group() and (self.size > size or (self.size == size and self.rank != now)):
             raise StateError(
                 "this is not the data-parallel rank of this process",
@@ -81,7 +81,7 @@ def data_parallel(dp_rank: int | None, dp_size: int | None) -> DataParallel:
     """Find this rank among the data-parallel ranks: as given; else torch.distributed's, if it is initialised.
 
     Raises:
-        UsageError: there is no such rank; or it was left out in one of several processes that have no group yet.
+        UsageError: there is no such rank; or none was given in one of several processes that have no group yet.
     """
     is_default = dp_rank is None or dp_size is None
     world = int(os.environ.get("WORLD_SIZE") or 1)
@@ -115,7 +115,7 @@ def _torch_rank_and_size() -> tuple[int, int]:
 
 
 def process_rank() -> tuple[int, int]:
-    """(rank, ranks) of this process, in torch.distributed; before that is initialised, as a launcher says."""
+    """(rank, ranks) of this process in torch.distributed; before that is initialised, from the launcher's variables."""
     if _has_group():
         return _torch_rank_and_size()
     return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
@@ -123,7 +123,7 @@ def process_rank() -> tuple[int, int]:
 
 def available(stream: Stream, first: int, wanted: int) -> int:
     """The number of samples that the stream has from ``first`` on, at most ``wanted``."""
-    low, high = 0, wanted + 1  # there are low; there are not high
+    low, high = 0, wanted + 1  # low are available, high are not
     while high - low > 1:
         middle = wanted if high > wanted else (low + high) // 2
         if stream.reaches(first + middle):
@@ -141,19 +141,19 @@ class RankLoader:
         schedule: samples of a step, by the sample with which it begins.
         micro_batch_size: samples.
         ranks: this one among the data-parallel ranks.
-        balance: how the samples of a step are dealt to the ranks; None: as they come.
+        balance: how the samples of a step are dealt to the ranks; None: in stream order.
         num_workers: processes that read; 0: none.
-        at_end: what becomes of the last step if the stream ends within it.
+        at_end: what to do with the last step if the stream ends within it.
     """
 
-    #: micro-batches that are read ahead; without workers by a thread, or by nobody if it is 0.
+    #: micro-batches read ahead; without workers by a thread, unless it is 0.
     prefetch = 0
     #: the live figures, once a trainer is attached with ``metrics=``: `megaresume.checkpoint.metrics.meter.Meter`.
     meter: Any = None
     #: the word for a sample, for people.
     _unit = "samples"
-    #: replicas leave and join while the run goes on: a step is dealt out to any number of ranks, all of it. A rank that
-    #: has nothing of a micro-batch is given the first sample of it, which its trainer must give no weight.
+    #: replicas leave and join during the run: each whole step is dealt to any number of ranks. A rank that gets nothing
+    #: of a micro-batch is given its first sample, to which its trainer must give no weight.
     is_live = False
 
     def __init__(
@@ -179,7 +179,7 @@ class RankLoader:
                 expected="the samples of each step, over the run",
                 action="megaresume.BatchSchedule.constant(8) for 8 samples in every step",
             )
-        # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
+        # Wrong sizes must fail now, on every rank, not in the middle of the ramp-up.
         for _, size in schedule.segments:
             self._check_size(size)
 
@@ -189,19 +189,19 @@ class RankLoader:
             check_divides(size, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size)
 
     def runs_of_steps(self, first: int, *, end: int | None = None, most: int = 1) -> Iterator[tuple[range, int]]:
-        """The steps from a sample on: of all ranks, and as many at a time as `most` samples make, but at least one.
+        """The steps from a sample on, over all ranks, in groups of at most `most` samples, but at least one step.
 
         Args:
-            first: where a step begins.
-            end: where the last one is cut off; None if it begins before `stop`, and is whole.
+            first: the beginning of a step.
+            end: where the last step is cut off; None: it is whole, and begins before `stop`.
             most: samples.
 
         Yields:
-            the samples of these steps, and how many a whole step has. The last step may be short: see `at_end`.
+            the samples of these steps, and the size of a whole step. The last step may be short: see `at_end`.
 
         Raises:
-            StreamExhausted: the stream ends within a step, and ``at_end`` is ``refuse``. At its start, on every rank:
-                one that was handed batches while another one ran dry would wait for it forever.
+            StreamExhausted: the stream ends within a step, and ``at_end`` is ``refuse``. Raised at its start, on every
+                rank: one that still got batches while another ran dry would wait for it forever.
         """
         while (last := self.stop if end is None else end) is None or first < last:
             size, alike = self.schedule.steps_at(first)
@@ -229,7 +229,7 @@ class RankLoader:
             log.warning("megaresume: the last %d %s of the stream are not trained: %s", left, self._unit, why)
 
     def parts(self, samples: int, step: int) -> list[int]:
-        """The micro-batches of as many samples from the beginning of a step on: how many of all ranks each has."""
+        """The sizes, over all ranks, of the micro-batches of the first samples of a step."""
         divide = in_even_parts if self.is_live else in_parts
         whole, short = (
             divide(size, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size) if size else []
@@ -238,14 +238,14 @@ class RankLoader:
         return whole * (samples // step) + short
 
     def deal(self, samples: range, step: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """The micro-batches of this rank of some steps, of which the last may be short.
+        """This rank's micro-batches of some steps, the last of which may be short.
 
         Args:
             samples: of these steps: see `runs_of_steps`.
             step: samples of a whole one.
 
         Yields:
-            the sample with which the micro-batch of all ranks ends, and those of this rank.
+            the end, in samples, of the micro-batch over all ranks; and this rank's samples.
         """
         order: Sequence[int] = samples if self.balance is None else self._balanced(samples, step)
         sizes = self.parts(len(samples), step)
@@ -256,14 +256,14 @@ class RankLoader:
             yield end, order[place.start : max(place.stop, place.start + 1)]
 
     def _balanced(self, samples: range, step: int) -> list[int]:
-        """The samples in the order in which they are dealt out, step by step."""
+        """The samples in the order in which they are dealt, step by step."""
         layout = {"micro_batch_size": self.micro_batch_size, "dp_size": self.dp_size}
         plan = self.stream.plan(samples.start, samples.stop)
         steps = [plan.slice(first, min(first + step, plan.stop)) for first in samples[::step]]
         return list(np.concatenate([dealt_order(one, self.balance, **layout) for one in steps]).tolist())
 
     def _read(self) -> Iterator[Any]:
-        """The batches, by whoever reads them."""
+        """The batches, from whichever reader is used."""
         if self.num_workers:
             return self._from_workers()
         return in_thread(self._in_process, self.prefetch) if self.prefetch else self._in_process()
@@ -273,5 +273,5 @@ class RankLoader:
         raise NotImplementedError
 
     def _in_process(self) -> Iterator[Any]:
-        """The batches, read as they are taken."""
+        """The batches, read on demand."""
         raise NotImplementedError

@@ -1,14 +1,13 @@
-"""Read batches ahead: in worker processes, which hand them over in `megaresume.batches.parcels`, or in a thread.
+"""Reads batches ahead: in worker processes, which pass them by `megaresume.batches.parcels`, or in a thread.
 
-Worker processes outlive the signals that ask the run to stop. Slurm sends a job's signals to all of its processes.
-torch's worker dies of a SIGTERM that is not its parent's, and the parent of it in the middle of the very save that the
-signal asked for.
+Worker processes survive the signals that ask the run to stop, since Slurm sends a job's signals to all of its
+processes. torch's worker would die of a SIGTERM that is not from its parent, and bring the parent down in the middle of
+the very save that the signal asked for.
 
-`check_main_guard`: whether the script may start worker processes that are spawned. A process that is not forked runs
-the script from its beginning again, up to what stands under ``if __name__ == "__main__":``. If the loop over the
-batches does not stand there, each worker begins a training of its own. That fails when it starts workers, with forty
-lines of traceback that hide our error; or it waits in ``init_process_group`` for ranks that never come, and the real
-training waits for the worker, without any message.
+`check_main_guard`: whether the script may start spawned worker processes. A process that is not forked runs the script
+again, except for code under ``if __name__ == "__main__":``. If the loop over the batches is not under it, each worker
+begins a training of its own. That fails when it starts workers, with forty lines of traceback that hide our error; or
+it waits in ``init_process_group`` for ranks that never come, and the real training waits for the worker, silently.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-#: The beginning of torch's message when a worker has died, whatever ended it.
+#: The beginning of torch's message when a worker has died for any reason.
 _A_WORKER_DIED = "DataLoader worker (pid"
 
-#: seconds that the end of a program waits for a batch that is being read, fewer than a scheduler leaves between its
-#: signals (Slurm's KillWait: 30); and those after which it says so.
+#: seconds that a program's exit waits for a batch being read, less than a scheduler leaves between its signals
+#: (Slurm's KillWait: 30); and those after which it logs that it is waiting.
 _PATIENCE_AT_EXIT, _SAID_AT_EXIT = 20.0, 1.0
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
@@ -51,17 +50,17 @@ _listening = False
 
 
 def outlive_signals(_worker: int = 0) -> None:
-    """Let only the parent's own SIGTERM, by which torch clears workers away, end this worker process.
+    """Make this worker process ignore every SIGTERM except its parent's, by which torch cleans workers up.
 
-    May be given to a ``DataLoader`` as ``worker_init_fn``. A second call in one process changes nothing; nor does the
-    first on macOS, which does not tell who sent a signal.
+    May be passed to a ``DataLoader`` as ``worker_init_fn``. Calling it twice in a process is harmless; on macOS, which
+    does not tell who sent a signal, it does nothing.
     """
     global _listening
     if _listening or not hasattr(signal, "sigwaitinfo"):
         return
     _listening = True
     parent = os.getppid()
-    # Blocked in every thread that begins from here on; delivered to the one that waits for them.
+    # Blocked in every thread that starts from here on; delivered to the one that waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     threading.Thread(target=_wait, args=(parent,), name="megaresume-signals", daemon=True).start()
 
@@ -79,15 +78,15 @@ def whole(batch: Any) -> Any:
 
 
 class Workers:
-    """torch's ``DataLoader``, with batches of worker processes in shared memory: see `Outbox`.
+    """torch's ``DataLoader``, with batches from worker processes in shared memory: see `Outbox`.
 
     Args:
-        dataset: its ``__getitems__`` gives a whole batch, in the workers.
-        requests: gives what to ask it for, batch by batch.
-        num_workers: processes; 0: whoever takes the batch reads it, and torch may put it into page-locked memory.
+        dataset: its ``__getitems__`` returns a whole batch, in the workers.
+        requests: yields the argument of that, batch by batch.
+        num_workers: processes; 0: the consumer reads, and torch may put the batch into page-locked memory.
         prefetch_factor: batches that a worker may be ahead; None: 2.
-        copies_to_pinned: batches are copied out of shared memory into page-locked memory, if there is a GPU.
-        worker_init_fn: is called in each worker.
+        copies_to_pinned: copy batches from shared memory into page-locked memory, if there is a GPU.
+        worker_init_fn: called in each worker.
         options: others of torch's.
     """
 
@@ -103,13 +102,13 @@ class Workers:
         **options: Any,
     ) -> None:
         self.inbox, self._copies_to_pinned = Inbox(pin_memory=copies_to_pinned), copies_to_pinned
-        # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
+        # Seeds the workers. The global generator would change the model's dropout.
         self.generator = torch.Generator()
         self._requests = _Requests(requests)
         self._worker_init_fn = worker_init_fn
         collate_fn: Callable[[Any], Any] = whole
         if num_workers:
-            # What torch itself puts into page-locked memory is no longer a room.
+            # Once torch has put a batch into page-locked memory, it is not in a room any more.
             ahead = None if options.get("pin_memory") else prefetch_factor or 2
             collate_fn = Outbox(whole, ahead=ahead)
         self.torch = torch.utils.data.DataLoader(
@@ -123,18 +122,18 @@ class Workers:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches. Raises what the requests raise, after the batches before it; and as `check_main_guard`.
+        """The batches. Raises the errors of ``requests`` after the batches before them; and as `check_main_guard`.
 
         Raises:
-            RuntimeError: a dataset or collate_fn raised StopIteration; or a worker has died. The next ``for`` starts
-                other workers.
+            RuntimeError: a dataset or collate_fn raised StopIteration; or a worker died. The next ``for`` starts new
+                workers.
         """
         if self.torch.num_workers:
             context = self.torch.multiprocessing_context
             method = multiprocessing.get_start_method() if context is None else context.get_start_method()
             check_main_guard(method)
             if self.torch.worker_init_fn is None or not self.torch.persistent_workers:
-                # Here, not in the constructor: it could not be pickled.
+                # Here, not in the constructor, as it cannot be pickled.
                 share = None if method == "fork" else store_counts.share(self.torch.num_workers)
                 self.torch.worker_init_fn = functools.partial(begin_worker, self._worker_init_fn, share)
         if not self.torch.persistent_workers:
@@ -143,14 +142,14 @@ class Workers:
         kept = self.torch._iterator
         taken, batches = 0, iter(self.torch)
         if self.torch.persistent_workers and batches is not kept:
-            # Until this loader is gone: the collector would take them apart before torch has told the workers to end,
-            # and torch would wait 5 s for each of them.
+            # Keep it as long as this loader: garbage collection would take the workers apart before torch has told them
+            # to end, and torch would wait 5 s for each of them.
             weakref.finalize(self, _nothing, batches._index_queues)  # type: ignore[attr-defined]
         while True:
             try:
                 batch = next(batches)
             except StopIteration as error:
-                # torch passes on a StopIteration of a dataset as it is: it would look like the end of the data.
+                # torch passes on a dataset's StopIteration, which would look like the end of the data.
                 if taken < self._requests.asked:
                     text = f":\n{error.value}" if error.value else ""
                     raise RuntimeError(f"a dataset or its collate_fn raised StopIteration{text}") from error
@@ -170,7 +169,7 @@ class Workers:
             raise self._requests.ended
 
     def _drop_workers(self) -> None:
-        """Forget the workers: torch keeps ``persistent_workers`` also after one has died, and every later ``for`` would
+        """Forget the workers: torch keeps ``persistent_workers`` even after one died, and every later ``for`` would
         fail."""
         kept, self.torch._iterator = self.torch._iterator, None
         if kept is not None:
@@ -178,7 +177,7 @@ class Workers:
         self.inbox = Inbox(pin_memory=self._copies_to_pinned)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to be copied or pickled: without the worker processes that are kept, and without their rooms."""
+        """The state for copying or pickling: without running worker processes and their rooms."""
         loader = copy.copy(self.torch)
         loader._iterator = loader.worker_init_fn = None
         return self.__dict__ | {"torch": loader, "inbox": Inbox(pin_memory=self._copies_to_pinned)}
@@ -189,13 +188,13 @@ def _nothing(*_: object) -> None:
 
 
 class _Requests:
-    """A batch sampler. It is asked far ahead of the batches: what ends it must not be raised before those that are on
-    their way are out."""
+    """A batch sampler. It is asked far ahead of the batches, so an error is held back until the batches already
+    requested are out."""
 
     def __init__(self, requests: Callable[[], Iterator[Any]]) -> None:
         self._requests = requests
         self.ended: Exception | None = None
-        #: the number of batches that were asked for.
+        #: the number of batches requested.
         self.asked = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -213,7 +212,7 @@ def begin_worker(worker_init_fn: Callable[[int], object] | None, share: Share | 
 
     Args:
         worker_init_fn: of the user; None: none.
-        share: where it counts its requests to stores; None: where it was given a place as it was forked.
+        share: where it counts its requests to stores; None: it got a place when it was forked.
         worker: its number.
     """
     outlive_signals()
@@ -223,17 +222,17 @@ def begin_worker(worker_init_fn: Callable[[int], object] | None, share: Share | 
         worker_init_fn(worker)
 
 
-#: The queues of what threads of this process have read and nobody has taken.
+#: The queues of batches that threads of this process have read and nobody has taken yet.
 _ready: weakref.WeakSet[queue.Queue[Any]] = weakref.WeakSet()
 
 
 def num_ready() -> int:
-    """Batches that threads of this process have read, and that are not taken yet."""
+    """Number of batches that threads of this process have read and nobody has taken yet."""
     return sum(one.qsize() for one in list(_ready))
 
 
 def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]:
-    """Iterate in a thread, so many items ahead. Raises what the iterator raises, after the items before that."""
+    """Iterate in a thread, this many items ahead. Raises the iterator's errors after the items before them."""
     ready: queue.Queue[tuple[Any, BaseException | None] | None] = queue.Queue(maxsize=ahead)
     _ready.add(ready)
     stopped = threading.Event()
@@ -273,9 +272,9 @@ def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]
             thread.join(_PATIENCE_AT_EXIT - _SAID_AT_EXIT)
 
     thread.start()
-    # A thread that is inside torch as Python ends aborts the process, with status -6.
+    # A thread still inside torch when Python exits aborts the process, with status -6.
     atexit.register(stop_at_exit)
-    unregister = atexit.unregister  # a module may be taken apart before an iterator that nobody has finished
+    unregister = atexit.unregister  # at exit, the module may be gone before an unfinished iterator
     try:
         while (item := ready.get()) is not None:
             batch, error = item
@@ -290,13 +289,13 @@ def in_thread(batches: Callable[[], Iterator[Any]], ahead: int) -> Iterator[Any]
 
 
 def check_main_guard(start_method: str) -> None:
-    """Check before worker processes are started that the script guards its main program.
+    """Check, before worker processes are started, that the script guards its main program.
 
     Args:
-        start_method: how.
+        start_method: of the workers.
 
     Raises:
-        UsageError: workers would run the statement of the script again that wants them.
+        UsageError: workers would run the very statement that starts them.
     """
     if start_method == "fork" or (line := _unguarded_line()) is None:
         return
@@ -311,7 +310,7 @@ def check_main_guard(start_method: str) -> None:
 
 
 def _unguarded_line() -> int | None:
-    """The line of the script's own statement that runs now; None if workers do not run it, or nobody can tell."""
+    """The line of the script's own statement that is running; None if workers do not run it, or it is unknown."""
     frame = _frame_of_main()
     if frame is None or not _is_run_by_workers():
         return None
@@ -319,14 +318,14 @@ def _unguarded_line() -> int | None:
         script = ast.parse(Path(frame.f_code.co_filename).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-    # Whatever it asks: an ``if`` may well be false in a worker, or have ended it before this line.
+    # Whatever the condition: an ``if`` may be false in a worker, or have ended it before this line.
     before = [node for node in script.body if node.lineno <= frame.f_lineno]
     asks = any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in before)
     return None if not before or asks or isinstance(before[-1], ast.If) else frame.f_lineno
 
 
 def _frame_of_main() -> FrameType | None:
-    """The frame that runs the script's own statements, if they are not over."""
+    """The frame that runs the script's own statements, if they are still running."""
     main, frame = sys.modules["__main__"], sys._getframe()
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)):
         frame = frame.f_back  # type: ignore[assignment]
@@ -334,7 +333,7 @@ def _frame_of_main() -> FrameType | None:
 
 
 def _is_run_by_workers() -> bool:
-    """Whether workers run the script again, as multiprocessing.spawn.get_preparation_data decides it."""
+    """Whether workers run the script again, by the rule of multiprocessing.spawn.get_preparation_data."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     return bool(getattr(main, "__file__", None)) and not getattr(spec, "name", "").endswith("__main__")
