@@ -1,6 +1,6 @@
-"""`Answer`: what a command found out about a run. Its fields become the JSON, and its ``status`` the exit status.
+"""`Answer`: the result of a command about a run. Its fields become the JSON, and its ``status`` the exit status.
 
-`Check`: one thing that was looked at, of an answer that is a list of them.
+`Check`: one finding, in an answer that lists several.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def live(**options: Any) -> Any:
 
 
 def optional() -> Any:
-    """A field of an `Answer` that is in its JSON only if it is not None, that is, if it was asked for."""
+    """A field of an `Answer` that is in its JSON only if it is not None, that is, if it was requested."""
     return dataclasses.field(default=None, metadata={"optional": True})
 
 
@@ -47,7 +47,7 @@ class Answer:
 
 
 def plain(value: Any) -> Any:
-    """A value as plain JSON: dataclasses become objects, by their ``to_dict`` if they have one; other types, text."""
+    """A value as plain JSON: dataclasses become objects (by their ``to_dict`` if they have one), other types text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-#: ok. note: worth knowing. warning: it may go wrong. problem: it will, or has.
+#: ok. note: worth knowing. warning: it may go wrong. problem: it has gone wrong, or will.
 Status = Literal["ok", "note", "warning", "problem"]
 Area = Literal["environment", "filesystem", "checkpoints", "log"]
 
@@ -77,7 +77,7 @@ class Check:
     name: str
     status: Status
     found: str
-    #: the meaning of what was found, where that is not plain.
+    #: what the finding means, if that is not obvious.
     cause: str | None = None
     #: the next thing to do.
     action: str | None = None

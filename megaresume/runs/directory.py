@@ -1,9 +1,9 @@
-"""`Run`: a directory of checkpoints and its records. Each part is read when first asked for, and kept.
+"""`Run`: a directory of checkpoints and its records. Each part is read on first use, and cached.
 
     pointers, candidates        by their names alone
-    choice, examine, newest     whether each is whole, and what a resume takes
+    choice, examine, newest     whether each is complete, and which one a resume takes
     ledger, states              what was recorded
-    history                     the path from the first sample to now
+    history                     the path from the first sample to the present
 
 ``inspect``, ``latest``, ``plan``, ``trace``, ``verify``, ``report`` and ``doctor`` all begin here.
 """
@@ -28,7 +28,7 @@ from megaresume.files import is_leftover
 from megaresume.runs.history import History, read_history
 from megaresume.stream.errors import MegaresumeError, NewerFormatError, StateError, UsageError
 
-#: states kept in memory: a search by halves comes back to few of them.
+#: states kept in memory, as a binary search returns to a few of them.
 _KEPT_STATES = 64
 
 
@@ -37,12 +37,12 @@ class Run:
 
     Args:
         root: what ``--save`` named.
-        tag: the checkpoint that a resume is asked to take; None: the newest complete one.
+        tag: the checkpoint that a resume was told to take; None: the newest complete one.
         checksums: read every file that has a checksum in its manifest, not only its size.
         progress: for checksums: called with the bytes just read, from several threads.
 
     Raises:
-        UsageError: no such directory. One that cannot be listed is a CheckpointError, when it is asked.
+        UsageError: no such directory. One that cannot be listed is a CheckpointError, on first use.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Run:
                 action="check the path",
             )
         self.tag, self.checksums, self._progress = tag, checksums, progress
-        #: why it is not known which run this is.
+        #: why the run's identity is unknown.
         self._nameless: StateError | None = None
         self._states: dict[Path, StepFile] = {}
 
@@ -87,12 +87,12 @@ class Run:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Everything that may be a checkpoint, newest first, by names alone."""
+        """Everything that may be a checkpoint, newest first, by name alone."""
         return self._search.candidates
 
     @cached_property
     def ledger(self) -> LedgerReading:
-        """Every checkpoint and every start, in their order.
+        """Every checkpoint and every start, in order.
 
         Raises:
             StateError: it cannot be read, or was written by a newer megaresume.
@@ -108,7 +108,7 @@ class Run:
 
     @property
     def choice(self) -> Choice | None:
-        """The checkpoint that a resume would load; None if there is none, or if it is refused: see ``error``."""
+        """The checkpoint that a resume would load; None if there is none, or it is refused: see ``error``."""
         return self._decided[0]
 
     @property
@@ -120,7 +120,7 @@ class Run:
         """Choose the checkpoint that a resume would load.
 
         Args:
-            iteration: the one that it is asked to take; None: that of the tag, or the newest complete one.
+            iteration: the one that it was told to take; None: that of the tag, or the newest complete one.
 
         Raises:
             CheckpointError, StateError: see `megaresume.checkpoint.load.choose`.
@@ -140,7 +140,7 @@ class Run:
 
     def examine(self, candidate: Candidate) -> Examined:
         """Check whether a checkpoint is complete."""
-        _ = self._decided  # its reasons are those of the checkpoints that it passed over, and of no others
+        _ = self._decided  # the choice has the reasons for exactly those checkpoints that it passed over
         try:
             return self._search.examine(candidate)
         except NewerFormatError as error:
@@ -148,12 +148,12 @@ class Run:
 
     @cached_property
     def present(self) -> tuple[Candidate, ...]:
-        """The candidates whose weights are there, or were never committed; with a tag, that one alone."""
+        """The candidates whose weights exist, or were never committed; with a tag, only that one."""
         return tuple(c for c in self._asked_for if c.has_dir or "manifest" not in c.records)
 
     @property
     def num_pruned(self) -> int:
-        """Checkpoints whose weights are gone while their records are kept."""
+        """Number of checkpoints whose weights were deleted and whose records were kept."""
         return len(self._asked_for) - len(self.present)
 
     @property
@@ -161,7 +161,7 @@ class Run:
         return [c for c in self.candidates if self.tag in (None, c.tag)]
 
     def newest(self, limit: int | None = None) -> Sequence[Examined]:
-        """The newest of ``present``, and the one that a resume would load; with None, all of them."""
+        """The newest of ``present``, and the one that a resume would load; with None, all."""
         shown = list(self.present[:limit])
         if self.choice is not None:
             shown += [c for c in self.present[len(shown) :] if c.tag == self.choice.tag]
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def named(self) -> tuple[Examined | None, ...]:
-        """The checkpoint that each pointer names; None if it is not there."""
+        """The checkpoint that each pointer names; None if it is missing."""
         found = [resolve_pointer(pointer, self.candidates) for pointer in self.pointers]
         return tuple(None if c is None else self.examine(c) for c in found)
 
@@ -198,16 +198,16 @@ class Run:
 
     @cached_property
     def history(self) -> History:
-        """The path from the first sample to now, without what later starts gave up.
+        """The path from the first sample to the present, without branches that later starts abandoned.
 
         Raises:
-            CheckpointError: there is no data state that can be read.
+            CheckpointError: no data state can be read.
             NewerFormatError: a record was written by a newer megaresume.
         """
         return read_history(self.root, self.ledger, self.states, self.state)
 
     def holder(self, *, ask_slurm: bool = False) -> Holder | None:
-        """Which job writes here, or did last; None if none ever did. See `holder_of`."""
+        """The job that writes here, or was the last to; None if none ever did. See `holder_of`."""
         return holder_of(self.root, ask_slurm=ask_slurm)
 
     @cached_property

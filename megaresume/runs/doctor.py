@@ -1,11 +1,11 @@
 """``megaresume doctor [DIR] [--log FILE]``: what may be wrong, with what it means and what to do.
 
     machine.py   versions, CUDA, apex, shared memory; the kind of filesystem, locks, space
-    here         a directory of checkpoints, whoever wrote it: what the next start takes, what is wrong with the others,
-                 and with the pointers
-    logs.py      ``known.yaml``: what users' logs say, what it means, what to do
+    here         a directory of checkpoints from any program: which one the next start takes, what is wrong with the
+                 others and with the pointers
+    logs.py      ``known.yaml``: messages in users' logs, what they mean, what to do
 
-Each gives `Check`s. Neither torch nor DeepSpeed nor Megatron is imported, and nothing is ever unpickled.
+Each returns `Check`s. Neither torch nor DeepSpeed nor Megatron is imported, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def _text(found: Diagnosis) -> str:
     return "\n".join([*lines, "", " and ".join(ends) or "nothing is wrong"])
 
 
-#: starts from one place without a save in between, from which on something is wrong.
+#: this many starts from one place without a save in between mean that something is wrong.
 _STARTS = 3
-#: The names of what killed saves leave before their rename: ours, VeRL's tracker, older releases of transformers.
+#: Names of temporary files that killed saves leave: ours, VeRL's tracker's, older releases of transformers'.
 _TEMPORARY = re.compile(r".+\.tmp|tmp-checkpoint-\d+")
 
 
@@ -148,14 +148,14 @@ def directory_checks(
     """Check a directory of checkpoints.
 
     Args:
-        run: where checkpoints lie side by side.
-        layout: whose; None: recognised.
-        dp: data-parallel size of the next launch; None if not asked.
-        zero_stage: its ZeRO stage; None: as it was.
-        last: how many of the newest checkpoints are looked at, besides the one that would be taken.
+        run: the directory that contains the checkpoints.
+        layout: of the checkpoints; None: recognise it.
+        dp: data-parallel size of the next launch; None: do not check.
+        zero_stage: its ZeRO stage; None: unchanged.
+        last: how many of the newest checkpoints to check, besides the one that would be taken.
 
     Raises:
-        UsageError: one checkpoint, or those of several programs.
+        UsageError: it is a single checkpoint, or has checkpoints of several programs.
     """
     found = DirectoryReport()
     layout = layout or recognise(run.root)
@@ -197,7 +197,7 @@ def _newest(run: Run, layout: Layout, found: DirectoryReport) -> Newest | None:
 
 
 def _state(root: Path, iteration: int, tag: str, found: DirectoryReport) -> None:
-    """Whether a start can resume from the data state of a checkpoint."""
+    """Check that a start can resume from the data state of a checkpoint."""
     try:
         state = read_step_file(step_path(root, iteration, tag)).state
         if isinstance(state, StreamState):
@@ -219,7 +219,7 @@ def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: D
             else "nothing: an older one is taken; restore its files from a copy, or delete it",
         )
     if newest is None or newest.path is None:
-        return  # the reasons were said with "newest"
+        return  # "newest" has the reasons already
     names = [name for name in subdirectories(root) if layout.number(name) is not None and name not in passed]
     names.sort(key=lambda name: -(layout.number(name) or 0))
     managed = records_dir(root).is_dir() and layout.managed
@@ -263,7 +263,7 @@ def _pointers(run: Run, layout: Layout, newest: Newest | None, found: DirectoryR
 
 def _leftovers(run: Run, found: DirectoryReport) -> None:
     names = list(run.leftovers)
-    with contextlib.suppress(OSError):  # who cannot list it has been told so with "newest"
+    with contextlib.suppress(OSError):  # "newest" has reported that it cannot be listed
         names = sorted({*names, *(name for name in os.listdir(run.root) if _TEMPORARY.fullmatch(name))})
     if names:
         action = "delete them while no job saves here; the next start deletes those of megaresume"
@@ -278,7 +278,7 @@ def _leftovers(run: Run, found: DirectoryReport) -> None:
 
 def _holder(run: Run, found: DirectoryReport) -> None:
     holder = None
-    with contextlib.suppress(CheckpointError):  # who cannot list it has been told so with "newest"
+    with contextlib.suppress(CheckpointError):  # "newest" has reported that it cannot be listed
         holder = run.holder(ask_slurm=True)
     if holder is None or holder.status == "released":
         return

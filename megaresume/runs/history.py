@@ -1,9 +1,9 @@
-"""`History`: the path of a run from its first sample to its newest state, put together from its records.
+"""`History`: the path of a run from its first sample to its newest state, reconstructed from its records.
 
-A run that was killed and resumed has retraced its steps. Only the path to the present counts: what was saved on a
-branch that was given up (`abandoned_checkpoints`), or was saved again with other data, is left out.
+A run that was killed and resumed trains some steps again. Only the path to the present counts: saves on an abandoned
+branch (`abandoned_checkpoints`), and those made again with other data, are left out.
 
-`StepMap`: which step trained a sample, and by which layout of ranks and micro-batches.
+`StepMap`: which step trained a sample, and with which layout of ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Point:
     samples: int
     #: the digest of those samples, 16 hex digits.
     digest: str
-    #: the file of its data state, which is read when it is needed.
+    #: the file of its data state, read when needed.
     path: Path
 
 
@@ -45,7 +45,7 @@ class History:
     """The path of a run to the present."""
 
     root: Path
-    #: reads a state, or knows it.
+    #: reads a state, with caching.
     read_step: ReadStep
     #: every checkpoint on the path, also where its state is gone; ascending.
     points: list[Point]
@@ -53,11 +53,11 @@ class History:
     saved: list[Point]
     #: the newest of them.
     newest: StepFile
-    #: (samples trained before, how the run was laid out from there on); ascending. What lies before is not known.
+    #: (samples trained before, layout from there on); ascending. Earlier layouts are unknown.
     topologies: list[tuple[int, Topology]]
-    #: batch size that the last start announced for what follows the newest state, where it did.
+    #: batch size that the last start announced for samples after the newest state, if it did.
     next_batch_size: int | None
-    #: sentences about records that could not be used.
+    #: sentences about unusable records.
     notes: list[str]
 
     @property
@@ -66,7 +66,7 @@ class History:
         return self.newest.stream
 
     def before(self, sample: int) -> StreamState | None:
-        """The last usable state at or before a sample; None if there is none, the stream begins at 0."""
+        """The last usable state at or before a sample; None if there is none, so that the stream begins at 0."""
         while index := bisect_right(self.saved, sample, key=lambda p: p.samples):
             state = self.read(self.saved[index - 1])
             if state is not None:
@@ -74,9 +74,9 @@ class History:
         return None
 
     def before_drawing(self, source: str, position: int) -> Point | None:
-        """The last point that had not drawn a position of a source yet; None: the beginning alone.
+        """The last point before a position of a source was drawn; None: only the beginning.
 
-        ``SourceCursor.position`` never falls, so that halving finds the place.
+        Uses a binary search, as ``SourceCursor.position`` never falls.
         """
         low, high = 0, len(self.saved)
         while low < high:
@@ -93,7 +93,8 @@ class History:
         return self.saved[low - 1] if low else None
 
     def read(self, point: Point) -> StreamState | None:
-        """Read the state of a point. If the ledger disagrees with it: None, a note, and the point leaves ``saved``."""
+        """Read the state of a point. If it contradicts the ledger: add a note, drop the point from ``saved``, and
+        return None."""
         try:
             state = self.read_step(point.path).stream
         except NewerFormatError:
@@ -114,7 +115,7 @@ class History:
 
 
 def _leads_to(before: StreamState, newest: StreamState) -> bool:
-    """Whether a state has the stages of the newest one up to its sample; one that begins right there may lack."""
+    """Whether a state has the newest state's stages up to its sample; one that begins right there may be missing."""
     if not _same_skips(before, newest):
         return False
     firsts = [stage.first for stage in before.stages]
@@ -123,7 +124,7 @@ def _leads_to(before: StreamState, newest: StreamState) -> bool:
 
 
 def _same_skips(before: StreamState, newest: StreamState) -> bool:
-    """Whether a state left out the same samples that the newest state left out up to there."""
+    """Whether a state left out the same samples as the newest state did up to there."""
     past: Ranges = ((0, before.reached),)
     if common(before.skips.ranges, past) != common(newest.skips.ranges, past):
         return False
@@ -139,16 +140,16 @@ def read_history(root: Path, ledger: LedgerReading, states: Sequence[Path], read
     Args:
         root: the checkpoint root.
         ledger: of it.
-        states: the files of all its data states.
+        states: all its data-state files.
         read_step: reads one of them.
 
     Raises:
-        CheckpointError: there is no data state that can be read.
+        CheckpointError: no data state can be read.
         NewerFormatError: a record was written by a newer megaresume.
     """
     notes = [str(problem) for problem in ledger.problems if problem.kind == "damaged"]
     path = _path(root, ledger)
-    # Without a ledger the states that are there are the path.
+    # Without a ledger, the existing states are the path.
     saved = [point for point in path if point.path.exists()] if ledger.entries else _readable(states, read_step, notes)
     newest = _newest(root, ledger, states, read_step, saved, notes)
     state = newest.stream
@@ -157,7 +158,7 @@ def read_history(root: Path, ledger: LedgerReading, states: Sequence[Path], read
     topologies = _topologies(ledger, path) if ledger.entries else _topologies_of_states(saved, read_step)
     last = next(reversed(ledger.events), None)
     if last is None or newest.saved_at > last.time:
-        # A save without a line is of the last start.
+        # A save without a line belongs to the last start.
         _append(topologies, min(topologies[-1][0] if topologies else 0, state.samples), newest.topology)
     announced = last is not None and last.kind == "start" and last.samples == state.samples
     return History(
@@ -189,7 +190,7 @@ def _point(path: Path, record: StepFile) -> Point:
 
 
 def _usable(path: Path, read_step: ReadStep, notes: list[str]) -> StepFile | None:
-    """Read a state. None, and a note in the history, if it cannot be read."""
+    """Read a state; if it cannot be read, return None and add a note to the history."""
     try:
         return read_step(path)
     except NewerFormatError:
@@ -218,7 +219,7 @@ def _newest(
     known = {point.path: point for point in saved}
     last_time = entries[-1].time if entries else ""
     candidates: list[tuple[int, Path]] = [(p.samples, p.path) for p in saved]
-    # A step that was saved after the last line: at most one, but which one its name does not say.
+    # A step saved after the last line: at most one, but its name does not tell which one.
     spoken_of = {step_path(root, e.iteration, e.tag) for e in entries if e.kind == "checkpoint" and e.tag}
     for path in states if entries else ():
         if path not in spoken_of:
@@ -252,7 +253,8 @@ def _newest(
 
 
 def _topologies(ledger: LedgerReading, path: list[Point]) -> list[tuple[int, Topology]]:
-    """The layouts of a run from its starts. A start counts once it has saved; what lay beyond its beginning is void."""
+    """The layouts of a run from its starts. A start counts once it has saved, and voids what lay beyond its
+    beginning."""
     topologies: list[tuple[int, Topology]] = []
     start: LedgerEntry | None = None
     saved = 0
@@ -268,7 +270,7 @@ def _topologies(ledger: LedgerReading, path: list[Point]) -> list[tuple[int, Top
         _append(topologies, min(start.samples, entry.samples) if start is not None else saved, entry.topology)
         start, saved = None, entry.samples
     if start is not None:
-        # It may have gone back; but until it saves, what was saved is the past.
+        # It may have gone back; but until it saves, earlier saves are the past.
         _append(topologies, max(start.samples, *(p.samples for p in path), 0), start.topology)
     return topologies
 
@@ -281,7 +283,7 @@ def _append(topologies: list[tuple[int, Topology]], first: int, topology: Topolo
 
 
 def _topologies_of_states(saved: list[Point], read_step: ReadStep) -> list[tuple[int, Topology]]:
-    """The layouts of a run without a ledger: each state tells that of the steps before it."""
+    """The layouts of a run without a ledger: each state has that of the steps before it."""
     topologies: list[tuple[int, Topology]] = []
     first = 0
     for point in saved:
@@ -294,14 +296,14 @@ def _topologies_of_states(saved: list[Point], read_step: ReadStep) -> list[tuple
 class Membership:
     """Replicas that began to train together."""
 
-    #: the first step that they made together, and when its line was written.
+    #: their first step together, and when its line was written.
     step: int
     time: str
     replicas: int
 
 
 def memberships(entries: Iterable[LedgerEntry]) -> list[Membership]:
-    """The memberships in a ledger, in its order; empty if no replicas leave or join while the run goes on."""
+    """The memberships in a ledger, in order; empty if the replicas of the run are fixed."""
     return [
         Membership(
             step=entry.iteration, time=entry.time, replicas=int(entry.details.get("replicas", entry.topology.dp))
@@ -311,7 +313,7 @@ def memberships(entries: Iterable[LedgerEntry]) -> list[Membership]:
     ]
 
 
-#: stands for a step, rank or micro-batch that no record tells.
+#: stands for an unrecorded step, rank or micro-batch.
 UNKNOWN = -1
 
 
@@ -322,7 +324,7 @@ class Span:
     #: the samples, [first, stop).
     first: int
     stop: int
-    #: first sample and number (from 1) of a step at or before ``first`` from which on all are of this size.
+    #: first sample and number (from 1) of a step at or before ``first`` since which all steps have this size.
     step_sample: int
     step: int
     #: the number of samples of a step.
@@ -331,7 +333,7 @@ class Span:
 
     @property
     def ranks(self) -> tuple[int, int] | None:
-        """(data-parallel size, micro-batch size) of a sample, where they are known and divide the batch size."""
+        """(data-parallel size, micro-batch size) of a sample, if they are known and divide the batch size."""
         if self.topology is None or self.batch_size is None:
             return None
         dp, micro = self.topology.dp, self.topology.micro_batch_size
@@ -341,7 +343,7 @@ class Span:
 
 
 def schedule_of(history: History) -> BatchSchedule | None:
-    """The batch sizes of a run: those recorded, then the last one for ever. None if none is recorded."""
+    """The recorded batch sizes of a run, the last one without end. None if none is recorded."""
     state = history.state
     segments = list(state.batches)
     if not segments:
@@ -375,7 +377,7 @@ class StepMap:
             self._set_offset()
 
     def _set_offset(self) -> None:
-        """Iterations may be counted from another start than samples: a run that began with another one's weights."""
+        """Iterations and samples may start from different counts, if a run began with another run's weights."""
         assert self.schedule is not None
         try:
             offsets = {
@@ -404,7 +406,7 @@ class StepMap:
         """The samples of steps ``first .. stop`` (numbers from 1).
 
         Raises:
-            UsageError, StateError: steps before the first one; or the records do not tell batch sizes.
+            UsageError, StateError: steps before the first one; or the batch sizes are not recorded.
         """
         if self._contradiction is not None:
             raise self._contradiction
@@ -427,7 +429,7 @@ class StepMap:
         return tuple(self.schedule.after(0, n - 1 + self._offset) for n in (first, stop))  # type: ignore[return-value]
 
     def spans(self, first: int, stop: int) -> list[Span]:
-        """Samples ``first .. stop`` cut where the batch size, the layout, or the past changes."""
+        """Samples ``first .. stop`` split where the batch size, the layout, or the past changes."""
         cuts = {first for first, _ in self.history.topologies} | {run[0] for run in self._runs}
         cuts.add(self.history.state.samples)
         edges = [first, *sorted(cut for cut in cuts if first < cut < stop), stop]
@@ -454,7 +456,7 @@ class StepMap:
         return self._span(sample, sample + 1)
 
     def step_of(self, sample: int) -> int | None:
-        """The step of a sample; None if no record tells."""
+        """The step of a sample; None if it is not recorded."""
         span = self.span(sample)
         if span.batch_size is None:
             return None

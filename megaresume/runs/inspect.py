@@ -52,17 +52,17 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection(Answer):
-    """What was found out about a run."""
+    """The findings about a run."""
 
     run: Run = live()
-    #: the newest, and the one that a resume takes.
+    #: the newest checkpoints, and the one that a resume takes.
     examined: Sequence[Examined] = live()
     #: the checkpoint that each of the pointers names.
     named: Sequence[Examined | None] = live()
     reading: LedgerReading = live()
     #: lines of the ledger to show.
     last: int = live()
-    #: sentences, besides those of the choice.
+    #: sentences, in addition to those of the choice.
     remarks: Sequence[str] = live()
 
     @property
@@ -72,7 +72,7 @@ class Inspection(Answer):
 
     @property
     def unrecorded(self) -> str | None:
-        """A checkpoint of Megatron's whose save was over when a kill came, but not our commit of it."""
+        """A checkpoint that Megatron finished saving, but that a kill kept us from committing."""
         tracked = self.named[1]
         if tracked is None or tracked.status != "incomplete" or tracked.candidate.iteration is None:
             return None
@@ -81,7 +81,7 @@ class Inspection(Answer):
 
     @property
     def record(self) -> StepFile | None:
-        """The state to show: what a resume loads, or else the newest that can be read."""
+        """The state to show: the one that a resume loads, or else the newest readable one."""
         if self.run.choice is not None and self.run.choice.record is not None:
             return self.run.choice.record
         return next((e.record for e in self.examined if e.record is not None), None)
@@ -114,7 +114,7 @@ class Inspection(Answer):
 
     @told
     def state(self) -> dict[str, Any] | None:
-        """The state that is shown, as its record has it."""
+        """The state shown, as recorded."""
         return None if self.record is None else self.record.to_fields()
 
     @told
@@ -179,7 +179,7 @@ def _checkpoint(examined: Examined) -> dict[str, Any]:
 
 
 def _random(manifest: Manifest | None) -> dict[str, Any] | None:
-    """How many ranks have a random state in a checkpoint, and the digest of all those states."""
+    """How many ranks have a random state in a checkpoint, and the digest of all these states."""
     found = None if manifest is None else random_digest(manifest)
     return None if found is None else {"ranks": found[0], "digest": found[1]}
 
@@ -189,7 +189,7 @@ def look(run: Run, last: int) -> Inspection:
 
     Args:
         run: the run.
-        last: how many checkpoints and lines of the ledger are shown.
+        last: how many checkpoints and lines of the ledger to show.
     """
     remarks: list[str] = []
     try:
@@ -221,7 +221,7 @@ def _held(run: Run) -> str:
 
 
 def _copy_block(found: Inspection) -> str:
-    """Where checkpoints are copied to, and which of them have arrived."""
+    """Where checkpoints are copied to, and which copies are complete."""
     staging = read_staging(found.run.root)
     if staging is None:
         return ""
@@ -329,7 +329,7 @@ def _order_block(found: Inspection) -> str:
 
 
 def source_table(state: StreamState) -> str:
-    """How far each source is, by the weights of the stage in which the state is; "": the stream has none."""
+    """How far each source is, by the weights of the state's current stage; "" for a stream without sources."""
     if not state.sources:
         return ""
     declared, now = (config.get("sources", {}) for config in (state.config, state.stages[-1].config))

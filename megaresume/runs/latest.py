@@ -1,18 +1,18 @@
-"""Choosing the newest complete checkpoint of a directory, whoever wrote it.
+"""Chooses the newest complete checkpoint of a directory, whichever program wrote it.
 
-    recognise        which layout is it?                  names of directories and pointers
+    recognise        which layout is it?                  by names of directories and pointers
       |
-    records of ours  `choose`: exactly what a resume under megaresume takes
+    our records      `choose`: exactly what a resume under megaresume takes
       |   none, or nothing complete by them
-    pointer          the one that it names, then older ones; what is newer than a pointer that is moved last was never
-      |              finished; what is newer than DeepSpeed's ``latest`` is taken only if nothing else is complete
-    files            each one checked against what its layout demands (`Layout.look`)
+    pointer          the one that it names, then older ones. If the pointer is moved last, newer ones were never
+      |              finished; those newer than DeepSpeed's ``latest`` are taken only if nothing else is complete
+    files            each checkpoint is checked against its layout (`Layout.look`)
 
 Reads only, and never unpickles.
 
 ``megaresume latest DIR``: the path of the newest complete checkpoint, alone on standard output, for launch scripts.
 
-Why newer ones were not taken goes to standard error. Neither torch nor numpy is imported, nothing is unpickled.
+The reasons for skipping newer ones go to standard error. Neither torch nor numpy is imported, nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.directory import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, listed, visible
 
-#: checkpoints that an error names, each with its reason.
+#: how many checkpoints an error lists, each with its reason.
 _SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Newest(Answer):
-    """The newest complete checkpoint of a directory, and what was passed over."""
+    """The newest complete checkpoint of a directory, and those passed over."""
 
     root: Path = live()
     whose: Layout = live()
@@ -74,7 +74,7 @@ class Newest(Answer):
 
 
 def recognise(root: Path) -> Layout | None:
-    """Whose checkpoints these are, by names alone; None if there is nothing.
+    """Whose checkpoints these are, by names alone; None if there are none.
 
     Raises:
         UsageError: checkpoints of several programs, or one checkpoint instead of a directory of them.
@@ -134,8 +134,8 @@ def find_newest(run: Run, layout: Layout | None = None) -> Newest | None:
     """The newest complete checkpoint of a directory.
 
     Args:
-        run: where the checkpoints lie side by side.
-        layout: of `LAYOUTS`; None: recognised.
+        run: the directory that contains the checkpoints.
+        layout: of `LAYOUTS`; None: recognise it.
 
     Returns:
         None, or ``path`` None, if there is no checkpoint at all: an empty directory, or (by the records of megaresume)
@@ -188,7 +188,7 @@ class _Walk:
         self.passed: list[Rejected] = []
         self.notes: list[str] = []
         managed = layout.managed and records_dir(self.root).is_dir()
-        #: the checkpoints with records of ours.
+        #: the checkpoints with megaresume records.
         self.candidates = {c.tag: c for c in (run.candidates if managed else ()) if c.records and c.has_dir}
 
     def _number(self, name: str) -> int | None:
@@ -297,7 +297,7 @@ class _Walk:
         return None
 
     def _is_done_by_megatron(self, candidate: Candidate) -> bool:
-        """Whether Megatron finished a save and moved its tracker, and a kill came before our records beside it."""
+        """Whether Megatron finished a save and moved its tracker, but a kill prevented our records for it."""
         return self.layout is MEGATRON and candidate.unfinished and self.tracker.tag == candidate.tag
 
 
@@ -346,7 +346,7 @@ def run(args: argparse.Namespace) -> int:
             )
         print(found.iteration)
     else:
-        write_bytes(os.fsencode(found.path) + b"\n")  # a path is bytes: scripts get them as they are
+        write_bytes(os.fsencode(found.path) + b"\n")  # a path is bytes: pass it to scripts unchanged
     return 0
 
 

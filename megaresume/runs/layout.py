@@ -1,4 +1,4 @@
-"""``--on NODESxRANKS``: another layout in the launch command of the user."""
+"""``--on NODESxRANKS``: changes the layout in the user's launch command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from megaresume.stream.errors import UsageError
 
-#: word of a launcher -> its flags for the number of nodes, and of processes on each; with ``total`` of all of them.
+#: launcher -> its flags for the number of nodes, and of processes per node (or in all, see ``total``).
 _LAUNCHERS: Mapping[str, tuple[str, str]] = {
     "torchrun": ("--nnodes", "--nproc-per-node"),
     "torch.distributed.run": ("--nnodes", "--nproc-per-node"),
@@ -21,14 +21,14 @@ _TOTAL = ("accelerate",)
 
 
 def laid_out(words: Sequence[str], on: str) -> list[str]:
-    """A launch command with another number of nodes and of processes.
+    """A launch command with another number of nodes and processes.
 
     Args:
         words: the command.
-        on: ``1x4``: nodes, and processes on each.
+        on: ``1x4``: nodes x processes per node.
 
     Raises:
-        UsageError: something else; or a launcher that is not known.
+        UsageError: ``on`` is malformed; or the launcher is unknown.
     """
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", on)
     if sizes is None:
@@ -52,11 +52,11 @@ def laid_out(words: Sequence[str], on: str) -> list[str]:
 
 
 def _without(words: list[str], flag: str) -> list[str]:
-    """The words before the script without a flag and its value, spelt with dashes or underscores."""
+    """The words before the script, without a flag (spelt with dashes or underscores) and its value."""
     found: list[str] = []
     rest = iter(words)
     for word in rest:
-        if word.endswith(".py") or word == "-m":  # what follows is the script's
+        if word.endswith(".py") or word == "-m":  # the rest belongs to the script
             return [*found, word, *rest]
         name, equals, _ = word.partition("=")
         if name.startswith("--") and name.replace("_", "-") == flag.replace("_", "-"):

@@ -1,16 +1,16 @@
-"""What the logs of launches say: known symptoms, and the first error of the rank that failed first.
+"""Finds known symptoms in the logs of launches, and the first error of the rank that failed first.
 
-`log_checks` looks for what users' logs say (``known.yaml``). It is streamed: a log may have many gigabytes.
+`log_checks` looks for the symptoms in ``known.yaml``. It streams, as a log may have many gigabytes.
 
-    file (plain, or gzip by its first bytes)  ->  blocks of whole lines  ->  texts of the table  ->  its expressions
+    file (plain, or gzip by its magic bytes)  ->  blocks of whole lines  ->  search for texts  ->  match expressions
 
-`find_first_error` reads the logs of all nodes, as launchers hide the first error below their own:
+`find_first_error` reads the logs of all nodes, because launchers print much after the first error:
 
     torchrun     "Root Cause (first observed failure)": time, rank, exit status     the earliest of all nodes
     srun         "srun: error: n2: task 3: Exited with exit code 2"                  the first line of srun
     deepspeed    "exits with return code = 2"
 
-What the rank itself printed is the first traceback, or error of megaresume, in the log of its node.
+The rank's own message is the first traceback, or megaresume error, in the log of its node.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Hit:
     #: the number of the first line, counted from 1, and its text.
     line: int
     text: str
-    #: lines that show it.
+    #: number of lines that show it.
     count: int = 1
 
 
@@ -84,10 +84,10 @@ def scan(path: Path, progress: Callable[[int], object] | None = None) -> list[Hi
 
     Args:
         path: the log; gzip is recognised.
-        progress: called with the bytes of the file that were read since.
+        progress: called with the number of bytes read since the last call.
 
     Returns:
-        in order of their first line.
+        hits in order of their first line.
 
     Raises:
         UsageError: it cannot be read.
@@ -117,7 +117,7 @@ def _blocks(file: BufferedIOBase) -> Iterator[bytes]:
     while data := file.read(_BLOCK):
         data = rest + data
         end = data.rfind(b"\n") + 1
-        if end == 0 and len(data) >= 4 * _BLOCK:  # no line is so long: a progress bar, or no text at all
+        if end == 0 and len(data) >= 4 * _BLOCK:  # no line is that long: a progress bar, or not text at all
             end = len(data)
         if end:
             yield data[:end]
@@ -127,7 +127,7 @@ def _blocks(file: BufferedIOBase) -> Iterator[bytes]:
 
 
 def _look(block: bytes, lines: int, hits: dict[str, Hit]) -> None:
-    # By where its line begins: a line may hold several texts of one symptom.
+    # Keyed by the start of the line, as a line may have several texts of one symptom.
     found: dict[tuple[str, int], Symptom] = {}
     for symptom in symptoms():
         for text in symptom.find:
@@ -152,7 +152,7 @@ def _look(block: bytes, lines: int, hits: dict[str, Hit]) -> None:
 
 
 def log_checks(path: Path, progress: Callable[[int], object] | None = None) -> list[Check]:
-    """Find the symptoms that a log shows, each a check, in order of their first line. Raises UsageError."""
+    """Check for each symptom that a log shows, in order of their first lines. Raises UsageError."""
     status: dict[str, Status] = {"error": "problem", "warning": "warning", "note": "note"}
     found = []
     for hit in scan(path, progress):
@@ -166,7 +166,7 @@ def first_failure(paths: Sequence[Path]) -> list[Check]:
     """Which rank failed first, from the logs of all nodes of one launch together; [] if none shows an error.
 
     Args:
-        paths: plain text, of which the last MiB is looked at.
+        paths: plain text; only the last MiB of each is read.
     """
     error = find_first_error(paths, "")
     if error is None:
@@ -176,7 +176,7 @@ def first_failure(paths: Sequence[Path]) -> list[Check]:
     return [Check("log", "first failure", "note", found, cause, "fix this one first")]
 
 
-#: bytes at the end of a log that are looked at; lines that are shown, and characters of each.
+#: bytes read at the end of a log; lines shown, and characters of each.
 _TAIL, _LINES, _WIDTH = 1 << 20, 12, 240
 
 _ROOT_CAUSE = re.compile(
@@ -190,23 +190,23 @@ _SRUN = re.compile(
 _DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
 _BEGIN = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:Traceback \(most recent call last\)|megaresume: (?:rank \d+: |error: )"
-    # of a program that was called in a wrong way, as argparse says it
+    # from a program called with wrong arguments, in argparse's words
     r"|(?!srun|slurm)[\w.-]+: error: "
-    # of Python that has no script or module, a shell, Slurm or a container that has no program
+    # from Python without its script or module; or from a shell, Slurm or container without its program
     r"|\S+: (?:can't open file |Error while finding module |No module named )"
     r"|\S*\b(?:ba|da)?sh: .*(?:[Nn]ot found|No such file or directory|Permission denied|cannot execute)"
     r"|slurmstepd: error: execve|FATAL: )"
 )
-#: errors of something that a node does not have, and another one may.
+#: errors about something that this node lacks, and another may have.
 _LACKING = re.compile(
     r"can't open file|No such file|No module named|Error while finding module|[Nn]ot found|cannot (?:execute|open)"
     r"|could not open|Permission denied|Input/output error|Stale file handle"
 )
 _OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-#: exit codes of ranks that had no time to print anything: bus error, out of memory, segmentation fault.
+#: exit codes of ranks that could not print anything: bus error, out of memory, segmentation fault.
 _DIED = ("-7", "-9", "-11")
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
-#: errors of ranks that only noticed that another one is gone.
+#: errors of ranks that only noticed that another rank was gone.
 _VICTIM = re.compile(r"Connection (?:closed|reset) by peer|Connection refused|remote process exited|recvValue failed")
 
 
@@ -249,8 +249,8 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
     """Find the first error in the logs of a launch.
 
     Args:
-        logs: of the nodes, ``<node>.log``; of this attempt alone.
-        said: what srun printed.
+        logs: of the nodes, ``<node>.log``; only of this attempt.
+        said: the output of srun.
 
     Returns:
         None if no log shows an error.
@@ -265,7 +265,7 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
 
 
 def _lacks(lines: tuple[str, ...]) -> bool:
-    """Whether an error points to a node. Errors of megaresume do not: one rank raises them for all."""
+    """Whether an error points to its node. megaresume's errors do not: one rank raises them for all."""
     is_ours = bool(lines) and lines[0].startswith("megaresume: ")
     return not is_ours and any(_LACKING.search(line) for line in lines)
 
