@@ -1,16 +1,16 @@
-"""Opens what a data config names: source name -> ``{path, kind, split, ...}`` to source name -> source.
+"""Opens the sources that a data config names: name -> ``{path, kind, split, ...}`` to name -> source.
 
     kind        options
-    megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default. Of a corpus
-                without a .bin: inputs (directory or URL of its raw files, if it is not the one of the index)
+    megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default. For a corpus
+                without a .bin: inputs (directory or URL of its raw files, if it differs from the one in the index)
     python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
     webdataset  index (``.shards.idx``), path (tar shards, if they are not where the index says), on_fault, too_long,
                 max_tokens, augment, encoder: see `megaresume.data.shard_options`
     image_folder  index, path (JSON lines) and image_folder (their images), if they are not where the index says, and
                 as webdataset
     energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has its own split
-    items       items (how many), contents, lengths (a file), keyed, group_by_length: of a dataset that only the
-                training program has, for trace and verify
+    items       items (number), contents, lengths (a file), keyed, group_by_length: a dataset that only exists in the
+                training program, for trace and verify
 
 Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 """
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 
 #: options that are paths, of all kinds.
 PATHS = ("path", "index", "encoder", "inputs", "image_folder")
-#: files that a corpus holds open: its .idx and its .bin.
+#: files that a corpus keeps open: its .idx and its .bin.
 HELD_OPEN = 2
-#: keys of a source, whatever its kind.
+#: keys of a source of any kind.
 OF_EVERY_KIND = ("kind", "split", *SOURCE_KEYS)
 #: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
 Opener = Callable[[Mapping[str, Any], str, Path], object]
@@ -139,7 +139,7 @@ def _open(
     thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)
     source = as_source(thing, name)
     parts = getattr(source, "parts", None)
-    if parts is not None and own_split is None:  # it has its own split, by shards
+    if parts is not None and own_split is None:  # it is split by shards
         return _own_part(source, parts, name, part)
     if split is not None:
         return split_part(source, split, part)
@@ -188,7 +188,7 @@ def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> obj
 
 
 def located(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Options of a source that mean the same from any directory: absolute paths; URLs stay."""
+    """Options of a source with absolute paths, so that they work from any directory; URLs are unchanged."""
 
     def absolute(path: Any) -> Any:
         if isinstance(path, list | tuple):
@@ -234,10 +234,10 @@ def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object
 
 
 def _read_as_needed(sources: Mapping[str, Source]) -> None:
-    """Read indexes that the memory does not hold page by page: the planner looks lengths up in any order.
+    """Turn off the kernel's read-ahead for indexes larger than memory: the planner looks lengths up in any order.
 
-    What else is read around each look-up fills the memory with a small index sooner; of a large one, it is dropped
-    before it is used.
+    For a small index, read-ahead fills the memory sooner; for a large one, the extra pages are dropped before they are
+    used.
     """
     roots = {id(root): root for source in sources.values() if isinstance(root := whole_of(source)[0], IndexedDocuments)}
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -247,10 +247,10 @@ def _read_as_needed(sources: Mapping[str, Source]) -> None:
 
 
 def _check_vocabularies(sources: Mapping[str, Source]) -> None:
-    """Refuse a blend of tokens of several vocabularies.
+    """Refuse to blend tokens of several vocabularies.
 
-    Compared are the vocabularies of the tokenizers that `megaresume prepare` recorded. Special tokens that were added
-    to one of them, as to a chat model's, do not count. Corpora of other programs and Python objects do not say.
+    Compares the vocabularies of the tokenizers that `megaresume prepare` recorded. Special tokens added to one of them,
+    as to a chat model's, do not count. For corpora of other programs and Python objects, it is unknown.
 
     Args:
         sources: by name, as `open_sources` returns them.
@@ -274,11 +274,11 @@ def _check_vocabularies(sources: Mapping[str, Source]) -> None:
 
 
 def _warn_of_shared(sources: Mapping[str, Source]) -> None:
-    """Name two sources that share documents of one corpus: it may be meant, or a path that was copied."""
+    """Warn if two sources share documents of one corpus: it may be intended, or a copied path."""
     seen: dict[object, list[tuple[str, Extent]]] = {}
     for name, source in sources.items():
         extent = own_extent(source)
-        # By corpus: of ten thousand sources, all pairs would take longer than to open them.
+        # By corpus, as comparing all pairs of ten thousand sources would take longer than opening them.
         others = {other: before for corpus in extent.corpus for other, before in seen.get(corpus, ())}
         for other, before in others.items():
             if extent.shares(before):
@@ -294,7 +294,7 @@ def _warn_of_shared(sources: Mapping[str, Source]) -> None:
 
 
 def _vocabulary(source: Source) -> tuple[str, str] | None:
-    """The hash of a source's vocabulary and, for people, its tokenizer; None if nobody knows."""
+    """The hash of a source's vocabulary and, for people, its tokenizer; None if unknown."""
     while isinstance(source, RangeSource):
         source = source.source
     if isinstance(source, IndexedDocuments):

@@ -1,4 +1,4 @@
-"""`DataConfig`: what names the data of a run, read once; in any of the forms in which people say it.
+"""`DataConfig`: names the data of a run, in any of the forms that users write; read once.
 
     data.yaml, the mapping in it, or the words after --data-path  --DataConfig.of-->  DataConfig
         .stream_config(part)   -->  StreamConfig    the order: metadatasets expanded, augmentation written out, typed
@@ -9,7 +9,7 @@
       wiki:     {sources: {wiki: {path: wiki}}}              # corpora of its own
       code:     {sources: {code: {path: code, split: "969,30,1"}}}    # the valid part of a corpus that is trained on
 
-`megaresume.data.data_path` reads the words, `megaresume.data.metadatasets` the metadatasets of Energon.
+`megaresume.data.data_path` parses the words, `megaresume.data.metadatasets` Energon's metadatasets.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megaresume.stream.yaml_text import read_mapping
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationSet(Options):
-    """Samples that stay the same: of ``sources`` of their own, or a part of the training's."""
+    """A fixed set of samples: from ``sources`` of its own, or from a part of the training's."""
 
     sources: dict[Any, Any] | None = None
-    #: the part of each source; None: the valid part of those that are split, the others whole.
+    #: the part of each source; None: the valid part of sources with a split, and all of the others.
     part: Part | None = None
-    #: ``allow``: it may hold documents that are trained on.
+    #: ``allow``: it may contain documents that are trained on.
     overlap: Literal["allow", "refuse"] = "refuse"
-    #: the seed, as in a data.yaml; None: that of the training's beginning.
+    #: the seed, as in a data.yaml; None: the seed that the training began with.
     seed: Any = None
     seq_length: Any = None
     packing: Any = None
@@ -59,7 +59,7 @@ class ValidationSet(Options):
         return {name: value for name, value in values.items() if value is not None}
 
 
-#: The fields that a set takes from the beginning of the run, unless it says them itself.
+#: The fields that a set takes from the beginning of the run, unless it has its own.
 INHERITED = tuple(f.name for f in fields(ValidationSet))[3:]
 
 
@@ -88,7 +88,7 @@ _Sets = Annotated[dict[Annotated[str, Before(_set_name)], ValidationSet], Before
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """The data of a run, as it was named."""
+    """The data of a run, as named by the user."""
 
     #: the mapping of a data.yaml, without ``validation``; empty if ``words`` name the sources.
     mapping: Mapping[str, Any]
@@ -104,11 +104,11 @@ class DataConfig:
         """Read a data config.
 
         Args:
-            data: path of a data.yaml; the mapping in it; the words after ``--data-path``; or what was read already.
+            data: path of a data.yaml; its mapping; the words after ``--data-path``; or a `DataConfig`.
             base_dir: directory that paths in a mapping or in words are relative to; that of the file for a data.yaml.
 
         Raises:
-            ConfigError: something else; a file that is missing, unreadable, not YAML, or no mapping; bad validation
+            ConfigError: of another type; a file that is missing, unreadable, not YAML, or not a mapping; bad validation
                 sets.
         """
         if isinstance(data, DataConfig):
@@ -134,20 +134,20 @@ class DataConfig:
         )
 
     def mapping_for(self, part: Part, split: str | None = None) -> dict[str, Any]:
-        """The mapping for a part: what its metadatasets stand for, paths and steps of augmentation written out.
+        """The mapping for a part, with metadatasets expanded, and paths and augmentation steps written out.
 
         Args:
-            part: train, valid or test. What is to come in the training (stages, skips) is that of train alone.
-            split: ``--split``, by which sources without weights are weighed.
+            part: train, valid or test. Future changes (stages, skips) only apply to train.
+            split: ``--split``, by which sources without weights are weighted.
 
         Raises:
-            ConfigError: a metadataset that says what cannot be said here, or unknown augmentation.
+            ConfigError: a metadataset with settings that have no equivalent here, or unknown augmentation.
         """
         if self.words:
             return {"sources": sources_from_data_path(self.words, base_dir=self.directory, split=split, part=part)}
         mapping = with_skip_files(expand_metadatasets(self.mapping, self.directory, part), self.directory)
         if part != "train":
-            mapping["stages"] = mapping["skip"] = None  # validation stays put, whatever training changes
+            mapping["stages"] = mapping["skip"] = None  # validation is fixed, whatever changes in training
         if isinstance(sources := mapping.get("sources"), Mapping):
             mapping["sources"] = {name: _augmented(name, entry) for name, entry in sources.items()}
         return mapping
@@ -172,7 +172,7 @@ class DataConfig:
 
 
 def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The mapping of a data.yaml with the files of ``skip`` under paths that hold from anywhere."""
+    """The mapping of a data.yaml with absolute paths to the files of ``skip``."""
     skip = mapping.get("skip")
     documents = skip.get("documents") if isinstance(skip, Mapping) else None
     if not isinstance(skip, Mapping) or not isinstance(documents, Mapping):
@@ -193,10 +193,10 @@ DataConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str] | Da
 
 
 def _augmented(name: object, entry: Any) -> Any:
-    """A source whose steps of augmentation are written out, so that a state has them with every default."""
+    """A source with its augmentation steps written out, so that a state has them with every default."""
     if not isinstance(entry, Mapping) or entry.get("augment") is None:
         return entry
     if entry.get("kind", IMAGE_KINDS[0]) not in IMAGE_KINDS:
-        return entry  # which may mean something else by the word
+        return entry  # the word may mean something else to another kind
     steps = augmentation_from_options(entry["augment"], f"sources.{name}.augment")
     return {**entry, "augment": augmentation_options(steps)}

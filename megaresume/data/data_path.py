@@ -24,7 +24,7 @@ def sources_from_data_path(
 
     Args:
         values: the words after the flag.
-        base_dir: what relative paths are relative to.
+        base_dir: the base of relative paths.
         split: ``--split``, if it applies.
         part: of the split.
 
@@ -52,8 +52,8 @@ def sources_from_data_path(
 
 
 def source_names(prefixes: Sequence[str]) -> list[str]:
-    """A name for each corpus: its file name; as many directories before it as tell it from the others; a number if
-    it is given twice.
+    """A name for each corpus: its file name, preceded by as many directories as make it unique; a number is added if it
+    is given twice.
 
     A name depends on the set of paths alone, not on their order: it keys the permutation of the source.
     """

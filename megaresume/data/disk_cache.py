@@ -1,15 +1,14 @@
-"""`DiskCache`: what was read of an object store, on a local disk, for all processes of a node, in a bounded number of
-bytes.
+"""`DiskCache`: caches reads from an object store on a local disk, for all processes of a node, up to a limit in bytes.
 
-    DIR/used      bytes of all files, and when to look again for what may be deleted; locked while it is changed
-    DIR/3f/9a..   what was read of a MiB of a shard, each record at a place of its own: checksum, bytes; elsewhere holes
+    DIR/used      bytes of all files, and when to look again for files to delete; locked while it is changed
+    DIR/3f/9a..   reads from one MiB of a shard, each record at its own place: checksum, bytes; holes elsewhere
 
-A record is written where it belongs, and every read compares the checksum, of key, place and bytes: what a kill or a
-power cut left, or another process is writing, is never served. Whatever fails in the cache is logged, and the store is
-read instead. Making a file takes five times as long as writing a photograph into one that is there.
+A record is written at its final place, and every read verifies a checksum of key, place and bytes: partial writes, from
+a kill, a power cut or a running process, are never served. Cache errors are logged, and the store is read instead.
+Creating a file takes five times as long as writing a photograph into an existing one.
 
-Deleted is what nobody has used for longest, but nothing that was used since the run began: of data that do not fit, a
-shuffled epoch would otherwise delete each record just before it comes again. If all of it was used, no more is kept.
+Files unused for longest are deleted first, but none used since the run began: with data that do not fit, a shuffled
+epoch would otherwise delete each record just before it comes again. If all of it was used, nothing more is added.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from megaresume.data.store_counts import store_counts
 
 log = logging.getLogger(__name__)
 
-#: The number of directories over which records are spread, by their names.
+#: The number of directories over which files are spread, by their names.
 DIRECTORIES = 256
-#: The least space that a file takes; sizes are rounded up to multiples of it.
+#: The least space that a file takes; sizes are rounded up to multiples of this.
 BLOCK = 4096
-#: part of the bound that is free after old records were deleted.
+#: the part of the limit that is free after old records were deleted.
 FREED = 0.1
 #: seconds until what may be deleted is looked for again, after too little was found; of a write that failed.
 LOOK_AGAIN, WRITE_AGAIN = 600.0, 60.0
@@ -43,7 +42,7 @@ LOOK_AGAIN, WRITE_AGAIN = 600.0, 60.0
 _USED = struct.Struct("<qd")
 #: bytes before those that are kept.
 CHECKSUM = 16
-#: The most bytes of a record that is kept: one call reads or writes them.
+#: The largest record that is cached, in bytes: one call reads or writes it.
 LARGEST = 1 << 30
 
 
@@ -52,10 +51,10 @@ class DiskCache:
     """Safe to share between threads and processes, to fork and to pickle.
 
     Args:
-        directory: on a local disk; made when something is kept.
-        limit: bytes of all files in it; one record of each writer more, while some are deleted: what is being written
-            then may not be counted until the next time.
-        began: seconds since 1970; what was used later is not deleted.
+        directory: on a local disk; created on first use.
+        limit: bytes of all files in it, plus one record per writer while files are deleted: a write during that may
+            only be counted the next time.
+        began: seconds since 1970; files used later are not deleted.
     """
 
     directory: Path
@@ -66,16 +65,16 @@ class DiskCache:
 
     @property
     def has_room(self) -> bool:
-        """Whether the last `put` had some, or enough time has passed to try again."""
+        """Whether the last `put` found room, or enough time has passed to try again."""
         return time.monotonic() >= max(self._full_until, self._write_again)
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was ever kept."""
+        """Whether the cache was never written to."""
         return not os.path.exists(f"{self.directory}/used")
 
     def get(self, key: str, nbytes: int | None, at: int | None = None) -> bytes | None:
-        """Get what was kept under this key and at this place, if it has so many bytes (None: however many)."""
+        """Get the bytes cached under this key at this place, if there are this many (None: any number)."""
         data = self._get(key, nbytes, at)
         store_counts.add("misses" if data is None else "hits")
         return data
@@ -84,18 +83,18 @@ class DiskCache:
         digest, start = xxhash.xxh3_128_digest(key.encode()), at or 0
         path = self._path(digest)
         try:
-            # As few calls as there can be: at each of them a thread lets go of Python, and then waits for its turn.
+            # As few calls as possible: each releases the GIL, and then waits to get it back.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 found = os.fstat(descriptor)
                 checksum = os.pread(descriptor, CHECKSUM, start) if stat.S_ISREG(found.st_mode) else b""
-                if not any(checksum):  # a hole is not read: its zeros take longer than the bytes of a record
+                if not any(checksum):  # do not read a hole: its zeros take longer than a record
                     return None
                 size = max(found.st_size - CHECKSUM, 0) if nbytes is None else nbytes
                 data = os.pread(descriptor, size, start + CHECKSUM)
             finally:
                 os.close(descriptor)
-            # At the end of its file, a record that was kept with fewer bytes by another index reads as whole.
+            # A record at the end of its file that another index cached with fewer bytes reads as complete.
             if len(data) != size or checksum != _checksum(digest, start, data):
                 self._wipe(path, start)
                 return None
@@ -110,7 +109,7 @@ class DiskCache:
 
     @staticmethod
     def _wipe(path: str, start: int) -> None:
-        """Have `has` say that nothing is there."""
+        """Erase a record, so that `has` is false for it."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.pwrite(descriptor, bytes(CHECKSUM), start)
@@ -118,7 +117,7 @@ class DiskCache:
             os.close(descriptor)
 
     def has(self, key: str, at: int | None = None) -> bool:
-        """Whether bytes are kept under this key at this place; `get` says whether they are whole."""
+        """Whether something is cached under this key at this place; only `get` verifies it."""
         try:
             descriptor = os.open(
                 self._path(xxhash.xxh3_128_digest(key.encode())), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -131,12 +130,12 @@ class DiskCache:
             return False
 
     def put(self, key: str, data: bytes | memoryview, at: int | None = None) -> None:
-        """Keep bytes under a key, if there is room.
+        """Cache bytes under a key, if there is room.
 
         Args:
             key: of a file.
             data: the bytes.
-            at: byte of the file at which to put their checksum, and then them; None: they are all of it.
+            at: byte of the file for their checksum, followed by them; None: they are the whole file.
         """
         start = at or 0
         nbytes = _allocated(start % BLOCK + CHECKSUM + len(data))
@@ -149,7 +148,7 @@ class DiskCache:
                 return
             descriptor = _made(self._path(digest), os.O_WRONLY | (os.O_TRUNC if at is None else 0))
             try:
-                # If it stops short, as on a disk that fills up, no checksum fits what is there.
+                # A short write, as on a full disk, leaves a checksum that does not match.
                 os.pwritev(descriptor, (_checksum(digest, start, data), data), start)
             finally:
                 os.close(descriptor)
@@ -172,7 +171,7 @@ class DiskCache:
         )
 
     def _has_room(self, nbytes: int) -> bool:
-        """Count them as used, before they are: a kill leaves too much counted, never too little."""
+        """Count bytes as used before they are written: after a kill the count is too high, never too low."""
         with self._used() as used:
             if used.nbytes + nbytes <= self.limit:
                 used.nbytes += nbytes
@@ -184,7 +183,7 @@ class DiskCache:
         part = 1 - (1 - FREED) * self.limit / (counted + nbytes)
         left, deleted = self._delete_oldest(part)
         with self._used() as used:
-            used.nbytes += left - counted  # with what others have added meanwhile
+            used.nbytes += left - counted  # keeps what other processes have added meanwhile
             if deleted:
                 used.look_again = 0.0
         return False
@@ -205,7 +204,7 @@ class DiskCache:
             os.close(descriptor)
 
     def _delete_oldest(self, part: float) -> tuple[int, int]:
-        """Delete the oldest part of each directory; bytes that are left, and that were deleted."""
+        """Delete the oldest part of each directory; return the bytes left, and the bytes deleted."""
         left = deleted = 0
         owed = 0.0
         for k in range(DIRECTORIES):
@@ -239,7 +238,7 @@ class _Used:
 
 @dataclass(frozen=True, order=True)
 class _CacheEntry:
-    #: when it was used last, in seconds since 1970.
+    #: when it was last used, in seconds since 1970.
     used: float
     nbytes: int
     path: str
@@ -250,7 +249,7 @@ def _allocated(nbytes: int) -> int:
 
 
 def _made(path: str, flags: int) -> int:
-    """A descriptor of a file that is made if need be, with its directory."""
+    """A descriptor of a file, created with its directory if necessary."""
     flags |= os.O_CREAT | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o666)

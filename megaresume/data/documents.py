@@ -1,6 +1,6 @@
-"""The bytes of a file as its documents: texts, or conversations; where each lies, and which are left out.
+"""The documents in the bytes of a file: texts, or conversations; where each is, and which are left out.
 
-`DocumentEncoder` makes tokens of them: `prepare` calls it, and so does what reads a corpus without a .bin.
+`DocumentEncoder` turns them into tokens, for `prepare` and for reading a corpus without a .bin.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from megaresume.stream.errors import CorpusError
 
 #: what to do with bytes that are not UTF-8 (and with half surrogates in JSON).
 InvalidText = Literal["error", "replace", "skip"]
-#: what to do with lines that are not a JSON object with a text.
+#: what to do with lines that are not JSON objects with a text.
 BadLines = Literal["error", "skip"]
-#: what a document is in a text file.
+#: what counts as a document in a text file.
 TextUnit = Literal["file", "line", "paragraph"]
 Unit = Literal["jsonl", "json", "file", "line", "paragraph"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:
-    """The settings by which documents are taken out of files."""
+    """How documents are taken from files."""
 
-    #: key of the text in a row, or keys with dots between; None: ``text``.
+    #: key of the text in a row; dots separate nested keys; None: ``text``.
     json_key: str | None = None
     #: rows are conversations; None: texts.
     conversations: ConversationOptions | None = None
@@ -71,17 +71,17 @@ class Piece:
     #: lines of the file before it.
     line: int
     data: bytes
-    #: which of the inputs.
+    #: index of its input file.
     file: int = 0
     #: decompressed bytes of the file before it.
     offset: int = 0
-    #: of a table: first row, from 0, and place of each row group, or record batch, that the piece has a row of.
+    #: for a table: first row, from 0, and place of each row group, or record batch, that overlaps the piece.
     chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Stands for a document that is left out, as the options say."""
+    """Replaces a document that the options leave out."""
 
     #: the option that leaves it out.
     option: Literal["invalid", "bad_lines"]
@@ -94,7 +94,7 @@ class BadLine(CorpusError):
 
 
 def bad_conversation(where: str, row: BadRow) -> BadLine:
-    """A row that is not a conversation, in words."""
+    """The error for a row that is not a conversation."""
     return BadLine(
         f"{where} {row.what}",
         found=row.found,
@@ -107,7 +107,7 @@ def documents_of(piece: Piece, options: TextOptions) -> Iterator[str | Conversat
     """Each document, in order, or why it is left out.
 
     Raises:
-        CorpusError: naming file and line: not UTF-8, not JSON, no such key, not a text, no conversation.
+        CorpusError: naming file and line: not UTF-8, not JSON, key missing, not a text, not a conversation.
     """
     for start, stop, number in _bounds(piece):
         data = piece.data[start:stop]
@@ -135,7 +135,7 @@ def places_of(piece: Piece) -> Iterator[tuple[int, int]]:
 
 
 def _bounds(piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """First byte of each document, the one after its last, and its first line, from 1."""
+    """First byte of each document, the end of the last one, and the first line of each, from 1."""
     if piece.unit == "file":
         has_mark = piece.line == 0 and piece.data.startswith(codecs.BOM_UTF8)
         yield len(codecs.BOM_UTF8) if has_mark else 0, len(piece.data), 1
@@ -155,15 +155,15 @@ def _bounds(piece: Piece) -> Iterator[tuple[int, int, int]]:
         yield begun[0], end, begun[1]
 
 
-#: The beginning of an action: how to leave bad lines out.
+#: The beginning of an ``action``: how to leave bad lines out.
 _LEAVE_OUT = "leave such lines out and count them: --bad-lines skip"
 
 
 def left_out(error: BadLine, options: TextOptions) -> LeftOut:
-    """The stand-in for a bad line.
+    """The replacement for a bad line.
 
     Raises:
-        BadLine: the error itself, if lines may not be left out.
+        BadLine: the error itself, if the options do not leave lines out.
     """
     if options.bad_lines == "error":
         raise error
@@ -179,7 +179,7 @@ def _json_document(line: bytes, piece: Piece, number: int, options: TextOptions)
     record = _json_object(decoded, where, number, options)
     chat = options.conversations
     value: Any = record if chat is not None else _text(record, where, options.json_key or "text")
-    if "\\u" in decoded:  # the only way to write half of a surrogate pair
+    if "\\u" in decoded:  # JSON can only contain a lone surrogate by an escape
         try:
             value = _valid(value, where, options.invalid)
         except UnicodeError:
@@ -241,11 +241,11 @@ def _text(record: dict[str, Any], where: str, key: str) -> str:
 
 
 def _valid(value: Any, where: str, invalid: InvalidText) -> Any:
-    """JSON without half surrogate pairs.
+    """JSON without lone surrogates.
 
     Raises:
         CorpusError: there is one, and no option allows it.
-        UnicodeError: there is one, and the document is to be left out.
+        UnicodeError: there is one, and the document must be left out.
     """
     if isinstance(value, dict):
         return {_valid(key, where, invalid): _valid(item, where, invalid) for key, item in value.items()}
@@ -299,13 +299,14 @@ def unit_of(file: InputFile, text_unit: TextUnit) -> Unit:
     return rows.get(file.format, text_unit)
 
 
-#: whose version may change what the tokens are.
+#: libraries whose version may change the tokens.
 LIBRARIES = ("tokenizers", "jinja2", "pyarrow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderSpec:
-    """All that decides the tokens of a document: the content of the tokenizer, not its path, which may change."""
+    """Everything that decides the tokens of a document: the content of the tokenizer, not its path, which may
+    change."""
 
     tokenizer: bytes | None
     tokenizer_name: str
@@ -323,7 +324,7 @@ class EncoderSpec:
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> EncoderSpec:
-        """Read what `to_json` gave."""
+        """Read what `to_json` wrote."""
         packed, text = said["tokenizer"], dict(said["text"])
         if (chat := text["conversations"]) is not None:
             words = chat["selection"]
@@ -340,7 +341,7 @@ class EncoderSpec:
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of those of `LIBRARIES` that are installed."""
+    """The versions of the installed `LIBRARIES`."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -351,7 +352,7 @@ def library_versions() -> dict[str, str]:
 
 
 def checksum(tokens: npt.NDArray[Any]) -> int:
-    """The lower half of xxh3_64 of the tokens of a document, in the type of the corpus."""
+    """The lower half of xxh3_64 of a document's tokens, in the corpus's dtype."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens).data) & 0xFFFFFFFF
 
 
@@ -366,7 +367,7 @@ class MadeDocument(NamedTuple):
     shortened: bool = False
 
     def tokens(self, dtype: str) -> npt.NDArray[Any]:
-        """The tokens in the type of the corpus."""
+        """The tokens in the corpus's dtype."""
         return np.concatenate(self.arrays, dtype=dtype, casting="unsafe")
 
 
@@ -386,7 +387,7 @@ class DocumentEncoder:
             self._conversations = ConversationEncoder(spec.text.conversations, self._tokenizer, self._eod)
 
     def encode(self, documents: Sequence[str | Conversation | LeftOut]) -> Iterator[MadeDocument | LeftOut | str]:
-        """Encode each document; or say why it is left out, or what it is counted as.
+        """Encode each document; or return why it is left out, or what it is counted as.
 
         Raises:
             CorpusError: a row is not a conversation, or too long, and no option allows it.

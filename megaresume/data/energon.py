@@ -1,4 +1,4 @@
-"""A directory that Energon has prepared, read as it is: shards, split and field map of its ``.nv-meta``.
+"""Reads a directory prepared by Energon, unchanged: the shards, split and field map of its ``.nv-meta``.
 
     DIR/.nv-meta/.info.json (or .info.yaml)   shard -> records
     DIR/.nv-meta/split.yaml                   train, val, test: shards of each; excluded shards and records
@@ -12,8 +12,8 @@ Energon's field map: which member, or which value in a JSON member, is the image
     record         jpg, json {"text": "a cat"}     ->     jpg, txt "a cat"        what the caption template reads
     VQASample      context, answers                ->     json {"conversations": [...]}    what the chat template reads
 
-Source: ``flavors/webdataset/field_access.py`` of megatron-energon 7.4. A data set with a ``sample_loader`` or a class
-of its own is code, not data: it is refused by name.
+Source: ``flavors/webdataset/field_access.py`` of megatron-energon 7.4. A data set with a ``sample_loader`` or its own
+class is code, not data, and is refused by name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CODE = ("sample_loader", "part_filter")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """The map from records of a data set to records that a template knows. Plain JSON in its fields."""
+    """Maps records of a data set to records that a template knows. Its fields are plain JSON."""
 
     #: ``caption``, ``vqa`` or ``text``.
     kind: str
@@ -66,10 +66,10 @@ class Fields:
         return {"kind": self.kind, "places": {name: [list(p) for p in ps] for name, ps in self.places.items()}}
 
     def apply(self, record: Record) -> Record:
-        """The record with image and text where a template looks for them.
+        """The record with image and text where templates look for them.
 
         Raises:
-            RecordError: a field is not there, or JSON that is not.
+            RecordError: a field is missing, or is invalid JSON.
         """
         members: dict[str, bytes] = {}
         if self.kind != "text":
@@ -90,7 +90,7 @@ class Fields:
         for place in self.places[field]:
             value = _find(record, place)
             if isinstance(value, list) and value and isinstance(value[0], str):
-                value = value[0]  # of several answers the first
+                value = value[0]  # the first of several answers
             if isinstance(value, str):
                 return _utf8(record, value, field)
         raise _no_field(record, field, self.places[field])
@@ -100,7 +100,7 @@ def fields_of(dataset: Mapping[str, Any], where: str) -> Fields | None:
     """The field map in a dataset.yaml; None if members are taken as they are.
 
     Raises:
-        CorpusError: it needs code, or is a kind of sample that has no place in a document of text and images.
+        CorpusError: it needs code, or its kind of sample cannot be a document of text and images.
     """
     sample = dataset.get("sample_type", dataset)
     name = sample.get("__class__") if isinstance(sample, Mapping) else None
@@ -132,7 +132,7 @@ def _places(text: str) -> list[list[str]]:
 
 
 def _find(record: Record, place: Sequence[str]) -> Any:
-    """The value; None if it is not."""
+    """The value; None if it is missing."""
     content = record.members.get(place[0])
     if content is None:
         return None
@@ -202,7 +202,7 @@ class EnergonDataset:
 
     #: the directory or URL.
     path: str
-    #: part -> names of its shards, relative to the directory, in its order; excluded shards are gone.
+    #: part -> names of its shards, relative to the directory, in its order, without excluded shards.
     parts: Mapping[str, tuple[str, ...]]
     #: the number of records of each shard.
     counts: Mapping[str, int]
@@ -210,7 +210,7 @@ class EnergonDataset:
     excluded: Mapping[str, frozenset[str]]
     #: the fields of a sample; None if the members are taken as they are (crude data sets).
     fields: Fields | None
-    #: xxh3_128 of what was read: changes when the split or the field map does.
+    #: xxh3_128 of what was read, which changes with the split or the field map.
     hash: str
 
     def options(self) -> dict[str, str]:
@@ -264,7 +264,7 @@ def read_energon(
 
 
 def _excluded_records(excluded: set[str], shards: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Energon's documentation speaks of numbers of records; what it compares is SHARD/KEY (``ITarReader``)."""
+    """Energon's documentation says record numbers, but its code compares SHARD/KEY (``ITarReader``)."""
     records: dict[str, set[str]] = {}
     for entry in excluded:
         parts = entry.split("/")

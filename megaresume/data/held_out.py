@@ -1,7 +1,7 @@
-"""Do sources share documents? Is, or was, what is held out trained on? By the files of both, and by their contents.
+"""Do sources share documents? Is held-out data trained on, or was it? Decided by files and by contents.
 
-Files tell of any two opened sources whether they share a document. Contents tell of a copy at another place, and of a
-source that the run had and that is gone: all that is left of it is its fingerprint.
+Files show whether two opened sources share a document. Contents show copies elsewhere, and sources that were removed
+from the run, of which only the fingerprint is left.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megaresume.stream.state import Fingerprint
 class Extent:
     """Documents [start, stop) of a corpus."""
 
-    #: the corpus itself: files by device and number, so that links are seen through; URLs; an object.
+    #: the corpus's identity: files by device and inode, so that links are followed; URLs; an object.
     corpus: frozenset[object]
     #: the name for people.
     name: str
     start: int
     stop: int
-    #: the object that numbers its documents, if files can be numbered in several ways: their order, and what a document
-    #: is.
+    #: the object that numbers its documents, if the files can be numbered in several ways: by order and by what counts
+    #: as a document.
     numbered: object = None
 
     def shares(self, other: Extent) -> bool:
-        """Whether a document may be in both. Of files that they have in part in common: yes."""
+        """Whether a document may be in both. If they share some of their files: yes."""
         if not self.corpus & other.corpus:
             return False
         as_one = (self.corpus, self.numbered) == (other.corpus, other.numbered)
@@ -49,7 +49,7 @@ class Extent:
 
 
 def extent_of(source: object) -> Extent:
-    """Where the documents of an opened source lie."""
+    """The documents of an opened source, by its files."""
     source, start, stop = whole_of(source)
     if isinstance(source, RowSource):
         files = _files(source.raw_files.paths)
@@ -66,7 +66,7 @@ def extent_of(source: object) -> Extent:
 
 
 def own_extent(source: object) -> Extent:
-    """Where the documents of an opened source lie, by its corpus or index alone: its raw files are not looked at."""
+    """The documents of an opened source, by its corpus or index alone, without its raw files."""
     root, start, stop = whole_of(source)
     index = getattr(root, "index", None)
     path = root.tokens_path if isinstance(root, IndexedDocuments) else getattr(index, "path", None)
@@ -76,7 +76,7 @@ def own_extent(source: object) -> Extent:
 
 
 def whole_of(source: object) -> tuple[object, int, int]:
-    """The source that a view is of, and which of its documents the view has: the first, and the one after the last."""
+    """The source behind a view, and the view's documents in it: [first, stop)."""
     start, stop = 0, len(source) if isinstance(source, Sized) else 0
     while isinstance(source, RangeSource):
         start, stop = start + source.start, stop + source.start
@@ -122,10 +122,10 @@ def check_no_overlap(training: Mapping[str, object], held_out: Mapping[str, obje
 
 
 def check_not_seen(trained: Mapping[str, Fingerprint], held_out: Mapping[str, object], name: str) -> None:
-    """Refuse a validation set that holds documents of a corpus which the run has trained on, wherever that lay.
+    """Refuse a validation set with documents of a corpus that the run has trained on, wherever it was stored.
 
     Args:
-        trained: what every source is that was ever trained on, by name.
+        trained: fingerprints of every source that was ever trained on, by name.
         held_out: the sources of the set, by name.
         name: of the set.
 
@@ -147,9 +147,9 @@ def check_not_seen(trained: Mapping[str, Fingerprint], held_out: Mapping[str, ob
 
 
 def _shared(opened: object, print_: Fingerprint, known: dict[tuple[int, int], Fingerprint]) -> int | None:
-    """How many documents a source has in common with a range of its corpus that has this fingerprint; None: with none.
+    """How many documents a source shares with the range of its corpus that has this fingerprint; None: none.
 
-    ``known``: the fingerprints of ranges of the corpus that were asked for already.
+    ``known``: a cache of fingerprints of ranges of the corpus.
     """
     root, start, stop = whole_of(opened)
     whole, count = cast(Source, root), print_.documents
@@ -160,10 +160,10 @@ def _shared(opened: object, print_: Fingerprint, known: dict[tuple[int, int], Fi
     for first in {0, *(part["range"][0] for part in parts if part["range"][1] - part["range"][0] == count)}:
         shared: int = min(first + count, stop) - max(first, start)
         if shared <= 0 or (isinstance(whole, IndexedDocuments) and whole.tokens_before(count) != print_.tokens):
-            continue  # told without a scan
+            continue  # decided without a scan
         if (first, count) not in known:
             known[first, count] = range_of(whole, first, first + count).fingerprint()
-        # Not the lengths: another encoder gives the same records other ones. Those of text follow from the contents.
+        # Not the lengths: another encoder gives the same records other ones. For text, they follow from the contents.
         if known[first, count].contents == print_.contents:
             return shared
     return None

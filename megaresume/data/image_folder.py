@@ -1,9 +1,9 @@
-"""Rows of JSON lines, and below a folder the images that they name, as records: nothing is converted.
+"""Rows of JSON lines, with the images that they name in a folder, as records; nothing is converted.
 
     chats.jsonl   {"image": "a/1.jpg", "conversations": [...]}      walk_rows  ->  Extent("byte 0", 0, 58), ...
     images/       a/1.jpg  a/2.jpg ...                         Folder.record  ->  members json, "a/1.jpg"
 
-The row is the member ``json``, an image is called as the row calls it. What names images is the template's to say.
+The row is the member ``json``; an image has the name that the row uses. The template decides what names images.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from megaresume.data.record_index import ShardIndex
     from megaresume.encoding.images.pieces import Template
 
-#: images that are read at a time when an index is made.
+#: images read at a time while an index is made.
 REQUESTS = 32
 #: bytes of the longest row.
 LONGEST = 1 << 28
 
 
 def plain_lines(path: str, files: ShardFiles) -> tuple[str, int]:
-    """A local file of these JSON lines, to be read from the middle on, and its size in bytes: itself, or unpacked.
+    """A local file of these JSON lines, seekable, and its size in bytes: the file itself, or unpacked.
 
     Raises:
         CorpusError: it is missing, or damaged.
@@ -53,7 +53,7 @@ def plain_lines(path: str, files: ShardFiles) -> tuple[str, int]:
 
 
 def folder_of(index: ShardIndex) -> str | None:
-    """Where the images lie that the rows of an index name: a directory or URL; None if it is one of tar shards."""
+    """The directory or URL of the images that an index's rows name; None for an index of tar shards."""
     folder = index.header.get("folder")
     return None if folder is None else resolved(folder["path"], index.path)
 
@@ -73,19 +73,19 @@ def missing_folder(headline: str, found: str) -> CorpusError:
 def walk_rows(
     file: BlockFile, path: str, start: int, stop: int, counted: Callable[[int], object] = lambda lines: None
 ) -> Iterator[RecordExtent]:
-    """The rows of JSON lines that begin in [start, stop), bytes of the file; lines of white space are passed over.
+    """The rows of JSON lines that begin in bytes [start, stop) of the file; blank lines are skipped.
 
     Args:
         file: of the lines.
         path: for errors.
         start, stop: a piece of it.
-        counted: called at the end with the number of its lines.
+        counted: called at the end with the number of lines.
 
     Raises:
         CorpusError: compressed, a list of JSON instead of lines, or a line that is too long.
     """
     lines = io.BufferedReader(file, SCAN_BLOCK)
-    if start:  # the row that begins before is another piece's
+    if start:  # a row that begins earlier belongs to another piece
         lines.seek(start - 1)
         start += len(lines.readline(stop - start + 1)) - 1
     else:
@@ -142,12 +142,12 @@ class Folder:
     image_bytes: int = 1
     #: what `lines` found, by path.
     plain: dict[str, tuple[str, int]] = field(default_factory=dict)
-    #: images that were "found" and "missing" up to now.
+    #: images "found" and "missing" so far.
     seen: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, index: ShardIndex, path: str | None, files: ShardFiles) -> Folder | None:
-        """The folder of an index, or another one with the same images; None if it is an index of tar shards."""
+        """The folder of an index, or another one with the same images; None for an index of tar shards."""
         known = folder_of(index)
         if known is None:
             return None
@@ -158,7 +158,7 @@ class Folder:
         return cls(path=path or known, template=template, files=files, image_bytes=average)
 
     def lines(self, path: str, size: int) -> tuple[str, int]:
-        """Find the lines as `plain_lines` does, of a file whose size its index knows; done once for each file.
+        """Find the lines as `plain_lines` does, checking the size against the index; once per file.
 
         Raises:
             CorpusError: it has another size; or as `plain_lines`.
@@ -169,18 +169,18 @@ class Folder:
         return self.plain[path]
 
     def told(self, error: CorpusError, path: str, place: Place) -> CorpusError:
-        """The error of a row, with its file and line."""
+        """Add file and line to the error of a row."""
         words = {name: getattr(error, name) for name in ("found", "expected", "cause", "action")}
         return CorpusError(f"{path}:{self.files.line_at(place.path, place.offset)}: {error.headline}", **words)
 
     def check(self, others: Callable[[], Sequence[Place]] | None = None) -> None:
-        """Refuse a folder that is not there, which no policy for records covers.
+        """Refuse a missing folder, which no policy for records covers.
 
         Args:
-            others: some images that were there once. They are looked for, once, if not one was found up to now.
+            others: some images that once existed. They are looked for, once, if none was found so far.
 
         Raises:
-            CorpusError: a local folder is missing, or images are and none of the others is there.
+            CorpusError: a local folder is missing, or images are missing and so are all the others.
             SetupError: the store does not answer.
         """
         if not is_url(self.path) and not os.path.isdir(local_path(self.path)):
