@@ -209,7 +209,7 @@ def test_what_a_function_calls_in_another_file_is_part_of_it(installed: Installe
     """An upgrade that changes the mixing function changes the order, on every machine and at once."""
     stream = installed.package / "stream"
     (stream / "another.py").write_text(CALLS_ANOTHER_FILE)
-    installed.program = "import megaresume.stream.another"
+    installed.program = "from megaresume.stream import another"
     before = installed.run().stdout
     path = stream / "permutation.py"
     text = path.read_text()
