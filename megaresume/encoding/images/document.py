@@ -1,22 +1,22 @@
-"""A record and the document that it becomes: what passes between shards, encoder and batches.
+"""A record and its document: what passes between shards, encoder and batches.
 
     Record  --encoder.measure-->  Measure           when the index is made: no pixel is decoded
     Record  --encoder.encode--->  EncodedDocument   when a sample is read
 
-Randomness comes from `Key.generator` alone, so that neither workers nor ranks nor what was read before can enter it.
+Randomness only comes from `Key.generator`, so that workers, ranks and earlier reads cannot affect it.
 
-What becomes of a record that cannot be encoded, or is not as long as its index says.
+What happens to a record that cannot be encoded, or whose length differs from its index:
 
     policy     cannot be encoded           longer than indexed     shorter than indexed
     error      CorpusError                 CorpusError             CorpusError
     mask       masked, as long as indexed  masked                  masked
     truncate   masked, as long as indexed  text cut at its end     masked at its end
 
-A damaged image of a page whose template says ``damaged_images`` is no error: its place is masked, with a fault.
-A record of another content than the indexed one, but of its length, is as one that cannot be encoded.
+A damaged image of a page whose template has ``damaged_images`` is no error: its place is masked, with a fault.
+A record whose content changed, but not its length, is treated like one that cannot be encoded.
 
-The document is as long as the index says in any case, so the stream does not move. What was done depends on the record
-and the index alone: a resume, another rank and another worker do the same. Text is cut, an image never:
+The document always has its indexed length, so the stream does not move. The outcome depends only on the record and the
+index, so it is the same after a resume, on another rank and in another worker. Text is cut, an image never:
 
     tokens   [ t t t I I I I t t E ]     to 5:  [ t t t . . ]    an image that does not fit whole is masked
                                          to 12: [ t t t I I I I t t E . . ]
@@ -36,13 +36,13 @@ import numpy.typing as npt
 
 from megaresume.stream.errors import CorpusError
 
-#: What becomes of a record that cannot be decoded, or is not as long as the index says.
+#: What to do with a record that cannot be decoded, or whose length differs from the index.
 FaultPolicy = Literal["error", "mask", "truncate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One record of a shard, as it is stored."""
+    """One record of a shard, as stored."""
 
     #: the record's key in the shard: what its members share before the first dot of their file names.
     key: str
@@ -69,7 +69,7 @@ class Key:
 
     def generator(self, image: int = 0) -> np.random.Generator:
         """The generator for one image of the document (0-based)."""
-        # Lengths are written out so that no two tuples share an encoding.
+        # Lengths are included so that no two tuples have the same encoding.
         name = self.source
         text = f"megaresume.image.1|{self.seed}|{len(name.encode())}|{name}|{self.document}|{self.epoch}|{image}"
         words = np.frombuffer(hashlib.shake_256(text.encode()).digest(16), "<u8")
@@ -85,7 +85,7 @@ class Measure:
     num_images: int
     #: image tokens of all images.
     image_tokens: int
-    #: named by the page, and not in the record or damaged: the model is not shown them, as the template was told.
+    #: images that the page names, and that are missing or damaged: left out, as the template asks.
     missing_images: int = 0
 
 
@@ -95,19 +95,19 @@ class EncodedImage:
 
     #: tokens of the document before the first image token of the image.
     offset: int
-    #: image tokens: those that the model replaces by its features. Other tokens may stand between them.
+    #: image tokens, which the model replaces by features. Other tokens may be between them.
     num_tokens: int
     #: float32[k, ...], normalised: k tiles [k, 3, H, W], or k patches [k, 3 * P * P].
     pixels: npt.NDArray[np.float32]
-    #: (frames, rows, columns) of patches, of tiles or of pixels, as the processor says.
+    #: (frames, rows, columns) in patches, tiles or pixels, depending on the processor.
     grid: tuple[int, int, int]
-    #: the image's number in the document, from 0; None: as it stands in ``images``, of which none was left out.
+    #: the image's number in the document, from 0; None: its index in ``images``, none of which was left out.
     number: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A record that could not be used as the index announced it."""
+    """A record that did not match the index."""
 
     #: what was done to the document: ``mask`` or ``truncate``.
     policy: FaultPolicy
@@ -116,16 +116,16 @@ class Fault:
 
     @classmethod
     def of(cls, error: CorpusError, policy: FaultPolicy) -> Fault:
-        """A fault by an error. Without its cause: libraries word that, in each version again."""
+        """A fault from an error, without its cause, which libraries word differently in each version."""
         reason = error.headline if error.found is None else f"{error.headline}; found {error.found}"
         return cls(policy=policy, reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedDocument:
-    """A document as the model gets it: as many tokens as the index says, whatever happened."""
+    """A document as the model gets it, always of the indexed length."""
 
-    #: int64[n]; the image token stands where features go.
+    #: int64[n]; image tokens where features go.
     tokens: npt.NDArray[np.int64]
     #: bool[n]: True where the token is to be predicted.
     trained: npt.NDArray[np.bool_]
@@ -145,11 +145,11 @@ _reported: set[tuple[str, int]] = set()
 
 
 class RecordEncoder(Protocol):
-    """The encoder that is needed here: `megaresume.encoding.images.encoder.ImageTextEncoder`."""
+    """The part of `megaresume.encoding.images.encoder.ImageTextEncoder` that is needed here."""
 
     @property
     def filler(self) -> int:
-        """The token that stands where a document is masked."""
+        """The token that fills masked places."""
         ...
 
     def encode(self, record: Record, key: Key, part: int = 0) -> EncodedDocument:
@@ -172,14 +172,14 @@ def encode_as_indexed(
     Args:
         encoder: of the source.
         record_or_error: the record, or why it could not be read.
-        key: which document it is.
+        key: identifies the document.
         tokens: its length in the index.
         policy: of the source.
-        changed: set where the record has another content than when it was measured.
-        part: of a record that is several documents.
+        changed: whether the record's content differs from when it was measured.
+        part: number of the document, in a record that makes several.
 
     Returns:
-        the document; with `fault` where the policy was applied, which is logged once a document and process.
+        the document; with `fault` if the policy was applied, which is logged once per document and process.
 
     Raises:
         CorpusError: the policy is ``error``.
@@ -218,11 +218,10 @@ def fit_document(document: EncodedDocument, tokens: int, filler: int) -> Encoded
     Args:
         document: of any length.
         tokens: wanted.
-        filler: token id of places without content: after the end, and in place of an image of which only a part would
-            fit.
+        filler: token id of empty places: after the end, and instead of an image that does not fit whole.
 
     Returns:
-        the same document when it has the length; otherwise its first tokens, with the images that lie whole in them.
+        the same document if it has that length; otherwise its first tokens, with the images that lie whole in them.
     """
     length = len(document.tokens)
     if length == tokens:
@@ -239,7 +238,7 @@ def fit_document(document: EncodedDocument, tokens: int, filler: int) -> Encoded
 
 
 def masked_document(tokens: int, filler: int) -> EncodedDocument:
-    """A document in which nothing is to be learned: ``tokens`` fillers, no image."""
+    """A document that trains nothing: ``tokens`` fillers, no image."""
     return EncodedDocument(tokens=np.full(tokens, filler, np.int64), trained=np.zeros(tokens, np.bool_))
 
 

@@ -1,4 +1,4 @@
-"""Records to documents: text to tokens, images to pixels and places, what is trained on.
+"""Turns records into documents: text to tokens, images to pixels and places, and the mask of trained tokens.
 
     record --template--> text, images --+-- measures: tokenize, read image headers -> lengths        (the index)
                                         `-- encode:   tokenize, decode, augment, process --> document (a sample)
@@ -6,8 +6,8 @@
     tokens   [ 12  7  9  I  I  I  I  88  41  5  E ]     I image token, E end of document
     trained  [  .  .  .  .  .  .  .   x   x  x  x ]
 
-An encoder is a value: its spec (plain JSON that holds the tokenizer's content) says everything about it except the
-augmentation, which no length depends on.
+An encoder is a value: its spec (plain JSON, including the tokenizer's content) defines everything except the
+augmentation, on which no length depends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ImageTextEncoder:
         spec: as `to_spec` returns it; it is without augmentation (`augmented`).
 
     Raises:
-        ConfigError: a spec that this version cannot read, or tokens that the tokenizer has not.
+        ConfigError: a spec that this version cannot read, or tokens that the tokenizer does not have.
         UsageError, SetupError: the tokenizer cannot be built.
     """
 
@@ -61,7 +61,7 @@ class ImageTextEncoder:
         self._images = read(ImageOptions, spec["images"], "images")
         self.processor = processor_from_options(spec["processor"])
         self.image_token_id, self.vocab_size = self._image_token()
-        #: the filler where nothing is to be learned; None without an end-of-document token.
+        #: the token for masked places; None without an end-of-document token.
         self.eod = self.tokenizer.eod
         if spec["eod"] and self.eod is None:
             raise ConfigError(
@@ -105,22 +105,22 @@ class ImageTextEncoder:
 
     @property
     def levels(self) -> Levels | None:
-        """The map from 8-bit levels to pixels; None if its pixels are not made of levels, or that is not known."""
+        """The map from 8-bit levels to pixels; None if there is none, or it is unknown."""
         return getattr(self.processor, "levels", None) if type(self) is ImageTextEncoder else None
 
     def most_rows(self, num_tokens: int) -> int:
-        """Rows of pixels that a document of so many tokens has at most; 0 where the processor does not say."""
+        """The most rows of pixels that a document of this many tokens has; 0 if the processor does not say."""
         most: Callable[[int], int] | None = getattr(self.processor, "most_rows", None)
         return 0 if most is None else most(num_tokens)
 
     @property
     def filler(self) -> int:
-        """The token that stands where a document is masked."""
+        """The token that fills masked places."""
         return 0 if self.eod is None else self.eod
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Built when it is first asked for: a worker that was sent the encoder pays for it then."""
+        """Built on first use, so that a worker that got the encoder builds it only if it needs it."""
         return unpack_tokenizer(self._spec["tokenizer"], self._spec["eod_token"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,11 +138,11 @@ class ImageTextEncoder:
         A record is one document, unless its template splits long ones.
 
         Args:
-            record: as it is in its shard.
-            decoded: decode every image, which finds truncated ones.
+            record: as in its shard.
+            decoded: decode every image, to find truncated ones.
 
         Raises:
-            CorpusError: the record is not what the template expects, or an image (of it, the header) cannot be read.
+            CorpusError: the record is not what the template expects, or an image (its header) cannot be read.
         """
         pieces = self._pieces(record)
         missing = sum(isinstance(piece, Missing) for piece in pieces)
@@ -167,9 +167,9 @@ class ImageTextEncoder:
         """A document: as many tokens as `measures` says, whatever the augmentation draws.
 
         Args:
-            record: as it is in its shard.
-            key: which document it is.
-            part: of a record that is several documents, 0-based.
+            record: as in its shard.
+            key: identifies the document.
+            part: number of the document, 0-based, in a record that makes several.
 
         Raises:
             CorpusError: as `measures`, there is no such part, or an image cannot be decoded.
@@ -204,7 +204,7 @@ class ImageTextEncoder:
         return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images), fault=fault)
 
     def _pieces(self, record: Record) -> list[Piece]:
-        """The pieces of the template; images whose headers cannot be read are missing, if it says so."""
+        """The pieces of the template; images with unreadable headers count as missing, if it allows that."""
         pieces = self.template.pieces(record)
         if not self.template.damaged_images:
             return pieces
@@ -216,7 +216,7 @@ class ImageTextEncoder:
         ]
 
     def _is_unreadable(self, record: Record, member: str, read: Callable[..., object]) -> bool:
-        """Whether `size_of` or `decode` fails. Raises CorpusError if the template does not keep the page then."""
+        """Whether `size_of` or `decode` fails. Raises CorpusError if the template then rejects the page."""
         try:
             read(record.members[member], self._images, _name(record, member))
         except CorpusError:
@@ -236,12 +236,12 @@ class ImageTextEncoder:
         return [(member, width, height, ids.count(self.image_token_id)) for member, width, height, ids in sizes]
 
     def augmented_image(self, record: Record, member: str, key: Key, number: int) -> PILImage:
-        """An image as the model is shown it, before the processor resizes and normalises it.
+        """An image as the model sees it, before the processor resizes and normalises it.
 
         Args:
             record: its record.
             member: its name there.
-            key: which document it is.
+            key: identifies the document.
             number: of the image in the document, 0-based.
 
         Raises:
@@ -285,7 +285,7 @@ class ImageTextEncoder:
         return documents
 
     def _units(self, record: Record, pieces: Iterable[Piece]) -> Iterator[Unit]:
-        """Images with the tokens around them, and texts; tokens are counted only where pages are split."""
+        """Images with the tokens around them, and texts; tokens are only counted if pages are split."""
         for piece in pieces:
             if isinstance(piece, Missing):
                 continue
@@ -310,13 +310,13 @@ class ImageTextEncoder:
         return [(self.tokenizer.encode(text, special=True), False)] if text else []
 
     def _size(self, record: Record, member: str) -> tuple[int, int, list[int]]:
-        """Width and height of an image, from its header; and the tokens that stand for it."""
+        """Width and height of an image, from its header; and its placeholder tokens."""
         name = _name(record, member)
         width, height = size_of(record.members[member], self._images, name)
         return width, height, self._standing(name, width, height)
 
     def _standing(self, name: str, width: int, height: int) -> list[int]:
-        """The tokens that stand for an image of this size."""
+        """The placeholder tokens of an image of this size."""
         ids: list[int] = []
         for part in _named(name, pattern_of, self.processor, width, height):
             ids += [self.image_token_id] * part if isinstance(part, int) else self.tokenizer.encode(part, special=True)
@@ -343,7 +343,7 @@ class ImageTextEncoder:
         return EncodedImage(offset=first, num_tokens=num_tokens, pixels=pixels, grid=grid, number=number), ids
 
     def _drawn(self, record: Record, member: str, key: Key, number: int) -> tuple[PILImage, np.random.Generator]:
-        """The image as augmentation leaves it, of the size that it was stored with; and the generator as it is then."""
+        """The image after augmentation, in its stored size; and the generator in its state after that."""
         image = decode(record.members[member], self._images, _name(record, member))
         generator = key.generator(number)
         for step in self._steps:
@@ -351,7 +351,7 @@ class ImageTextEncoder:
         return image, generator
 
     def _image_token(self) -> tuple[int, int]:
-        """The id of the image token, and the size of the vocabulary that has it."""
+        """The id of the image token, and the size of its vocabulary."""
         text, tokenizer = self._spec["image_token"], self.tokenizer
         if text is None or isinstance(tokenizer, ByteTokenizer):
             return tokenizer.vocab_size, tokenizer.vocab_size + 1
@@ -367,7 +367,7 @@ class ImageTextEncoder:
         return number, tokenizer.vocab_size
 
     def _fingerprint(self) -> str:
-        # The tokenizer by what it does: neither its file name nor how its content was packed.
+        # Identifies the tokenizer by what it does, not by its file name or how its content was packed.
         spec = {**self._spec, "tokenizer": self.tokenizer.fingerprint()}
         return xxhash.xxh3_128_hexdigest(json.dumps(spec, sort_keys=True, separators=(",", ":")).encode())
 
@@ -377,7 +377,7 @@ def _name(record: Record, member: str) -> str:
 
 
 def _named(name: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function; a CorpusError that it raises says which image it was."""
+    """Call a function; name the image in a CorpusError that it raises."""
     try:
         return function(*arguments)
     except CorpusError as error:

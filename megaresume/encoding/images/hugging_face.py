@@ -1,12 +1,12 @@
-"""Processor ``transformers``: a model's own processor of Hugging Face transformers, whatever it makes of an image.
+"""Processor ``transformers``: a model's own processor from Hugging Face transformers, whatever it makes of an image.
 
     {kind: transformers, model: ./Idefics3-8B}   processor_config.json, preprocessor_config.json, ... -> files, tokens
 
-    W x H  --its processor, on an empty image of the size-->  the text that stands for it  -->  pattern
+    W x H  --its processor, on an empty image of that size-->  the placeholder text  -->  pattern
     image  --its processor-->  tiles [k, 3, S, S], or patches of an image that keeps its shape (Pixtral)
 
-The options hold the content of the files, so neither the directory nor the model's tokenizer is needed again; the text
-is read by the tokenizer of the encoder. Its results are those of the installed version of transformers.
+The options include the content of the files, so neither the directory nor the model's tokenizer is needed again; the
+encoder's tokenizer tokenizes the text. Results depend on the installed version of transformers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-#: The files of a model's directory that are read; of config.json the type alone.
+#: The files that are read from a model's directory; of config.json only the type.
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-#: The outputs that a processor may have beside the pixels: text, what follows from the size, masks without a hole.
+#: Outputs that a processor may have beside the pixels: text, values that follow from the size, masks without holes.
 _UNDERSTOOD = {
     *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"),
     *("pixel_values", "pixel_attention_mask", "image_sizes", "batch_num_images", "num_crops", "rows", "cols"),
 }
-#: patterns that a process remembers, of as many sizes.
+#: how many sizes a process caches the pattern for.
 _MOST_SIZES = 100_000
 
 
@@ -74,13 +74,13 @@ def files_of(directory: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """The text of a token as the Hub's files have it: a text, or an object with its content."""
+    """The text of a token in the Hub's files, which have a text or an object with its content."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file.
+    """The object in a file; empty if the file does not exist.
 
     Raises:
         ConfigError: it cannot be read, or is not a JSON object.
@@ -100,7 +100,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformersProcessor(Options):
-    """The processor that transformers makes of these files.
+    """The processor that transformers builds from these files.
 
     Raises:
         ConfigError: no files.
@@ -108,13 +108,13 @@ class TransformersProcessor(Options):
 
     kind: ClassVar[str] = "transformers"
 
-    #: name -> content, of the directory of the model.
+    #: name -> content, from the model's directory.
     files: Annotated[dict[str, Any], After(of_json)] | None = None
     #: special tokens of the model's tokenizer.
     tokens: Texts = ()
-    #: the token whose place features take: that of the encoder; None: the one that the files name.
+    #: the token that features replace: the encoder's; None: the one that the files name.
     image_token: str | None = None
-    #: whose pixels: pillow or torchvision, which needs torchvision here.
+    #: which library computes the pixels: pillow, or torchvision, which must then be installed.
     backend: Backend = "pillow"
     _content: str = field(init=False, repr=False, compare=False)
 
@@ -130,12 +130,12 @@ class TransformersProcessor(Options):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """(3, S, S) of a tile; (3 * P * P,) of a patch."""
+        """(3, S, S) for a tile; (3 * P * P,) for a patch."""
         return self._loaded_processor.pixel_shape
 
     @property
     def alone(self) -> bool:
-        """Whether its pattern is for an image that is the only one of its document."""
+        """Whether its pattern only holds for the only image of a document."""
         return self._loaded_processor.alone
 
     def num_tokens(self, width: int, height: int) -> int:
@@ -146,7 +146,7 @@ class TransformersProcessor(Options):
         """The text that the processor writes for an empty image of this size.
 
         Raises:
-            CorpusError: it cannot take the size.
+            CorpusError: the processor does not accept the size.
         """
         import PIL.Image
 
@@ -157,7 +157,7 @@ class TransformersProcessor(Options):
         return known
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """The number of tokens of pixels: of patches, their number; of tiles, that of the size, which `__call__` has
+        """The number of tokens of pixels: for patches, their number; for tiles, that of the size, which `__call__`
         checked."""
         if pixels.ndim == 2:
             return len(pixels) // self._loaded_processor.merge**2
@@ -168,7 +168,7 @@ class TransformersProcessor(Options):
         Draws nothing.
 
         Raises:
-            CorpusError: the processor cannot take the image, or writes for it another pattern than for its size.
+            CorpusError: the processor does not accept the image, or writes another pattern for it than for its size.
         """
         return self._loaded_processor.shown(image)
 
@@ -178,11 +178,11 @@ class TransformersProcessor(Options):
 
 
 class _LoadedProcessor:
-    """The processor, and what it wrote for images of each size.
+    """The processor, and its patterns for images of each size.
 
     Args:
         processor: of transformers.
-        image_token: whose place features take.
+        image_token: the token that features replace.
     """
 
     def __init__(self, processor: Any, image_token: str) -> None:
@@ -197,7 +197,7 @@ class _LoadedProcessor:
         self.pixel_shape = self.shown(PIL.Image.new("RGB", (64, 64)))[0].shape[1:]
 
     def shown(self, image: Image) -> tuple[Pixels, Grid]:
-        """Pixels and grid of an image; its pattern is in `patterns` then."""
+        """Pixels and grid of an image; also stores its pattern in `patterns`."""
         width, height = image.size
         try:
             made = self._processor(
@@ -269,11 +269,11 @@ class _LoadedProcessor:
 
 @functools.lru_cache(maxsize=8)
 def _loaded(content: str, image_token: str | None, backend: Backend) -> _LoadedProcessor:
-    """The processor of these files, loaded once a process.
+    """The processor of these files, loaded once per process.
 
     Raises:
         SetupError: transformers, or a library that the processor needs, is missing.
-        ConfigError: transformers cannot make a processor of the files, or none that writes images as text.
+        ConfigError: transformers cannot build a processor from the files, or not one that writes images as text.
     """
     files, tokens = json.loads(content)
     try:
@@ -316,7 +316,7 @@ def _loaded(content: str, image_token: str | None, backend: Backend) -> _LoadedP
 
 
 def _write(directory: Path, files: dict[str, Any], tokens: list[str]) -> None:
-    """The files, and a tokenizer that knows the special tokens and nothing else."""
+    """Write the files, and a tokenizer with only the special tokens."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
 

@@ -1,13 +1,13 @@
-"""The pieces of a record by its template: text and images in the order in which the model reads them.
+"""The pieces that a template makes of a record: text and images in the order in which the model reads them.
 
     members of a record  --template.pieces-->  [Image("jpg"), Text("\\n"), Text("a cat", trained)]
 
-A page longer than a document may be becomes several documents (`split_page`), cut between its parts, an image never:
+A page longer than a document is split into several documents (`split_page`), between its parts, never within an image:
 
     t t I I I I t t t t I I I I t t E        of at most 9:   t t I I I I | t t t t | I I I I t t E
 
 An image stays with the text after it while both fit into one document; a text longer than a document is cut where the
-document is full. The documents, one after another, are the tokens of the page; only the last has its end of document.
+document is full. The documents in sequence have the tokens of the page; only the last has its end of document.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from megaresume.encoding.images.document import Record
 from megaresume.stream.errors import CorpusError, listed
 
-#: the last part of the names of members that are images.
+#: the last part of an image member's name.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif")
-#: The keys under which a row names its images: in lists; LLaVA; folders of Hugging Face.
+#: The keys under which a row names its images: for lists; LLaVA; folders of Hugging Face.
 IMAGE_KEYS = ("images", "image", "file_name")
 #: The extensions of files that are video or sound.
 MEDIA_EXTENSIONS = (
@@ -33,10 +33,10 @@ MEDIA_EXTENSIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Text that stands in the document."""
+    """Text in the document."""
 
     text: str
-    #: is it to be predicted.
+    #: whether it is trained.
     trained: bool
     #: whether the text is the template's, not the record's: special tokens in it are special tokens.
     markup: bool = False
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """An image that stands in the document."""
+    """An image in the document."""
 
     #: name of the member: "jpg", "0.png".
     member: str
@@ -52,7 +52,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """An image that a page names and the record does not have: nothing stands for it, but it is counted."""
+    """An image that a page names and the record does not have: no token, but counted."""
 
     #: the name of the image, as the page has it.
     name: str
@@ -76,21 +76,21 @@ class Template(Protocol):
 
     @property
     def damaged_images(self) -> bool:
-        """Whether a damaged image is left out, or its place masked; otherwise it is an error of the record."""
+        """Whether a damaged image is left out, or its place masked; otherwise the record is an error."""
         ...
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
-        """The names of a JSON row's images, which are files beside it, in order. Raises ValueError if it has two
-        lists."""
+        """The names of a JSON row's images, which are files beside it, in order. Raises ValueError if two lists name
+        images."""
         ...
 
     def pieces(self, record: Record) -> list[Piece]:
-        """The document. Raises CorpusError when the record is not what the template expects."""
+        """The document. Raises CorpusError if the record is not what the template expects."""
         ...
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
-    """The value under `IMAGE_KEYS` in a row. Raises ValueError: other images under two of them."""
+    """The value under `IMAGE_KEYS` in a row. Raises ValueError: two of them with different images."""
     given = {key: row[key] for key in IMAGE_KEYS if row.get(key) is not None}
     lists = {key: list(named) if isinstance(named, list) else [named] for key, named in given.items()}
     full = {key: names for key, names in lists.items() if given[key]}
@@ -142,10 +142,10 @@ def text_member(record: Record, name: str) -> str:
 
 
 def checked_text(record: Record, value: object, where: str) -> str:
-    """The value, if it is a text that UTF-8 can hold.
+    """The value, if it is a text that UTF-8 can represent.
 
     Raises:
-        CorpusError: it is none.
+        CorpusError: it is not.
     """
     if not isinstance(value, str):
         raise bad_json(record, f"{where} is not a text", type(value).__name__, "a JSON string")
@@ -166,12 +166,12 @@ def image_members(record: Record) -> list[str]:
 
 
 def check_shown(record: Record, pieces: Collection[Piece], *, unused: bool) -> None:
-    """Check that nothing of the record to be seen or heard is left out silently.
+    """Check that no image, video or sound of the record is left out silently.
 
     Args:
         record: the record.
         pieces: its document.
-        unused: leave out what the document does not show.
+        unused: whether leaving them out is allowed.
 
     Raises:
         CorpusError: an image that the document does not show, video or sound, unless ``unused``.
