@@ -1,15 +1,15 @@
-"""A training job from outside: started, stopped or killed, brought back, and compared.
+"""Runs a training job from outside: starts it, stops or kills it, resumes it, and compares the results.
 
-launcher.py         what a launch of a training, and its launcher, are
-scenario.py         start, stop, resume on another layout, compare with an undisturbed run: the demo and the smoke test
-watch.py            how far a run is, by its records
-smoke/              `megaresume smoke`: that on one's own cluster, with every kind of stop
-demo/               `megaresume demo`: that on this machine, with a report
-own_directory.py    the directory that either of them fills
-training/           the small trainer of both, a program of its own
-local.py            launchers of this machine: of a program, of a script for every node
-processes.py        programs of this machine, as groups of processes
-records.py          what a run recorded of its steps, and two runs compared
-new.py              `megaresume new`: the programs of starts/, for a reader's own trainer
-drivers/            what the launch scripts of ``launch/`` call
+launcher.py         a launch of a training, and the interface of a launcher
+scenario.py         start, stop, resume on another layout, compare with an undisturbed run: for demo and smoke test
+watch.py            a run's progress, from its records
+smoke/              `megaresume smoke`: this on the user's cluster, with every kind of stop
+demo/               `megaresume demo`: this on one machine, with a report
+own_directory.py    the output directory of both
+training/           the small trainer of both, a separate program
+local.py            launchers on this machine: for a program, or a script per node
+processes.py        programs on this machine, as process groups
+records.py          the recorded steps of a run, and a comparison of two runs
+new.py              `megaresume new`: the starting points in starts/, for a user's own trainer
+drivers/            called by the launch scripts of ``launch/``
 """

@@ -1,6 +1,6 @@
 """``megaresume demo``: the main job end to end on this machine, killed and resumed, with proof.
 
-The report is one HTML page with everything inside, no script, no link outside.
+The report is one self-contained HTML page, without scripts or external links.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megaresume.stream.errors import UsageError
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
 
-#: Written into the directory of a demo, so that --overwrite removes nothing else.
+#: Marks the directory of a demo, so that --overwrite removes nothing else.
 MARK = ".megaresume-demo"
 
 
@@ -88,14 +88,14 @@ def run_demo(demo: Demo, out: Path, *, steps: int, overwrite: bool, quiet: bool)
     """Prepare, train, kill, resume, compare, report.
 
     Args:
-        demo: which.
+        demo: the demo to run.
         out: directory for everything.
         steps: of the run.
         overwrite: remove an earlier demo in ``out``.
-        quiet: say nothing on standard output.
+        quiet: print nothing on standard output.
 
     Returns:
-        ``holds``, the comparison, and where the report lies.
+        ``holds``, the comparison, and the path of the report.
     """
     say: Say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     start = time.monotonic()
@@ -148,7 +148,7 @@ def run_demo(demo: Demo, out: Path, *, steps: int, overwrite: bool, quiet: bool)
 
 
 class _Run(Scenario):
-    """The twin, and the run that is killed."""
+    """The undisturbed twin, and the run that is killed."""
 
     undisturbed_name = "twin"
 
@@ -186,14 +186,14 @@ class _Run(Scenario):
         return self.out / f"{name}.jsonl"
 
     def log(self, name: str, number: int) -> Path:
-        """See `Scenario`: all starts of a run write to one."""
+        """See `Scenario`: all starts of a run share one log."""
         return self.out / f"{name}.log"
 
     def keep_log(self, name: str, number: int, text: str) -> None:
-        """Do nothing: the log was written where it stays."""
+        """Do nothing: the log is already in its final place."""
 
     def may_stop(self, attempt: Attempt, step: int) -> bool:
-        """Whether a save of this start is committed: before it, there would be nothing to resume from."""
+        """Whether this start has committed a save; before that, there is nothing to resume from."""
         return committed_since(self.out / "run", self._before())
 
     def began(self, number: int, layout: DemoStart) -> None:
@@ -247,7 +247,7 @@ class ReportedStart:
     """One start of the run, for the report."""
 
     layout: str
-    #: the first and the last step that it did.
+    #: its first and last step.
     steps: tuple[int, int]
     killed: bool
     #: how it ended, in words.
@@ -359,7 +359,7 @@ def _starts(facts: Facts) -> list[tuple[str, ...]]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Numbers in words: ``3: 7 to 9``."""
+    """Numbers as ranges, in words: ``3: 7 to 9``."""
     runs: list[list[int]] = []
     for step in sorted(steps):
         if runs and runs[-1][1] + 1 == step:
@@ -370,7 +370,7 @@ def _ranges(steps: Sequence[int]) -> str:
 
 
 def _done_again(facts: Facts) -> set[tuple[int, int]]:
-    """(start, step) of every step that an earlier start had done, too."""
+    """(start, step) of every step that an earlier start had made already."""
     seen, again = set[int](), set[tuple[int, int]]()
     for record in _all_records(facts):
         if record["step"] in seen:
@@ -387,7 +387,7 @@ def _sources(facts: Facts) -> list[tuple[str, ...]]:
 
 
 def _all_records(facts: Facts) -> list[dict[str, Any]]:
-    """Every step that the run did, in the order in which it did them."""
+    """Every step that the run made, in order."""
     return sorted([*facts.run.steps.values(), *facts.run.lost], key=lambda r: (r["attempt"], r["step"]))
 
 
@@ -434,7 +434,7 @@ def _losses(facts: Facts) -> str:
 
 
 def _shares(facts: Facts, stream: Stream) -> str:
-    """The tokens of each source so far over all tokens so far, against the weights."""
+    """Each source's share of all tokens so far, compared with the weights."""
     import numpy as np
 
     plan = stream.plan(facts.summary["first"], facts.summary["stop"])

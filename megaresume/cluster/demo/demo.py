@@ -1,7 +1,7 @@
-"""The parts of a demo, what its small models share with those of `megaresume smoke`, and the demo of text.
+"""The parts of a demo, what its small models share with those of `megaresume smoke`, and the text demo.
 
-It trains a GPT on three corpora of this machine's Python, the text that every installation has: its sources, the
-docstrings in them, and its reference manual.
+It trains a GPT on three corpora of text that every Python installation has: its sources, the docstrings in them, and
+its reference manual.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaresume.cluster.processes import ask
 from megaresume.cluster.scenario import Say
 from megaresume.stream.errors import counted
 
-#: The number of tokens of a sample, and of samples of a step.
+#: Tokens of a sample, and samples of a step.
 SEQ_LENGTH, GLOBAL_BATCH_SIZE = 256, 16
 
 
@@ -35,14 +35,14 @@ class DemoStart:
     #: samples of a micro-batch.
     micro_batch_size: int
     start_method: str | None = None
-    #: fraction of the run's steps after which everything is killed, in the middle of the next step; None if it ends.
+    #: fraction of the run's steps after which everything is killed, in the middle of the next step; None: never.
     killed_after: float | None = None
 
     nodes = 1
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks of a node, as `megaresume.cluster.scenario` asks for it."""
+        """The ranks per node, for `megaresume.cluster.scenario`."""
         return self.processes
 
     ranks = ranks_per_node
@@ -54,7 +54,7 @@ class DemoStart:
 
 
 def write_config(path: Path, sources: Mapping[str, Any], *, seq_length: int = SEQ_LENGTH, **kwargs: Any) -> Path:
-    """Write a data config; the path."""
+    """Write a data config; return its path."""
     packing = {"mode": "best_fit", "open_bins": 16}
     config = {"seed": 1234, "seq_length": seq_length, "packing": packing, **kwargs, "sources": sources}
     path.write_text(yaml.safe_dump(config, sort_keys=False))
@@ -66,7 +66,7 @@ VISION = {"vision-num-layers": 1, "vision-hidden-size": 64, "vision-num-attentio
 
 
 def small_gpt(steps: int) -> dict[str, object]:
-    """Flags of a GPT that trains anywhere."""
+    """Flags of a GPT that is small enough to train anywhere."""
     return {
         "num-layers": 2,
         "hidden-size": 64,
@@ -95,7 +95,7 @@ class Extra:
     parts: tuple[str, ...] = ()
     #: fields of the result.
     result: dict[str, Any] = field(default_factory=dict)
-    #: whether what it compared is the same.
+    #: whether the compared results are the same.
     holds: bool = True
 
 
@@ -103,11 +103,11 @@ class Extra:
 class Demo:
     """A demo: its data, its model and its steps."""
 
-    #: command, as the report's heading has it.
+    #: the command, for the report's heading.
     title: str
-    #: the number of steps of the run, by default.
+    #: default number of steps of the run.
     steps: int
-    #: the run that nobody disturbs, and the starts of the one that is killed.
+    #: the undisturbed run, and the starts of the one that is killed.
     twin: DemoStart = DemoStart(processes=2, workers=0, micro_batch_size=4)
     attempts: tuple[DemoStart, ...] = (
         DemoStart(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
@@ -123,19 +123,19 @@ class Demo:
     unit: str = "tokens"
     #: the training program, a module.
     program: str = "megaresume.cluster.training"
-    #: packages whose versions the report tells.
+    #: packages whose versions are in the report.
     packages: tuple[str, ...] = ("torch", "deepspeed", "megatron-core")
-    #: (directory of the demo, say) -> what the training program is given as its data.
+    #: (directory of the demo, say) -> the data argument of the training program.
     prepare: Callable[[Path, Say], Path]
     #: (directory of the demo, steps) -> flags of the training program that every start shares.
     flags: Callable[[Path, int], list[str]]
-    #: (directory of the demo, that) -> the data config, when all has been run.
+    #: (directory of the demo, that argument) -> the data config, after all runs.
     config: Callable[[Path, Path], Path] = lambda out, data: data
-    #: directory of the demo, when all has been run -> what more there is to tell.
+    #: directory of the demo, after all runs -> additional results.
     extra: Callable[[Path], Extra] = lambda out: Extra()
 
 
-#: Source files and docstrings taken: enough for a good hundred steps, prepared in seconds.
+#: Source files and docstrings to take: enough for over a hundred steps, prepared in seconds.
 NUM_FILES = 240
 #: Articles of the manual longer than this are left out, so that the demo crosses an epoch of this source.
 LONGEST_ARTICLE = 1800
@@ -163,7 +163,7 @@ def _modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Functions and methods, and their source: whole modules would fill a hundred samples each."""
+    """Functions and methods, with their source: whole modules would fill a hundred samples each."""
     for text, module in _modules():
         lines = text.splitlines(keepends=True)
         for node in module.body:
