@@ -42,6 +42,7 @@ def check_all(
     Raises:
         UsageError: see `check_schedulers` and `check_inner`.
     """
+    gc.collect()  # what a training that is over has left
     living = _living(*_SCHEDULERS, torch.optim.Optimizer, AveragedModel, torch.amp.GradScaler)
     check_schedulers(optimizers, kept, scheduler, living, beginning)
     check_inner(optimizers, kept, inner)
@@ -74,7 +75,8 @@ def check_schedulers(
     if living is None:
         if not any(_is_scheduled(one) for one in unknown):
             return
-        living = _living(*_SCHEDULERS)  # the mark stays when a scheduler is gone, as of a search for the first rate
+        gc.collect()  # the mark stays when a scheduler is gone, as of a search for the first rate
+        living = _living(*_SCHEDULERS)
     scheduled = [_of(one, "optimizer") for one in living if _is_scheduler(one)]
     found = [f"{kind_of(one)} with a scheduler" for one in unknown if any(one is other for other in scheduled)]
     if beginning is not None:
@@ -162,7 +164,7 @@ def warn_of_forgotten(
 
 class Beginning:
     """The schedulers of this process, and its modules that no checkpoint holds, when a start begins its first step: to
-    tell which of them steps change. Searches all objects, as `check_all`, and keeps none alive.
+    tell which of them steps change. Searches all objects, in 50 ms, and keeps none alive.
 
     Args:
         modules: in a checkpoint.
@@ -346,7 +348,5 @@ def _of(one: Any, name: str) -> Any:
 
 
 def _living(*classes: type) -> list[Any]:
-    """All objects of these classes, without those of a training that is over. By their type: isinstance would ask
-    proxies for their class."""
-    gc.collect()
+    """All objects of these classes. By their type: isinstance would ask proxies for their class."""
     return [one for one in gc.get_objects() if issubclass(type(one), classes)]
