@@ -37,7 +37,7 @@ def write(counts: Mapping[str, Counter[str]], *, flips: str) -> None:
     words = (
         f"Of {found.total():,} bits flipped in random files of checkpoints that were saved *without* checksums, "
         f"{found['unnoticed']:,} were loaded unnoticed, {found['refused']:,} were refused because torch could not read "
-        f"the file, and {found['harmless']:,} lay where nobody reads.\n"
+        f"the file, and {found['harmless']:,} hit bytes that nothing reads.\n"
     )
     rest = {name: outcomes for name, outcomes in counts.items() if name != flips}
     text = _TABLE.sub(lambda match: match[1] + table(rest) + match[2], DOCUMENT.read_text())
