@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from megaresume import importing
 from megaresume.checkpoint.file_errors import writing
-from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
 from megaresume.hosts.attach import kind_of, replaced
 from megaresume.hosts.replicas import Hashes, hashes_of_states, hashes_of_tensors
-from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError, listed
 
 Writer = Literal["dcp", "dcp_async", "torch"]
 
@@ -129,6 +129,8 @@ class Objects:
         )
 
         blank = self.blank() if full else states
+        if full:
+            _check_places({name: states[name]["state"] for name in self.optimizers}, blank)
         options = StateDictOptions(full_state_dict=full)
         for name, module in self.modules.items():
             # With full_state_dict torch leaves what is missing as it is, and says nothing.
@@ -239,10 +241,12 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
         with dcp_errors():
             load(first, storage_reader=reader, process_group=group)
             rest = _checked(objects, torch.load(io.BytesIO(first[KEY]), map_location="cpu", weights_only=False))
-            states = objects.blank()
-            saved = reader.read_metadata().state_dict_metadata
+            states, metadata = objects.blank(), reader.read_metadata()
+            paths = [path for path in metadata.planner_data.values() if len(path) > 2 and path[1] == "state"]
+            kept = {name: _only_saved(name, states[name], metadata.state_dict_metadata) for name in objects.optimizers}
+            _check_places({name: {path[2] for path in paths if path[0] == name} for name in objects.optimizers}, states)
             for name in objects.optimizers:
-                states[name]["state"] = _only_saved(name, states[name], saved)
+                states[name]["state"] = kept[name]
             load(states, storage_reader=reader, process_group=group)
         objects.put(states)
     on_all_ranks(lambda: objects.put_rest(rest))
@@ -314,6 +318,34 @@ def _forget_unused(
     for name, parameter in zip(names, parameters, strict=True):
         if name not in saved:
             optimizer.state.pop(parameter, None)
+
+
+def _check_places(saved: Mapping[str, Iterable[str]], blank: Mapping[str, Any]) -> None:
+    """Refuse to leave out the state of a parameter, as torch does that of one that is frozen today, or that today's
+    optimizer does not train. Collective.
+
+    Args:
+        saved: of each optimizer, the parameters that had a state.
+        blank: see `Objects.blank`.
+
+    Raises, on every rank:
+        StateError: naming them.
+    """
+    held = {f"{name}.{one}" for name in saved for one in blank[name]["state"]}
+    here = {f"{name}.{one}" for name in saved for group in blank[name]["param_groups"] for one in group["params"]}
+    wanted = {f"{name}.{one}" for name, parameters in saved.items() for one in parameters}
+    # Of models whose parts differ by rank, each rank has its own.
+    of_ranks = gather((wanted & here - held, wanted - held))
+    lost = set().union(*(frozen for frozen, _ in of_ranks)) | set.intersection(*(lacking for _, lacking in of_ranks))
+    if lost:
+        raise StateError(
+            "an optimizer's state in the checkpoint would be left out",
+            found=f"{listed(sorted(lost), 4)}: frozen, or not in the optimizer",
+            expected="each parameter that was trained, trainable and in the optimizer when the checkpoint is loaded",
+            cause="parameters are frozen before loop.load() and trained later, or added by add_param_group",
+            action="call loop.load() first, and requires_grad_(False) after it; give the optimizer all its parameters "
+            "when it is made: those without gradients are not stepped",
+        )
 
 
 def _only_saved(name: str, blank: Mapping[str, Any], saved: Iterable[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.torch.program import Numbers
 
 SECOND_HEAD, FIRST_STEP, END = 4, 2, 8
@@ -101,6 +101,61 @@ def test_options_of_an_optimizer_that_would_be_loaded_without_its_state(tmp_path
     run = Run(tmp_path, "dcp", torch.optim.SGD)
     with pytest.raises(CheckpointError, match=r"cannot be read(.|\n)*today's does not have: momentum_buffer"):
         run.loop.load()
+    run.loop.close()
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_a_parameter_that_is_frozen_when_it_is_loaded(tmp_path: Path, writer: str) -> None:
+    """torch would leave out its state, and say nothing: it may be trained again by a later step."""
+    whole = Run(tmp_path / "whole", writer, torch.optim.AdamW)
+    expected = whole.train(END)
+    whole.loop.close()
+    run = Run(tmp_path / "run", writer, torch.optim.AdamW)
+    losses = run.train(SECOND_HEAD + 1)
+    run.loop.save()
+    run.loop.close()
+    run = Run(tmp_path / "run", writer, torch.optim.AdamW)
+    run.heads[1].requires_grad_(False)
+    with pytest.raises(StateError, match=r"left out(.|\n)*optimizer\.1\.bias, optimizer\.1\.weight"):
+        run.loop.load()
+    run.loop.close()
+    run = Run(tmp_path / "run", writer, torch.optim.AdamW)
+    run.loop.load()
+    run.heads[1].requires_grad_(False).requires_grad_()
+    assert losses + run.train(END) == expected
+    run.loop.close()
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_parameters_that_were_added_later(tmp_path: Path, writer: str) -> None:
+    run = Run(tmp_path, writer, torch.optim.AdamW)
+    run.train(SECOND_HEAD + 1)
+    run.loop.save()
+    run.loop.close()
+    run = Run(tmp_path, writer, lambda groups, lr: torch.optim.AdamW(groups[1:], lr=lr))
+    with pytest.raises(StateError, match=r"left out(.|\n)*optimizer\.1\.bias(.|\n)*when it is made"):
+        run.loop.load()
+    run.loop.close()
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_parameters_that_stay_frozen(tmp_path: Path, writer: str) -> None:
+    """As of a model of which adapters alone are trained, and whose optimizer was given all of it."""
+
+    def frozen(directory: Path) -> Run:
+        run = Run(directory, writer, torch.optim.AdamW)
+        run.heads[1].requires_grad_(False)
+        return run
+
+    whole, run = frozen(tmp_path / "whole"), frozen(tmp_path / "run")
+    expected, losses = whole.train(END), run.train(SECOND_HEAD + 1)
+    run.loop.save()
+    whole.loop.close()
+    run.loop.close()
+    run = frozen(tmp_path / "run")
+    run.loop.load()
+    assert losses + run.train(END) == expected
+    assert all(parameter not in run.optimizer.state for parameter in run.heads[1].parameters())
     run.loop.close()
 
 
