@@ -241,12 +241,11 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
         with dcp_errors():
             load(first, storage_reader=reader, process_group=group)
             rest = _checked(objects, torch.load(io.BytesIO(first[KEY]), map_location="cpu", weights_only=False))
-            states, metadata = objects.blank(), reader.read_metadata()
-            paths = [path for path in metadata.planner_data.values() if len(path) > 2 and path[1] == "state"]
-            kept = {name: _only_saved(name, states[name], metadata.state_dict_metadata) for name in objects.optimizers}
-            _check_places({name: {path[2] for path in paths if path[0] == name} for name in objects.optimizers}, states)
-            for name in objects.optimizers:
-                states[name]["state"] = kept[name]
+            states, saved = objects.blank(), _saved_fields(objects, reader.read_metadata())
+            kept = {name: _only_saved(name, states[name], fields) for name, fields in saved.items()}
+            _check_places(saved, states)
+            for name, state in kept.items():
+                states[name]["state"] = state
             load(states, storage_reader=reader, process_group=group)
         objects.put(states)
     on_all_ranks(lambda: objects.put_rest(rest))
@@ -348,31 +347,33 @@ def _check_places(saved: Mapping[str, Iterable[str]], blank: Mapping[str, Any]) 
         )
 
 
-def _only_saved(name: str, blank: Mapping[str, Any], saved: Iterable[str]) -> dict[str, Any]:
+def _saved_fields(objects: Objects, metadata: Any) -> dict[str, dict[str, set[str]]]:
+    """Of each optimizer, the parameters that had a state when it was saved, and its fields. By torch's own paths: the
+    keys of a checkpoint join them by points, which names of parameters have as well."""
+    saved: dict[str, dict[str, set[str]]] = {name: {} for name in objects.optimizers}
+    for name, *path in metadata.planner_data.values():
+        if name in saved and len(path) > 2 and path[0] == "state":
+            saved[name].setdefault(path[1], set()).add(path[2])
+    return saved
+
+
+def _only_saved(name: str, blank: Mapping[str, Any], saved: Mapping[str, set[str]]) -> dict[str, Any]:
     """The state of those parameters that had one when it was saved.
 
     Args:
         name: of the optimizer.
         blank: its state, with that of every parameter, and its groups.
-        saved: keys of the checkpoint: NAME.state.PARAMETER.FIELD, in which PARAMETER may have points, and so on.
+        saved: see `_saved_fields`.
 
     Raises:
         RuntimeError: there are fields that today's optimizer does not have: with them its options would be loaded.
     """
-    state, prefix = blank["state"], f"{name}.state."
+    state = blank["state"]
     parameters = set(chain.from_iterable(group["params"] for group in blank["param_groups"]))
-    there: set[str] = set()
-    fields: set[str] = set()
-    for key in saved:
-        words = key.removeprefix(prefix).split(".") if key.startswith(prefix) else []
-        for end in range(len(words) - 1, 0, -1):
-            if (parameter := ".".join(words[:end])) in parameters:
-                there.add(parameter)
-                fields.add(words[end])
-                break
+    fields: set[str] = set().union(*(saved[one] for one in parameters & saved.keys()))
     if lost := fields.difference(*state.values()):
         raise RuntimeError(f"The optimizer '{name}' had a state that today's does not have: {', '.join(sorted(lost))}")
-    return {parameter: one for parameter, one in state.items() if parameter in there}
+    return {parameter: one for parameter, one in state.items() if parameter in saved}
 
 
 def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
