@@ -83,8 +83,10 @@ def main(job: dict[str, Any]) -> None:
     truth = Truth(directory / f"truth.{job['attempt']}.{rank}")
     record = (directory / f"trained.{job['attempt']}.{rank}").open("a")
     now = truth.note("startup", job["born"])
+    waited_for = "first"
     for batch in loop:
-        now = truth.note("data", now)
+        now = truth.note(waited_for, now)
+        waited_for = "data"
         if job.get("losses"):
             loop.meter.losses(batch, losses_of(batch["tokens"]))
         model(batch["tokens"][:, :2].float()).sum().backward()

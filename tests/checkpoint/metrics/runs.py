@@ -132,9 +132,12 @@ class Chain:
         return found
 
     def truth(self) -> dict[str, float]:
-        """Seconds by cause, as the processes of rank 0 and the test itself saw it."""
+        """Seconds by cause, as the processes of rank 0 and the test itself saw it.
+
+        ``first`` is the wait of each process for its first micro-batch, in which start-up ends and data begins.
+        """
         ended: float | None = None
-        spent = dict.fromkeys(("startup", "data", "saving", "lost", "waiting", "steps"), 0.0)
+        spent = dict.fromkeys(("startup", "first", "data", "saving", "lost", "waiting", "steps"), 0.0)
         kept = [self._kept(k) for k in range(len(self.lives))]
         for k, (_, gone) in enumerate(self.lives):
             noted = [json.loads(line) for line in (self.directory / f"truth.{k + 1}.0").read_text().splitlines()]
